@@ -1,0 +1,145 @@
+"""Who this process is: its place on the tensor, pipeline and data axes, and the groups it talks in."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.accelerator import quiet
+from megatron.parallel.rng import RandomStreams
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from megatron.config import ParallelConfig
+
+COLLECTIVES = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+
+
+class LayoutError(ValueError):
+    """A tensor or a world does not fit the parallel layout."""
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Sizes, ranks and groups, built once in `main` and handed down.
+
+    Ranks are numbered with the tensor axis fastest, then data, then pipeline: tensor-parallel neighbours
+    share a node.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    tensor_group: dist.ProcessGroup | None = None
+    stage: int = 0
+    num_stages: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+    data_group: dist.ProcessGroup | None = None
+    model_group: dist.ProcessGroup | None = None
+    """All ranks that together hold one copy of the model."""
+    sequence_parallel: bool = False
+    device: torch.device = torch.device("cpu")
+    topology: Any = None
+    """DeepSpeed's ProcessTopology (pipe, data, model)."""
+    grid: Any = None
+    """DeepSpeed's PipelineParallelGrid, its `mpu`."""
+    streams: RandomStreams = field(default_factory=RandomStreams)
+
+    @classmethod
+    def single(cls) -> ParallelContext:
+        """One process alone, without torch.distributed: every layer works in a plain unit test."""
+        return cls()
+
+    @classmethod
+    def build(cls, parallel: ParallelConfig, device_kind: str) -> ParallelContext:
+        """Join the process group that the launcher describes (RANK, WORLD_SIZE, MASTER_ADDR, LOCAL_RANK).
+
+        `device_kind` is hpu, cuda or cpu. Raises LayoutError if the world is no multiple of tensor x pipeline.
+        """
+        import deepspeed
+        import torch.distributed as dist
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+
+        for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+            os.environ.setdefault(name, alone)
+        os.environ.setdefault("MASTER_PORT", "29500" if os.environ["WORLD_SIZE"] != "1" else "0")
+        if not deepspeed.comm.is_initialized():
+            with quiet():
+                deepspeed.init_distributed(
+                    dist_backend=COLLECTIVES[device_kind],
+                    timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
+                    verbose=False,
+                )
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        if world_size % (tp * pp):
+            raise LayoutError(f"{world_size} ranks are no multiple of tensor x pipeline = {tp} x {pp}; change either")
+        if device_kind == "cpu":
+            device = torch.device("cpu")
+        else:
+            get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+            device = torch.device(get_accelerator().current_device_name())
+        dp = world_size // (tp * pp)
+        topology = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
+        with quiet():
+            grid = PipelineParallelGrid(topology=topology, process_group=dist.group.WORLD)
+        place = topology.get_coord(rank)
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            tensor_rank=place.model,
+            tensor_size=tp,
+            tensor_group=grid.get_slice_parallel_group() if tp > 1 else None,
+            stage=place.pipe,
+            num_stages=pp,
+            data_rank=place.data,
+            data_size=dp,
+            data_group=grid.get_data_parallel_group() if dp > 1 else None,
+            model_group=grid.get_model_parallel_group() if tp * pp > 1 else None,
+            sequence_parallel=parallel.sequence_parallel and tp > 1,
+            device=device,
+            topology=topology,
+            grid=grid,
+        )
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def slice_size(self, total: int) -> int:
+        """What one tensor-parallel rank holds of `total`. Raises LayoutError if it does not divide evenly."""
+        if total % self.tensor_size:
+            raise LayoutError(f"{total} cannot be split evenly over {self.tensor_size} tensor-parallel ranks")
+        return total // self.tensor_size
+
+    def broadcast(self, number: int) -> int:
+        """Rank 0's number, on every rank. Collective."""
+        if self.world_size == 1:
+            return number
+        import torch.distributed as dist
+
+        tensor = torch.tensor([number], dtype=torch.int64, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return int(tensor.item())
+
+    def sum_over_data_ranks(self, number: float) -> float:
+        """Sum over the data-parallel ranks. Collective in the data group."""
+        if self.data_group is None:
+            return number
+        import torch.distributed as dist
+
+        tensor = torch.tensor([number], dtype=torch.float32, device=self.device)
+        dist.all_reduce(tensor, group=self.data_group)
+        return float(tensor.item())

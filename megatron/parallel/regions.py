@@ -1,0 +1,151 @@
+"""The autograd pairs that join tensor-parallel regions to the rest of the model.
+
+Shapes: S sequence, B batch, H hidden, tp tensor-parallel ranks. Tensors are sequence first, [S, B, ...].
+Source: Shoeybi et al. 2019 (arXiv:1909.08053), operators f and g; Korthikanti et al. 2022 (arXiv:2205.05198),
+operators g and g-bar of sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.parallel.context import LayoutError, ParallelContext
+
+# torch 2.13 renamed these two; Habana's torch still has the old names
+all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """Sum over the tensor-parallel ranks; a new tensor, no autograd."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=ctx.tensor_group)
+    return x
+
+
+def all_gather_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """[S/tp, ...] of each rank -> [S, ...]; no autograd."""
+    full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
+    all_gather_into(full, x.contiguous(), group=ctx.tensor_group)
+    return full
+
+
+def reduce_scatter_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """Sum over ranks, keep own rows: [S, ...] -> [S/tp, ...]; no autograd."""
+    if x.shape[0] % ctx.tensor_size:
+        raise LayoutError(f"{x.shape[0]} rows cannot be split over {ctx.tensor_size} tensor-parallel ranks")
+    own = x.new_empty((x.shape[0] // ctx.tensor_size, *x.shape[1:]))
+    reduce_scatter_into(own, x.contiguous(), group=ctx.tensor_group)
+    return own
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+        function.ctx = ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(function: Any, grad: Tensor) -> Any:
+        return all_reduce(grad, function.ctx), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+        return all_reduce(x, ctx)
+
+    @staticmethod
+    def backward(function: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+        function.ctx = ctx
+        return all_gather_rows(x, ctx)
+
+    @staticmethod
+    def backward(function: Any, grad: Tensor) -> Any:
+        return reduce_scatter_rows(grad, function.ctx), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+        function.ctx = ctx
+        return reduce_scatter_rows(x, ctx)
+
+    @staticmethod
+    def backward(function: Any, grad: Tensor) -> Any:
+        return all_gather_rows(grad, function.ctx), None
+
+
+def copy_to_tensor_region(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """Identity; backward sums the gradient over the tensor-parallel ranks. Operator f.
+
+    For an activation each rank goes on to use a part of, and for a replicated parameter each rank applies to
+    its own rows of the sequence.
+    """
+    return x if ctx.tensor_size == 1 else _Copy.apply(x, ctx)
+
+
+def reduce_from_tensor_region(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """Sum the ranks' partial results; backward is the identity. Operator g."""
+    return x if ctx.tensor_size == 1 else _Reduce.apply(x, ctx)
+
+
+def gather_from_sequence(x_SBH: Tensor, ctx: ParallelContext) -> Tensor:
+    """[S/tp, B, H] -> [S, B, H]; backward sums over ranks and keeps own rows."""
+    return x_SBH if ctx.tensor_size == 1 else _GatherSequence.apply(x_SBH, ctx)
+
+
+def reduce_scatter_to_sequence(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
+    """Sum over ranks and keep own rows: [S, B, H] -> [S/tp, B, H]; backward gathers. Operator g-bar.
+
+    Raises LayoutError if tp does not divide S.
+    """
+    return partial_SBH if ctx.tensor_size == 1 else _ReduceScatterSequence.apply(partial_SBH, ctx)
+
+
+def enter_tensor_region(hidden: Tensor, ctx: ParallelContext) -> Tensor:
+    """From the residual stream to what every rank of a layer sees: [S, B, H] on each."""
+    return gather_from_sequence(hidden, ctx) if ctx.sequence_parallel else copy_to_tensor_region(hidden, ctx)
+
+
+def leave_tensor_region(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
+    """From the ranks' partial sums back to the residual stream, [S, B, H] or [S/tp, B, H]."""
+    if ctx.sequence_parallel:
+        return reduce_scatter_to_sequence(partial_SBH, ctx)
+    return reduce_from_tensor_region(partial_SBH, ctx)
+
+
+def replicated_parameter(parameter: Tensor, ctx: ParallelContext) -> Tensor:
+    """A parameter all ranks hold alike, as used on the residual stream.
+
+    Under sequence parallelism each rank sees only its rows, so the gradient must be summed over the ranks; without
+    it the ranks' gradients are already whole, and equal.
+    """
+    return copy_to_tensor_region(parameter, ctx) if ctx.sequence_parallel else parameter
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+        function.ctx = ctx
+        # gathering is along the first dimension: bring the channels there and back
+        return all_gather_rows(x.movedim(-1, 0), ctx).movedim(0, -1)
+
+    @staticmethod
+    def backward(function: Any, grad: Tensor) -> Any:
+        return reduce_scatter_rows(grad.movedim(-1, 0), function.ctx).movedim(0, -1), None
+
+
+def gather_channels(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """[..., C/tp] of each rank -> [..., C]; backward sums over ranks and keeps own channels."""
+    return x if ctx.tensor_size == 1 else _GatherHeads.apply(x, ctx)

@@ -1,0 +1,88 @@
+"""Random streams: which ranks draw alike, and which apart.
+
+Tensor-parallel ranks hold the same residual stream, so its dropout must be the same on all of them; what they
+hold different parts of (heads, rows of the sequence under sequence parallelism) must be dropped independently.
+The device's default generator is the *replicated* stream; the *sharded* one is swapped in where it is needed.
+
+Both are seeded anew at each step from the run's seed and the samples consumed, so a resumed run draws what the
+uninterrupted one would have drawn, and no generator state needs saving.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from any mix of numbers and names; the same on every machine and run."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class RandomStreams:
+    """The replicated and the sharded stream of one rank. The state lives here and in the default generator."""
+
+    def __init__(self) -> None:
+        self._sharded: Tensor | None = None
+
+    def seed_step(self, seed: int, consumed_samples: int, stage: int, data_rank: int, tensor_rank: int) -> None:
+        """Start both streams for one step. Stages and data-parallel ranks always draw apart."""
+        generator = _accelerator()
+        generator.manual_seed(derive_seed(seed, consumed_samples, stage, data_rank, "sharded", tensor_rank))
+        self._sharded = generator.get_rng_state()
+        generator.manual_seed(derive_seed(seed, consumed_samples, stage, data_rank, "replicated"))
+
+    @contextmanager
+    def sharded(self) -> Iterator[None]:
+        """Draw from this tensor-parallel rank's own stream inside."""
+        if self._sharded is None:  # never seeded: a lone layer in a unit test
+            yield
+            return
+        generator = _accelerator()
+        replicated = generator.get_rng_state()
+        generator.set_rng_state(self._sharded)
+        try:
+            yield
+        finally:
+            self._sharded = generator.get_rng_state()
+            generator.set_rng_state(replicated)
+
+    @contextmanager
+    def _replaying(self, state: Tensor | None) -> Iterator[None]:
+        present, self._sharded = self._sharded, state
+        try:
+            yield
+        finally:
+            self._sharded = present
+
+    def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """function(*inputs), whose activations are dropped and computed again in the backward pass.
+
+        Dropout draws the same both times, from both streams.
+        """
+
+        def contexts() -> tuple[Any, Any]:
+            return nullcontext(), self._replaying(self._sharded)
+
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+def dropout(x: Tensor, probability: float, training: bool, streams: RandomStreams, *, sharded: bool) -> Tensor:
+    """Inverted dropout from the right stream: `sharded` where tensor-parallel ranks hold different values."""
+    if not training or probability == 0.0:
+        return x
+    with streams.sharded() if sharded else nullcontext():
+        return torch.nn.functional.dropout(x, probability)
