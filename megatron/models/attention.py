@@ -1,0 +1,314 @@
+"""Self-attention over tensor-parallel heads: positions, masks and the kernel behind one face.
+
+Shapes: S sequence, B batch, n query heads and k key/value heads of this rank, d head size. Projections come as
+[S, B, ...]; kernels take [B, n, S, d].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.regions import gather_channels
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the tokens of a microbatch lie in their documents. None instead of this: one document a sample.
+
+    positions_BS: the position each token is encoded with.
+    starts_BS: the index in the sample of the first token that each token may see.
+    """
+
+    positions_BS: Tensor
+    starts_BS: Tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Positions
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """The slope of each head, [num_heads] float32.
+
+    For a power of two, the geometric sequence from 2^(-8/n); otherwise that of the next lower power of two, filled up
+    with every other slope of the next higher one. Source: Press et al. 2021 (arXiv:2108.12409) and its published code.
+    """
+
+    def geometric(count: int) -> list[float]:
+        ratio = 2.0 ** (-8.0 / count)
+        return [ratio ** (index + 1) for index in range(count)]
+
+    lower = 2 ** math.floor(math.log2(num_heads))
+    slopes = geometric(lower)
+    slopes += geometric(2 * lower)[::2][: num_heads - lower]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+def rotary_frequencies(model: ModelConfig) -> Tensor:
+    """Radians per position for each pair of channels, [d/2] float32, with Llama 3.1's scaling if configured.
+
+    Scaling divides long wavelengths by the factor, keeps short ones, and interpolates between.
+    Source: Su et al. 2021 (arXiv:2104.09864); Llama 3.1's published model code.
+    """
+    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float32) / model.head_size
+    frequencies = 1.0 / model.rotary_base**exponents
+    if model.rope_scaling_factor is None:
+        return frequencies
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    turns = model.rope_scaling_original_length * frequencies / (2 * math.pi)  # within the original context
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / model.rope_scaling_factor)
+
+
+class RotaryEmbedding:
+    """cos and sin for given positions, from a table computed once and grown on demand."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._frequencies = rotary_frequencies(model)
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [length, d] float32; both halves of the channels turn alike."""
+        if self._table is None or self._table[0].shape[0] < length or self._table[0].device != device:
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies)
+            angles = torch.cat([angles, angles], dim=-1).to(device)
+            self._table = angles.cos(), angles.sin()
+        cos, sin = self._table
+        return cos[:length], sin[:length]
+
+    def rotate(self, x_SBnd: Tensor, packing: Packing | None, first_position: int = 0) -> Tensor:
+        """Turn the channel pairs (i, i + d/2) of each token by its position."""
+        length = x_SBnd.shape[0]
+        if packing is None:
+            cos, sin = (
+                part[first_position:, None, None] for part in self.table(first_position + length, x_SBnd.device)
+            )
+        else:
+            positions_SB = packing.positions_BS.t()
+            cos, sin = (part[positions_SB].unsqueeze(2) for part in self.table(length, x_SBnd.device))
+        # in float32: bfloat16 cannot hold the angles' cosines of long contexts apart
+        x = x_SBnd.float()
+        first, second = x.chunk(2, dim=-1)
+        return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x_SBnd.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks
+
+
+class AttentionMask:
+    """The additive or boolean mask of a microbatch, made once and shared by the layers of a stage."""
+
+    def __init__(self, slopes: Tensor | None) -> None:
+        self._slopes = slopes
+        self._key: Any = None
+        self._mask: Tensor | None = None
+
+    def get(self, packing: Packing | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """None: plainly causal. Else [1 or B, 1 or n, S, S]: boolean (True: seen), or a bias with -inf (ALiBi)."""
+        if packing is None and self._slopes is None:
+            return None
+        key = (None if packing is None else packing.starts_BS, length, dtype, device)
+        if self._key is None or any(
+            a is not b and not _equal_constants(a, b) for a, b in zip(key, self._key, strict=True)
+        ):
+            self._key, self._mask = key, self._build(packing, length, dtype, device)
+        return self._mask
+
+    def _build(self, packing: Packing | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        index = torch.arange(length, device=device)
+        seen = (index[None, :] <= index[:, None])[None, None]
+        if packing is not None:
+            seen = seen & (index >= packing.starts_BS[:, None, :, None])
+        if self._slopes is None:
+            return seen
+        distance = (index[None, :] - index[:, None]).float()
+        bias = self._slopes.to(device)[None, :, None, None] * distance
+        return bias.to(dtype).masked_fill(~seen, float("-inf"))
+
+
+def _equal_constants(a: Any, b: Any) -> bool:
+    # tensors count as equal only when they are the same object: comparing their values would cost a synchronisation
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels: (q [B, n, S, d], k and v [B, k, S, d], packing) -> [B, n, S, d]
+
+
+class SDPAttention:
+    """torch's scaled_dot_product_attention; causal without a mask where nothing else is asked."""
+
+    def __init__(self, slopes: Tensor | None) -> None:
+        self.masks = AttentionMask(slopes)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
+        mask = self.masks.get(packing, q.shape[2], q.dtype, q.device)
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+
+
+def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[B, k, S, d] -> [B, num_heads, S, d], each key/value head for its group of query heads."""
+    if x.shape[1] == num_heads:
+        return x
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+class FlexAttention:
+    """torch's flex_attention, for CUDA: ALiBi and document masks without a mask in memory. No dropout."""
+
+    def __init__(self, slopes: Tensor | None, *, compiled: bool = True) -> None:
+        from torch.nn.attention import flex_attention
+
+        self._slopes = slopes
+        self._create_block_mask = flex_attention.create_block_mask
+        kernel = flex_attention.flex_attention
+        self._kernel: Callable[..., Tensor] = torch.compile(kernel, dynamic=False) if compiled else kernel
+        self._key: Any = None
+        self._block_mask: Any = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
+        block_mask = self._mask(packing, q.shape[0], q.shape[2], q.device)
+        grouped = q.shape[1] != k.shape[1]
+        return self._kernel(q, k, v, score_mod=self._score(q.device), block_mask=block_mask, enable_gqa=grouped)
+
+    def _score(self, device: torch.device) -> Callable[..., Tensor] | None:
+        if self._slopes is None:
+            return None
+        slopes = self._slopes = self._slopes.to(device)
+        return lambda score, _batch, head, query, key: score + slopes[head] * (key - query)
+
+    def _mask(self, packing: Packing | None, batch: int, length: int, device: torch.device) -> Any:
+        starts = None if packing is None else packing.starts_BS
+        if self._key is None or self._key[0] is not starts or self._key[1:] != (batch, length):
+
+            def seen(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                causal = key <= query
+                return causal if starts is None else causal & (key >= starts[sample, query])
+
+            rows = None if starts is None else batch
+            self._block_mask = self._create_block_mask(seen, rows, None, length, length, device=device)
+            self._key = (starts, batch, length)
+        return self._block_mask
+
+
+class FusedHPUAttention:
+    """Habana's FusedSDPA.
+
+    Source: Intel Gaudi documentation, "Optimize training on PyTorch", FusedSDPA.apply(q, k, v, attn_mask, dropout_p,
+    is_causal, scale, softmax_mode).
+    """
+
+    def __init__(self, slopes: Tensor | None, *, fast_softmax: bool = False) -> None:
+        from habana_frameworks.torch.hpex.kernels import FusedSDPA
+
+        self._kernel = FusedSDPA
+        self._masks = AttentionMask(slopes)
+        self._softmax_mode = "fast" if fast_softmax else "None"
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
+        mask = self._masks.get(packing, q.shape[2], q.dtype, q.device)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        return self._kernel.apply(q, k, v, mask, dropout, mask is None, None, self._softmax_mode)
+
+
+def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> Callable[..., Tensor]:
+    """The attention kernel for the device, with this rank's ALiBi slopes."""
+    slopes = None
+    if model.position_embedding_type == "alibi":
+        own = ctx.slice_size(model.num_attention_heads)
+        slopes = alibi_slopes(model.num_attention_heads)[ctx.tensor_rank * own : (ctx.tensor_rank + 1) * own]
+    backend = model.attention_backend
+    if backend == "auto":
+        wants_mask = slopes is not None or packed
+        on_cuda = ctx.device.type == "cuda" and wants_mask and model.attention_dropout == 0
+        backend = "fused_hpu" if ctx.device.type == "hpu" else "flex" if on_cuda else "sdpa"
+    if backend == "fused_hpu":
+        return FusedHPUAttention(slopes, fast_softmax=model.use_fast_softmax)
+    return FlexAttention(slopes) if backend == "flex" else SDPAttention(slopes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """What the layers of a stage share: the kernel with its mask, and the rotary table."""
+
+    kernel: Callable[..., Tensor]
+    rotary: RotaryEmbedding | None
+
+    @classmethod
+    def build(cls, model: ModelConfig, ctx: ParallelContext, packed: bool) -> AttentionParts:
+        rotary = RotaryEmbedding(model) if model.position_embedding_type == "rope" else None
+        return cls(build_kernel(model, ctx, packed=packed), rotary)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head or grouped-query self-attention, [rows, B, H] -> [rows, B, H].
+
+    The fused projection's full weight is [q; k; v], each with its heads in order and cut evenly over the ranks. With
+    fewer key/value heads than ranks, each rank projects a part of a head, and the heads are gathered: parameters are
+    never replicated, so their gradients need no further sum.
+    """
+
+    def __init__(
+        self, model: ModelConfig, ctx: ParallelContext, parts: AttentionParts, *, bias: bool, recompute_core: bool
+    ) -> None:
+        super().__init__()
+        self.ctx, self.parts = ctx, parts
+        self.head_size = model.head_size
+        self.dropout = model.attention_dropout
+        self.recompute_core = recompute_core
+        q_size, kv_size = model.num_attention_heads * model.head_size, model.num_kv_heads * model.head_size
+        self.heads_per_rank = ctx.slice_size(model.num_attention_heads)
+        self.own_kv_head = (
+            ctx.tensor_rank * model.num_kv_heads // ctx.tensor_size if model.num_kv_heads < ctx.tensor_size else None
+        )
+        self.sizes = [ctx.slice_size(q_size), ctx.slice_size(kv_size), ctx.slice_size(kv_size)]
+        self.qkv = ColumnParallelLinear(
+            model.hidden_size, (q_size, kv_size, kv_size), bias=bias, std=model.init_method_std, ctx=ctx
+        )
+        residual_std = model.init_method_std / math.sqrt(2 * model.num_layers)
+        self.dense = RowParallelLinear(q_size, model.hidden_size, bias=bias, std=residual_std, ctx=ctx)
+
+    def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in self._project(hidden))
+        if self.recompute_core and self.training:
+            context = self.ctx.streams.recomputed(self._core, q, k, v, packing)
+        else:
+            context = self._core(q, k, v, packing)
+        return self.dense(context)
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.qkv(hidden).split(self.sizes, dim=-1)
+        if self.own_kv_head is not None:
+            begin = self.own_kv_head * self.head_size
+            k, v = (gather_channels(part, self.ctx)[..., begin : begin + self.head_size] for part in (k, v))
+        return q, k, v
+
+    def _core(self, q_SBnd: Tensor, k_SBkd: Tensor, v_SBkd: Tensor, packing: Packing | None) -> Tensor:
+        """Heads in, context out: [S, B, n, d] -> [S, B, n d]."""
+        if self.parts.rotary is not None:
+            q_SBnd, k_SBkd = self.parts.rotary.rotate(q_SBnd, packing), self.parts.rotary.rotate(k_SBkd, packing)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBnd, k_SBkd, v_SBkd))
+        dropout = self.dropout if self.training else 0.0
+        if dropout:
+            with self.ctx.streams.sharded():
+                context = self.parts.kernel(q, k, v, packing, dropout)
+        else:
+            context = self.parts.kernel(q, k, v, packing, 0.0)
+        return context.permute(2, 0, 1, 3).flatten(2)
