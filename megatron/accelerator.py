@@ -1,0 +1,256 @@
+"""What `deepspeed.accelerator.get_accelerator()` lacks: the choice of device, memory under one set of keys, HPU steps
+and recompilations, peak arithmetic.
+
+Imports torch, deepspeed and habana_frameworks inside the functions only: `choose_device` must speak before deepspeed is
+imported, and a rejected config must not wait for any of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import re
+import resource
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+# How Habana's Optimum names them, for every device. Its "GB" are 2^30 bytes.
+ALLOCATED = "memory_allocated (GB)"
+MAX_ALLOCATED = "max_memory_allocated (GB)"
+TOTAL = "total_memory_available (GB)"
+GB = 2**30
+
+# Dense bfloat16 matrix TFLOP/s by device name, the first match counting. NVIDIA quotes most figures with sparsity,
+# which doubles them.
+PEAK_TFLOPS = (
+    (r"\bGB200\b", 2500.0),  # GB200 NVL72 datasheet: 360 PFLOP/s sparse over 72
+    (r"\bB200\b", 2250.0),  # HGX B200 datasheet: 36 PFLOP/s sparse over 8
+    (r"\bH200 NVL\b", 835.5),  # H200 datasheet: 1,671 sparse
+    (r"\bG?H200\b", 989.4),  # H200 datasheet, and GH200's: 1,979 sparse
+    (r"\bH100 PCIe\b", 756.5),  # H100 datasheet: 1,513 sparse
+    (r"\bH100 NVL\b", 835.5),  # H100 NVL datasheet: 1,671 sparse
+    (r"\bH100\b", 989.4),  # H100 SXM; H100 architecture whitepaper, table 3
+    (r"\bA100\b", 312.0),  # A100 datasheet, SXM and PCIe alike
+    (r"\bL40S\b", 362.05),  # L40S datasheet
+    (r"\bA10\b", 125.0),  # A10 datasheet. Not the A10G, another chip
+    (r"\bV100-PCIE\b", 112.0),  # V100 datasheet; float16, it has no bfloat16
+    (r"\bV100\b", 125.0),  # V100 datasheet, SXM2; float16
+    (r"\bRTX 4090\b(?! [DL])", 165.2),  # Ada architecture whitepaper, appendix A, float32 accumulation
+    (r"\bGAUDI3\b", 1835.0),  # Intel Gaudi 3 whitepaper, matrix engines, OAM
+    (r"\bGAUDI2\b", 432.0),  # Intel Gaudi 3 whitepaper, comparison with Gaudi 2
+)
+
+
+class DeviceError(RuntimeError):
+    """The device asked for is not there."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choice
+
+
+def choose_device(device: str) -> str:
+    """Settle on 'hpu', 'cuda' or 'cpu' for this process and tell DeepSpeed (DS_ACCELERATOR). Call it before the first
+    import of deepspeed.
+
+    'auto' is DS_ACCELERATOR where that is set already, else the first of hpu, cuda, cpu that is there.
+    Raises DeviceError if the device asked for is absent, or deepspeed has settled on another one.
+    """
+    asked = device
+    if device == "auto":
+        device = os.environ.get("DS_ACCELERATOR") or next(name for name in _MISSING if not _MISSING[name]())
+        asked = f"DS_ACCELERATOR={device}" if "DS_ACCELERATOR" in os.environ else f"auto, that is {device}"
+    if device not in _MISSING:
+        raise DeviceError(f"device {asked} is unknown; use {', '.join(_MISSING)} or auto")
+    missing = _MISSING[device]()
+    if missing:
+        raise DeviceError(f"device {asked} is not there: {missing}; or use --device cpu, or --device auto")
+    # looked up, not imported: an import would settle DeepSpeed on a device of its own choice
+    settled = getattr(sys.modules.get("deepspeed.accelerator.real_accelerator"), "ds_accelerator", None)
+    if settled is not None and settled.device_name() != device:
+        raise DeviceError(
+            f"device {asked} comes too late: deepspeed was imported before and settled on {settled.device_name()}; "
+            f"call choose_device first, or set DS_ACCELERATOR={device}"
+        )
+    os.environ["DS_ACCELERATOR"] = device
+    return device
+
+
+def _missing_hpu() -> str:
+    try:
+        hpu = importlib.import_module("habana_frameworks.torch.hpu")
+    except ImportError:
+        return "habana_frameworks is not installed; pip install -r requirements-hpu.txt on a Gaudi host"
+    if not hpu.is_available() or hpu.device_count() == 0:
+        return "habana_frameworks sees no Gaudi; hl-smi shows which are there and who holds them"
+    return ""
+
+
+def _missing_cuda() -> str:
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA; install a CUDA build"
+    if not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = f" under CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+        return f"torch sees no CUDA device{hidden}; nvidia-smi shows which are there"
+    return ""
+
+
+# What is missing to run on a device ('': nothing), in the order in which 'auto' tries them.
+_MISSING = {"hpu": _missing_hpu, "cuda": _missing_cuda, "cpu": lambda: ""}
+
+
+def _device() -> str:
+    """The device DeepSpeed runs on."""
+    from deepspeed.accelerator import get_accelerator
+
+    return str(get_accelerator().device_name())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a device can do
+
+
+def peak_tflops() -> float | None:
+    """Dense bfloat16 peak of one device in TFLOP/s. None on CPU, on unknown devices, and on MIG slices."""
+    device = _device()
+    if device == "hpu":
+        name = importlib.import_module("habana_frameworks.torch.hpu").get_device_name()
+    elif device == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name()
+    else:
+        return None
+    return named_peak_tflops(name)
+
+
+def named_peak_tflops(device_name: str) -> float | None:
+    """`peak_tflops` of the device that torch calls by this name."""
+    if re.search(r"\bMIG\b", device_name):
+        return None  # a slice's share of the chip is not in its name
+    return next((tflops for pattern, tflops in PEAK_TFLOPS if re.search(pattern, device_name, re.IGNORECASE)), None)
+
+
+def bf16_supported() -> bool:
+    """Whether bfloat16 runs natively (on CPU: at all).
+
+    DeepSpeed's accelerator answers True for CUDA devices that only emulate it, many times slower than float16.
+    """
+    if _device() == "cuda":
+        import torch
+
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_bf16_supported())
+
+
+def check_precision(device: str, precision: str) -> None:
+    """Raise DeviceError if the device cannot train in 'bf16' or 'fp16' ('fp32' always can)."""
+    if precision == "fp32":
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    supported = accelerator.is_bf16_supported() if precision == "bf16" else accelerator.is_fp16_supported()
+    if not supported:
+        other = "bf16 or float32" if precision == "fp16" else "float32"
+        raise DeviceError(f"{precision} is not supported on this {device} device; train in {other}")
+
+
+def set_deterministic(device: str) -> None:
+    """Ask for algorithms that repeat bit for bit; an operator that has none raises from now on.
+
+    Call it before the first CUDA operation: cuBLAS reads its setting once. habana_frameworks heeds torch's switch too
+    (its own, hpu.setDeterministic, is deprecated).
+    """
+    import torch
+
+    if device == "cuda":
+        # source: NVIDIA cuBLAS documentation, "Results Reproducibility"
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    # a debugging aid of torch's that costs a pass over every new tensor; results do not depend on it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a device is doing
+
+
+def memory_stats() -> dict[str, float]:
+    """Memory of this process now, its peak, and all there is, in units of 2^30 bytes.
+
+    On HPU and CUDA of the device, as the allocator counts it; on CPU the resident set, and the host's whole memory,
+    which all ranks of the host share.
+    """
+    device = _device()
+    if device == "hpu":
+        stats = importlib.import_module("habana_frameworks.torch.hpu").memory_stats()
+        allocated, peak, total = stats["InUse"], stats["MaxInUse"], stats["Limit"]
+    elif device == "cuda":
+        import torch
+
+        allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        import psutil
+
+        allocated, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
+        # in KiB on Linux, in bytes on macOS (getrusage(2)). The kernel's peak lags; the present may be above it
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = max(peak, allocated)
+    return {ALLOCATED: allocated / GB, MAX_ALLOCATED: peak / GB, TOTAL: total / GB}
+
+
+def mark_step() -> None:
+    """In HPU's lazy mode: launch what was recorded. Elsewhere nothing waits to be launched."""
+    if _device() == "hpu" and _is_lazy():
+        importlib.import_module("habana_frameworks.torch.core").mark_step()
+
+
+def _is_lazy() -> bool:
+    # its default has changed between releases of habana_frameworks; only it knows
+    return bool(importlib.import_module("habana_frameworks.torch.utils.internal").is_lazy())
+
+
+def recompile_count() -> int:
+    """Graphs that HPU has compiled since the start of this process; 0 elsewhere. It stands still once shapes do."""
+    if _device() != "hpu":
+        return 0
+    metric: Any = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global("graph_compilation")
+    return int(dict(metric.stats())["TotalNumber"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What DeepSpeed says
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back what DeepSpeed prints while it builds an engine (its topology, its whole config, a line a rank).
+
+    MEGATRON_VERBOSE=1 lets it speak. Its warnings on logic, and all exceptions, come through.
+    """
+    if os.environ.get("MEGATRON_VERBOSE") == "1":
+        yield
+        return
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    # torch 2.13 renamed collectives that DeepSpeed 0.19.8 calls by their old names, each a warning a call site
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed\..* is deprecated")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,239 @@
+"""Layers to a running engine: DeepSpeed's pipeline engine, or its plain one over the same layers in sequence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+
+from megatron.accelerator import quiet
+from megatron.config import Config
+from megatron.models.registry import build_layers
+from megatron.models.transformer import compute_dtype
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import initialise, shard_of
+from megatron.tasks.pretrain import Microbatch
+from megatron.training.deepspeed_config import deepspeed_config
+from megatron.training.optimizers import build_optimizer
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step tells, on every rank. Tensors stay on the device until they are logged."""
+
+    loss: Tensor
+    grad_norm: Tensor | float
+    skipped: bool
+
+
+class SequentialModel(nn.Module):
+    """The list of layers in one process, under the names that PipelineModule gives them.
+
+    Source of the names: `<index of the layer>.<name>`, and `tied_modules.<key>.<name>` for tied layers.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec]) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict()
+        self._names: list[str] = []
+        for index, spec in enumerate(specs):
+            name = str(index)
+            if isinstance(spec, TiedLayerSpec):
+                name = f"tied_modules.{spec.key}"
+                if spec.key not in self.tied_modules:
+                    self.tied_modules[spec.key] = spec.build()
+            else:
+                self.add_module(name, spec.build())
+            self._names.append(name)
+
+    def forward(self, inputs: Any, project: Callable[[tuple[Tensor, Tensor]], Any]) -> Any:
+        """project((hidden, output weight)), called inside the last layer."""
+        *body, last = (self.get_submodule(name) for name in self._names)
+        for layer in body:
+            inputs = layer(inputs)
+        return last(inputs, project)
+
+
+class Engine:
+    """One face for both of DeepSpeed's engines."""
+
+    def __init__(self, engine: Any, config: Config, ctx: ParallelContext, loss: LossFunction, masks_loss: bool) -> None:
+        self.deepspeed, self.config, self.ctx = engine, config, ctx
+        self._loss, self._masks_loss = loss, masks_loss
+        self._global_batch_size = engine.train_batch_size()
+
+    @property
+    def module(self) -> nn.Module:
+        return self.deepspeed.module  # type: ignore[no-any-return]
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank feeds tokens or labels: inner stages do not."""
+        return self.ctx.is_first_stage or self.ctx.is_last_stage
+
+    @property
+    def loss_scale(self) -> float:
+        return float(getattr(self.deepspeed.optimizer, "cur_scale", 1.0)) if self.config.training.fp16 else 1.0
+
+    def train_step(
+        self, microbatches: Sequence[Microbatch], *, global_batch_size: int, consumed_samples: int, lr: float
+    ) -> StepResult:
+        """Forward, backward and update over one global batch, of which these are this rank's microbatches.
+
+        Inner pipeline stages pass none. `consumed_samples` counts those before this step.
+        """
+        ctx = self.ctx
+        if global_batch_size != self._global_batch_size:
+            self.deepspeed.set_train_batch_size(global_batch_size)
+            self._global_batch_size = global_batch_size
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = lr
+        ctx.streams.seed_step(self.config.training.seed, consumed_samples, ctx.stage, ctx.data_rank, ctx.tensor_rank)
+        batches, _ = self._weighted(microbatches)
+        skipped_before = self.deepspeed.skipped_steps
+        loss = self.deepspeed.train_batch(batches) if self.config.uses_pipeline else self._sequential_step(batches)
+        return StepResult(
+            loss.detach(), self.deepspeed.get_global_grad_norm(), self.deepspeed.skipped_steps > skipped_before
+        )
+
+    def _weighted(self, microbatches: Sequence[Microbatch]) -> tuple[Iterator[Any], float]:
+        """(inputs, (labels, token weights)) of each microbatch, weighted so that DeepSpeed's mean over microbatches and
+        data-parallel ranks is the sum over loss tokens divided by their number in the whole batch. And that number.
+        """
+        count = sum(batch.num_loss_tokens for batch in microbatches)
+        # ranks hold different numbers of loss tokens only where a mask drops some
+        total = self.ctx.sum_over_data_ranks(count) if self._masks_loss else count * self.ctx.data_size
+        factor = len(microbatches) * self.ctx.data_size / max(total, 1.0)
+        return iter([(batch.inputs, (batch.labels, batch.loss_mask * factor)) for batch in microbatches]), total
+
+    def _sequential_step(self, batches: Iterator[Any]) -> Tensor:
+        engine, losses = self.deepspeed, []
+        steps = engine.gradient_accumulation_steps()
+        for index, (inputs, labels) in enumerate(batches):
+            engine.set_gradient_accumulation_boundary(index == steps - 1)
+            loss = self._sequential_loss(inputs, labels)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return self._mean_over_data_ranks(torch.stack(losses).mean())
+
+    def _sequential_loss(self, inputs: Any, labels: Any) -> Tensor:
+        labels = tuple(part.to(self.ctx.device) for part in labels)
+        inputs = (
+            inputs.to(self.ctx.device) if isinstance(inputs, Tensor) else tuple(x.to(self.ctx.device) for x in inputs)
+        )
+        return self.deepspeed(inputs, partial(self._loss_of, labels=labels))  # type: ignore[no-any-return]
+
+    def _loss_of(self, outputs: tuple[Tensor, Tensor], labels: Any) -> Tensor:
+        return self._loss(outputs, labels)
+
+    def _mean_over_data_ranks(self, loss: Tensor) -> Tensor:
+        if self.ctx.data_group is not None:
+            dist.all_reduce(loss, group=self.ctx.data_group)
+            loss /= self.ctx.data_size
+        return loss
+
+    def evaluate(self, microbatches: Sequence[Microbatch], num_microbatches: int) -> tuple[Tensor, float]:
+        """Mean loss per loss token over these microbatches of every data-parallel rank, and the number of those tokens
+        (0 on inner pipeline stages, which read none). No update.
+        """
+        batches, tokens = self._weighted(microbatches)
+        if self.config.uses_pipeline:
+            loss: Tensor = self.deepspeed.eval_batch(batches, num_micro_batches=num_microbatches)
+            self.module.train()
+            return loss, tokens
+        self.deepspeed.eval()
+        with torch.no_grad():
+            losses = [self._sequential_loss(inputs, labels) for inputs, labels in batches]
+        self.deepspeed.train()
+        return self._mean_over_data_ranks(torch.stack(losses).mean()), tokens
+
+    def save(self, folder: str, tag: str) -> None:
+        """Write weights and optimizer to folder/tag; then `latest` in folder names the tag. Collective."""
+        with quiet():
+            self.deepspeed.save_checkpoint(folder, tag=tag)
+
+    def load(self, folder: str, tag: str) -> None:
+        """Restore weights and optimizer from folder/tag. Collective."""
+        with quiet(), torch.no_grad():  # see _pipeline
+            path, _ = self.deepspeed.load_checkpoint(folder, tag=tag)
+        if path is None:
+            raise FileNotFoundError(f"{folder}/{tag} holds no files of DeepSpeed; name another checkpoint in `latest`")
+
+
+def build_engine(
+    config: Config, ctx: ParallelContext, loss: LossFunction, *, masks_loss: bool, global_batch_size: int
+) -> Engine:
+    """Allocate this rank's layers, start their parameters, and wrap them in DeepSpeed. Collective."""
+    settings = deepspeed_config(config, ctx.data_size, global_batch_size)
+    specs = build_layers(config, ctx)
+    with quiet():
+        model = (
+            _pipeline(config, ctx, specs, loss) if config.uses_pipeline else _sequential(config, ctx, specs, settings)
+        )
+        _start_parameters(model, config, ctx)
+        model.to(ctx.device)
+        optimizer = build_optimizer(model, config, ctx)
+        mpu = None if config.uses_pipeline else ctx.grid
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+    if config.training.torch_compile:
+        engine.module.compile()
+    return Engine(engine, config, ctx, loss, masks_loss)
+
+
+def _pipeline(config: Config, ctx: ParallelContext, specs: list[LayerSpec], loss: LossFunction) -> nn.Module:
+    # without no_grad, its broadcast of tied weights would become part of their autograd graph
+    with _default_dtype(compute_dtype(config)), torch.no_grad():
+        return PipelineModule(
+            specs,
+            topology=ctx.topology,
+            loss_fn=loss,
+            partition_method=config.parallel.pipeline_partition_method,
+            activation_checkpoint_interval=0,
+        )
+
+
+def _sequential(config: Config, ctx: ParallelContext, specs: list[LayerSpec], settings: dict[str, Any]) -> nn.Module:
+    if config.optimizer.zero_stage < 3:
+        with _default_dtype(compute_dtype(config)):
+            return SequentialModel(specs)
+    # each parameter is cut up over the data-parallel ranks as soon as it is made: the whole never fits.
+    # its `dtype` argument must stay unset: DeepSpeed 0.19.8 takes it for bfloat16 where float16 is unsupported
+    with deepspeed.zero.Init(
+        data_parallel_group=ctx.grid.get_data_parallel_group(),
+        config_dict_or_path=settings,
+        mem_efficient_linear=False,  # would replace torch's linear for the whole process
+        mpu=ctx.grid,
+    ):
+        return SequentialModel(specs)
+
+
+def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) -> None:
+    for name, parameter in model.named_parameters():
+        if config.optimizer.zero_stage == 3:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if ctx.data_rank == 0:
+                    initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
+        else:
+            initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
+        assert shard_of(parameter) is not None
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

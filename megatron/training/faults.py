@@ -1,0 +1,47 @@
+"""A fault that one rank meets ends the run on all of them, at once, with its message."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+from megatron.accelerator import DeviceError
+from megatron.config import ConfigError
+from megatron.data.indexed import DataError
+from megatron.parallel.context import LayoutError, ParallelContext
+from megatron.training.progress import CheckpointError
+
+T = TypeVar("T")
+
+
+class OtherRankFailed(RuntimeError):
+    """Another rank met a fault, and says which."""
+
+
+USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, DeviceError, OSError, OtherRankFailed)
+
+
+def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
+    """action() on every rank; if it raises on any, it raises on all. Collective, not for inside `action`.
+
+    The ranks that met no fault raise OtherRankFailed, which names the first that did.
+    """
+    result, fault = None, None
+    try:
+        result = action()
+    except Exception as error:
+        fault = error
+    messages = [""] * ctx.world_size
+    if ctx.world_size > 1:
+        import torch.distributed as dist
+
+        mine = "" if fault is None else f"{fault}"
+        dist.all_gather_object(messages, (mine, socket.gethostname()) if mine else "")
+    if fault is not None:
+        raise fault
+    failed = [(rank, message) for rank, message in enumerate(messages) if message]
+    if failed:
+        rank, (message, host) = failed[0][0], failed[0][1]
+        raise OtherRankFailed(f"rank {rank} on {host} failed: {message}")
+    return result  # type: ignore[return-value]

@@ -1,0 +1,318 @@
+"""What a run tells: Megatron's log line, `metrics.jsonl` and TensorBoard, all with the same values.
+
+One rank writes (`writes=True`); on the others every method returns at once. Nothing here communicates: the caller has
+already reduced what it passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import orjson
+
+from megatron.accelerator import MAX_ALLOCATED
+from megatron.config import Config
+from megatron.estimate import flops_per_token
+
+METRICS_FILE = "metrics.jsonl"
+# rows that a resumed run will write anew are moved here, out of the way but not lost
+SUPERSEDED_FILE = "metrics.superseded.jsonl"
+
+# Megatron caps the exponent of the perplexity here, so that an untrained model's prints
+MAX_LOG_PERPLEXITY = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """What the loop knows after the last step of a log interval."""
+
+    iteration: int
+    consumed_samples: int
+    """Up to and including this step; so consumed_tokens."""
+    consumed_tokens: int
+    elapsed_s: float
+    """Mean over the steps since the last log line."""
+    learning_rate: float
+    """Used in this step."""
+    global_batch_size: int
+    """Of this step."""
+    lm_loss: float
+    """Mean over the steps since the last log line."""
+    loss_scale: float
+    grad_norm: float | None
+    """Of this step, before clipping. None where the engine has none, as after a skipped step."""
+    skipped_iterations: int
+    nan_iterations: int
+    memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """As `accelerator.memory_stats` gives it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How fast the steps since the last log line were. MFU: share of the peak that the model's own arithmetic used."""
+
+    samples_per_second: float
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    mfu: float | None
+
+
+class MetricsLog:
+    """Writes one record a logged step, and one a validation. A context manager; `close` flushes.
+
+    `device_peak_tflops` is overridden by `peak_tflops` of the config. Rows of iterations after `resumed_iteration` that
+    an earlier attempt left in metrics.jsonl are moved out, so that the file holds each iteration once.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        writes: bool,
+        world_size: int,
+        device_peak_tflops: float | None,
+        total_iterations: int,
+        resumed_iteration: int = 0,
+    ):
+        self._writes = writes
+        self._world_size = world_size
+        self._peak_tflops = config.logging.peak_tflops or device_peak_tflops
+        self._total_iterations = total_iterations
+        self._seq_length = config.training.seq_length
+        self._flops_per_token = flops_per_token(config.model, config.training.seq_length)
+        # where the last log line left off; the samples that a resumed run starts from are not known here
+        self._last_iteration = resumed_iteration
+        self._last_samples = 0 if resumed_iteration == 0 else None
+        self._jsonl: int | None = None
+        self._tensorboard: Any = None
+        self._bar: Any = None
+        if not writes:
+            return
+        logging = config.logging
+        if logging.results_dir is not None:
+            folder = Path(logging.results_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            _supersede(folder, resumed_iteration)
+            self._jsonl = os.open(folder / METRICS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        tensorboard_dir = logging.tensorboard_dir or (
+            str(Path(logging.results_dir) / "tensorboard") if logging.results_dir is not None else None
+        )
+        if tensorboard_dir is not None:
+            from torch.utils.tensorboard.writer import FileWriter  # late: takes a second
+
+            # no SessionLog to purge by: its step counts in iterations, and would drop "vs samples" points of before
+            # the resumption. TensorBoard itself drops what a step that goes back has superseded
+            self._tensorboard = FileWriter(tensorboard_dir, flush_secs=30)
+        if sys.stdout.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total_iterations,
+                initial=resumed_iteration,
+                desc="training",
+                unit="step",
+                file=sys.stdout,
+                dynamic_ncols=True,
+                leave=False,
+            )
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Flush and close everything. A second call does nothing."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._jsonl is not None:
+            os.close(self._jsonl)
+        self._bar = self._tensorboard = self._jsonl = None
+
+    def message(self, text: str) -> None:
+        """Print a plain line, above the progress bar where there is one."""
+        if not self._writes:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            print(text)
+        # a launcher's pipe is block-buffered; a run that dies must not take its last lines along
+        sys.stdout.flush()
+
+    def log_step(self, step: StepMetrics) -> None:
+        """Tell of the steps since the last call."""
+        if not self._writes:
+            return
+        speed = self._speed(step)
+        self._last_iteration, self._last_samples = step.iteration, step.consumed_samples
+        self._write_row("train", _step_row(step, speed))
+        self._write_scalars(_step_scalars(step, speed), step.iteration, step.consumed_samples)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"lm loss {step.lm_loss:.4f}", refresh=False)
+            self._bar.update(step.iteration - self._bar.n)
+        self.message(step_line(step, speed, self._total_iterations))
+
+    def log_validation(
+        self,
+        iteration: int,
+        consumed_samples: int,
+        lm_loss: float,
+        num_tokens: int,
+        split: Literal["valid", "test"] = "valid",
+    ) -> None:
+        """Tell of the loss over `num_tokens` held-out tokens, and of its perplexity, exp(min(20, loss))."""
+        if not self._writes:
+            return
+        perplexity = math.exp(min(lm_loss, MAX_LOG_PERPLEXITY))  # in this order NaN stays NaN
+        self._write_row(
+            split,
+            {
+                "iteration": iteration,
+                "consumed_samples": consumed_samples,
+                "consumed_tokens": consumed_samples * self._seq_length,
+                "lm_loss": lm_loss,
+                "perplexity": perplexity,
+                "num_tokens": num_tokens,
+            },
+        )
+        name = "validation" if split == "valid" else "test"
+        tag = f"lm-loss-validation/lm loss {name}"
+        self._write_scalars({tag: lm_loss, f"{tag} ppl": perplexity}, iteration, consumed_samples)
+        self.message(
+            f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+            f" tokens: {num_tokens} |"
+        )
+
+    def _speed(self, step: StepMetrics) -> Speed:
+        batch_size = float(step.global_batch_size)
+        if self._last_samples is not None and step.iteration > self._last_iteration:
+            # the mean: the global batch may have grown since the last log line
+            batch_size = (step.consumed_samples - self._last_samples) / (step.iteration - self._last_iteration)
+        samples_per_second = batch_size / step.elapsed_s if step.elapsed_s > 0 else math.nan
+        per_device = samples_per_second * self._seq_length / self._world_size
+        tflops = per_device * self._flops_per_token / 1e12
+        return Speed(
+            samples_per_second=samples_per_second,
+            tokens_per_second=samples_per_second * self._seq_length,
+            tokens_per_second_per_device=per_device,
+            tflops_per_device=tflops,
+            mfu=tflops / self._peak_tflops if self._peak_tflops else None,
+        )
+
+    def _write_row(self, kind: str, row: dict[str, Any]) -> None:
+        if self._jsonl is not None:
+            # one write of a whole line to a file opened for appending; orjson writes NaN and infinity as null
+            line = orjson.dumps({"kind": kind, **row, "time": time.time()}, option=orjson.OPT_APPEND_NEWLINE)
+            os.write(self._jsonl, line)
+
+    def _write_scalars(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:
+        if self._tensorboard is not None:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            # one event for all tags: SummaryWriter.add_scalar writes one each, at several times the cost
+            for suffix, position in (("", iteration), (" vs samples", consumed_samples)):
+                values = [Summary.Value(tag=tag + suffix, simple_value=value) for tag, value in scalars.items()]
+                self._tensorboard.add_summary(Summary(value=values), position)
+
+
+def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
+    """Megatron's log line. Its `memory (GB)` is the peak so far."""
+    parts = [
+        f" iteration {step.iteration:8d}/{total_iterations:8d}",
+        f"consumed samples: {step.consumed_samples:12d}",
+        f"consumed tokens: {step.consumed_tokens:12d}",
+        f"elapsed time per iteration (ms): {step.elapsed_s * 1000:.1f}",
+        f"learning rate: {step.learning_rate:.3E}",
+        f"global batch size: {step.global_batch_size:5d}",
+        f"lm loss: {step.lm_loss:.6E}",
+        f"loss scale: {step.loss_scale:.1f}",
+    ]
+    if step.grad_norm is not None:
+        parts.append(f"grad norm: {step.grad_norm:.3f}")
+    parts += [
+        f"number of skipped iterations: {step.skipped_iterations:3d}",
+        f"number of nan iterations: {step.nan_iterations:3d}",
+        f"samples per second: {speed.samples_per_second:.3f}",
+        f"tokens/s/device: {speed.tokens_per_second_per_device:.1f}",
+        f"TFLOP/s/device: {speed.tflops_per_device:.4g}",
+    ]
+    if speed.mfu is not None:
+        parts.append(f"MFU: {speed.mfu:.1%}")
+    if MAX_ALLOCATED in step.memory:
+        parts.append(f"memory (GB): {step.memory[MAX_ALLOCATED]:.2f}")
+    return " | ".join(parts) + " |"
+
+
+def _step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
+    row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    row["iteration_time_s"] = row.pop("elapsed_s")
+    memory = row.pop("memory")
+    return {**row, **vars(speed), **memory}
+
+
+def _step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
+    """By Megatron-DeepSpeed's tags, and of the same make where it has none."""
+    scalars = {
+        "lm-loss-training/lm loss": step.lm_loss,
+        "learning-rate/learning-rate": step.learning_rate,
+        "batch-size/batch-size": step.global_batch_size,
+        "loss-scale/loss-scale": step.loss_scale,
+        "grad-norm/grad-norm": step.grad_norm,
+        "iteration-time/iteration-time": step.elapsed_s,
+        "throughput/samples_per_sec": speed.samples_per_second,
+        "throughput/tokens_per_sec": speed.tokens_per_second,
+        "throughput/tokens_per_device_per_sec": speed.tokens_per_second_per_device,
+        "throughput/tflops": speed.tflops_per_device,
+        "throughput/mfu": speed.mfu,
+        "memory/max_memory_allocated (GB)": step.memory.get(MAX_ALLOCATED),
+    }
+    return {tag: value for tag, value in scalars.items() if value is not None}
+
+
+def _supersede(folder: Path, resumed_iteration: int) -> None:
+    """Move rows of iterations after `resumed_iteration`, and torn ones, from metrics.jsonl to SUPERSEDED_FILE.
+
+    metrics.jsonl is replaced in one piece: a crash leaves the old file or the new.
+    """
+    path = folder / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    for line in lines:
+        (kept if _is_row_until(line, resumed_iteration) else moved).append(line)
+    if not moved:
+        return
+    with open(folder / SUPERSEDED_FILE, "ab") as file:
+        file.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
+    new = path.with_suffix(".jsonl.new")
+    with open(new, "wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _is_row_until(line: bytes, iteration: int) -> bool:
+    """Whether the line is a whole row of this iteration or an earlier one."""
+    if not line.endswith(b"\n"):
+        return False  # the writer was killed in the middle of it
+    try:
+        row = orjson.loads(line)
+        return isinstance(row, dict) and int(row["iteration"]) <= iteration
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return False

@@ -1,0 +1,126 @@
+"""Pools of gloo ranks that live as long as the test session: importing torch and deepspeed costs seconds a process.
+
+`ranks(4)(function, *arguments)` runs an importable function on 4 ranks of one world and returns their results in
+order of rank. A rank that raises fails the test with its traceback; its pool, whose other ranks may hang in a
+collective, is killed and started anew for the next test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+START_METHOD = multiprocessing.get_context("spawn")
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not answer in time."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments, options = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*arguments, **options)))
+        except BaseException:  # whatever it is, the test must see it
+            pipe.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """`world_size` processes in one world, started at the first call."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def __call__(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0, **options: Any
+    ) -> list[Any]:
+        """function(*arguments, **options) on every rank -> results in order of rank. Raises RankFailure."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, arguments, options))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) < self.world_size:
+            pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.stop()
+                raise RankFailure(
+                    f"ranks {sorted(set(range(self.world_size)) - set(results))} gave no answer in {timeout_s} s"
+                )
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    succeeded, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self.stop()
+                    raise RankFailure(f"rank {rank} died") from None
+                if not succeeded:
+                    self.stop()
+                    raise RankFailure(f"rank {rank} of {self.world_size}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _start(self) -> None:
+        port = free_port()
+        for rank in range(self.world_size):
+            ours, theirs = START_METHOD.Pipe()
+            process = START_METHOD.Process(target=_serve, args=(theirs, rank, self.world_size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+
+
+class RankPools:
+    """A pool for each world size asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int) -> RankPool:
+        return self._pools.setdefault(world_size, RankPool(world_size))
+
+    def stop(self) -> None:
+        for pool in self._pools.values():
+            pool.stop()

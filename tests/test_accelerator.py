@@ -1,0 +1,328 @@
+"""The device layer on the CPU of this machine, and on stand-ins for the devices it lacks.
+
+`habana_frameworks` is a stand-in built to its documented API (docs.habana.ai: PyTorch/Reference); none of this ran on a
+Gaudi.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron import accelerator
+
+KEYS = ["memory_allocated (GB)", "max_memory_allocated (GB)", "total_memory_available (GB)"]
+
+
+def stand_in(name: str, **contents: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__dict__.update(contents)
+    return module
+
+
+class Habana:
+    """What the stand-in's functions answer, and what they were asked."""
+
+    def __init__(self) -> None:
+        self.count = 8
+        self.lazy = True
+        self.name = "GAUDI2"
+        self.marks = 0
+        self.compiled = 17
+        self.metrics_asked: list[str] = []
+
+    def metric_global(self, name: str) -> SimpleNamespace:
+        self.metrics_asked.append(name)
+        return SimpleNamespace(stats=lambda: [("TotalNumber", self.compiled), ("TotalTime", 123456), ("AvgTime", 7.5)])
+
+    def mark_step(self) -> None:
+        self.marks += 1
+
+    def modules(self) -> list[ModuleType]:
+        return [
+            stand_in("habana_frameworks"),
+            stand_in("habana_frameworks.torch"),
+            stand_in(
+                "habana_frameworks.torch.hpu",
+                is_available=lambda: self.count > 0,
+                device_count=lambda: self.count,
+                get_device_name=lambda: self.name,
+                memory_stats=lambda: {"Limit": 96 * 2**30, "InUse": 3 * 2**29, "MaxInUse": 2**31, "NumAllocs": 12},
+            ),
+            stand_in("habana_frameworks.torch.hpu.metrics", metric_global=self.metric_global),
+            stand_in("habana_frameworks.torch.core", mark_step=self.mark_step),
+            stand_in("habana_frameworks.torch.utils"),
+            stand_in("habana_frameworks.torch.utils.internal", is_lazy=lambda: self.lazy),
+        ]
+
+
+@pytest.fixture(autouse=True)
+def _unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DS_ACCELERATOR and the device DeepSpeed settled on, as in a new process; both are put back afterwards."""
+    monkeypatch.setenv("DS_ACCELERATOR", "restored by monkeypatch")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator.real_accelerator", stand_in("real", ds_accelerator=None))
+
+
+@pytest.fixture
+def habana(monkeypatch: pytest.MonkeyPatch) -> Habana:
+    fake = Habana()
+    for module in fake.modules():
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return fake
+
+
+def run_on(monkeypatch: pytest.MonkeyPatch, device: str, **more: Any) -> None:
+    """Let DeepSpeed answer with this device, without importing it."""
+    answer = SimpleNamespace(device_name=lambda: device, **more)
+    monkeypatch.setitem(sys.modules, "deepspeed", stand_in("deepspeed"))
+    module = stand_in("deepspeed.accelerator", get_accelerator=lambda: answer)
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", module)
+
+
+def with_cuda(monkeypatch: pytest.MonkeyPatch, available: bool = True) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choice
+
+
+def test_auto_prefers_hpu_then_cuda_then_cpu(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+    with_cuda(monkeypatch)
+    assert accelerator.choose_device("auto") == "hpu"
+    monkeypatch.delenv("DS_ACCELERATOR")
+    habana.count = 0
+    assert accelerator.choose_device("auto") == "cuda"
+    monkeypatch.delenv("DS_ACCELERATOR")
+    with_cuda(monkeypatch, available=False)
+    assert accelerator.choose_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize("device", ["hpu", "cuda", "cpu"])
+def test_choice_is_told_to_deepspeed(monkeypatch: pytest.MonkeyPatch, habana: Habana, device: str) -> None:
+    with_cuda(monkeypatch)
+    assert accelerator.choose_device(device) == device
+    assert os.environ["DS_ACCELERATOR"] == device
+    assert accelerator.choose_device("auto") == device, "auto keeps to what this process runs on"
+
+
+def test_hpu_without_habana_frameworks_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "habana_frameworks", None)
+    with pytest.raises(accelerator.DeviceError, match=r"device hpu is not there.*requirements-hpu\.txt.*--device cpu"):
+        accelerator.choose_device("hpu")
+    assert "DS_ACCELERATOR" not in os.environ
+
+
+def test_hpu_without_a_device_names_the_remedy(habana: Habana) -> None:
+    habana.count = 0
+    with pytest.raises(accelerator.DeviceError, match=r"sees no Gaudi; hl-smi"):
+        accelerator.choose_device("hpu")
+
+
+def test_cuda_hidden_or_not_built_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(accelerator.DeviceError, match="built without CUDA"):
+        accelerator.choose_device("cuda")
+    with_cuda(monkeypatch, available=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(accelerator.DeviceError, match="under CUDA_VISIBLE_DEVICES=''; nvidia-smi"):
+        accelerator.choose_device("cuda")
+
+
+def test_unknown_device_of_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    with pytest.raises(accelerator.DeviceError, match="DS_ACCELERATOR=xpu is unknown; use hpu, cuda, cpu or auto"):
+        accelerator.choose_device("auto")
+
+
+def test_a_choice_after_deepspeed_settled_elsewhere_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, habana: Habana
+) -> None:
+    settled = SimpleNamespace(device_name=lambda: "cpu")
+    module = stand_in("real", ds_accelerator=settled)
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator.real_accelerator", module)
+    with pytest.raises(accelerator.DeviceError, match="too late: deepspeed was imported before and settled on cpu"):
+        accelerator.choose_device("hpu")
+    assert accelerator.choose_device("cpu") == "cpu"
+
+
+PROGRAM = """
+import sys
+from megatron import accelerator
+assert not {"torch", "deepspeed"} & set(sys.modules), "imported with the module"
+chosen = accelerator.choose_device("cpu")
+assert "deepspeed" not in sys.modules, "imported by choose_device"
+from deepspeed.accelerator import get_accelerator
+print(chosen, get_accelerator().device_name(), accelerator.peak_tflops(), accelerator.recompile_count())
+accelerator.mark_step()
+print(*accelerator.memory_stats(), sep=", ")
+try:
+    accelerator._MISSING["cuda"] = lambda: ""
+    accelerator.choose_device("cuda")
+except accelerator.DeviceError as error:
+    print("too late" in str(error))
+"""
+
+
+def test_real_deepspeed_follows_the_choice() -> None:
+    root = Path(__file__).resolve().parents[1]
+    env = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**env, "PYTHONPATH": str(root)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-3:] == ["cpu cpu None 0", ", ".join(KEYS), "True"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory, steps, recompilations
+
+
+def test_memory_on_cpu_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on(monkeypatch, "cpu")
+    before = accelerator.memory_stats()
+    ballast = bytearray(64 * 2**20)
+    ballast[:: 2**10] = b"x" * 2**16
+    held = accelerator.memory_stats()
+    del ballast
+    freed = accelerator.memory_stats()
+    assert list(held) == KEYS
+    assert held[KEYS[0]] - before[KEYS[0]] == pytest.approx(64 / 1024, rel=0.3)
+    assert held[KEYS[0]] - freed[KEYS[0]] == pytest.approx(64 / 1024, rel=0.3)
+    assert freed[KEYS[1]] >= 0.99 * held[KEYS[0]], "the peak outlasts what is freed"
+    assert held[KEYS[0]] <= held[KEYS[1]] < held[KEYS[2]]
+
+
+def test_memory_on_hpu_has_habanas_keys_in_gb(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+    run_on(monkeypatch, "hpu")
+    assert accelerator.memory_stats() == dict(zip(KEYS, (1.5, 2.0, 96.0), strict=True))
+
+
+def test_memory_on_cuda_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on(monkeypatch, "cuda")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**29)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    sizes = {3: 80 * 2**30}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i]))
+    assert accelerator.memory_stats() == dict(zip(KEYS, (0.5, 1.0, 80.0), strict=True))
+
+
+@pytest.mark.parametrize(("device", "lazy", "marks"), [("hpu", True, 1), ("hpu", False, 0), ("cuda", True, 0)])
+def test_mark_step_acts_in_hpus_lazy_mode_only(
+    monkeypatch: pytest.MonkeyPatch, habana: Habana, device: str, lazy: bool, marks: int
+) -> None:
+    run_on(monkeypatch, device)
+    habana.lazy = lazy
+    accelerator.mark_step()
+    assert habana.marks == marks
+
+
+def test_recompile_count_is_hpus_graph_compilations(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+    run_on(monkeypatch, "hpu")
+    assert accelerator.recompile_count() == 17
+    habana.compiled = 18
+    assert accelerator.recompile_count() == 18
+    assert set(habana.metrics_asked) == {"graph_compilation"}
+    run_on(monkeypatch, "cpu")
+    assert accelerator.recompile_count() == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a device can do
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10", 125),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("GAUDI2", 432),
+        ("GAUDI3", 1835),
+    ],
+)
+def test_peak_of_known_devices(name: str, tflops: float) -> None:
+    assert accelerator.named_peak_tflops(name) == pytest.approx(tflops, abs=1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA A10G",
+        "NVIDIA L40",
+        "NVIDIA GeForce RTX 4090 D",
+        "GAUDI",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "Tesla T4",
+    ],
+)
+def test_peak_of_other_devices_is_unknown(name: str) -> None:
+    assert accelerator.named_peak_tflops(name) is None
+
+
+def test_peak_asks_the_device_in_use(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+    habana.name = "GAUDI3"
+    run_on(monkeypatch, "hpu")
+    assert accelerator.peak_tflops() == 1835
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
+    run_on(monkeypatch, "cuda")
+    assert accelerator.peak_tflops() == 362.05
+    run_on(monkeypatch, "cpu")
+    assert accelerator.peak_tflops() is None
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bf16_on_cuda_means_native(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    run_on(monkeypatch, "cuda", is_bf16_supported=lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or native)
+    assert accelerator.bf16_supported() is native
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
+def test_bf16_elsewhere_is_deepspeeds_answer(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    for answer in (True, False):
+        run_on(monkeypatch, device, is_bf16_supported=lambda answer=answer: answer)
+        assert accelerator.bf16_supported() is answer
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
+def test_deterministic_sets_torchs_switch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "restored by monkeypatch")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    try:
+        accelerator.set_deterministic(device)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if device == "cuda" else None)
+        assert torch.backends.cudnn.benchmark is (device != "cuda")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
