@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config, ConfigError, load_config, to_yaml
 
@@ -44,14 +44,13 @@ def main(arguments: list[str]) -> None:
 def run(config: Config, ctx: ParallelContext) -> None:
     """Build everything, restore what was saved, and train. Collective."""
     from megatron import accelerator
-    from megatron.data.gpt import build_datasets
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
     from megatron.training.loop import train
     from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress, find_checkpoint, read_progress
-    from megatron.training.schedule import global_batch_size, total_iterations, total_samples
+    from megatron.training.schedule import global_batch_size, total_iterations
     from megatron.training.stop import StopDecision
 
     training, data = config.training, config.data
@@ -63,17 +62,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
         progress, saved_data = Progress(), ""
         if checkpoint is not None:
             progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config, ctx))
-        eval_samples = data.eval_iters * training.global_batch_size
-        datasets = together(
-            ctx,
-            lambda: build_datasets(
-                data,
-                seq_length=training.seq_length,
-                seed=training.seed,
-                num_samples=(total_samples(training), eval_samples, eval_samples),
-                vocab_size=config.model.vocab_size,
-            ),
-        )
+        datasets = together(ctx, lambda: open_data(config))
         fingerprint = datasets[0].fingerprint
         task = PretrainTask(data, together(ctx, lambda: end_of_document(config)))
         engine = build_engine(
@@ -98,6 +87,27 @@ def run(config: Config, ctx: ParallelContext) -> None:
             resumed_iteration=progress.iteration,
         ) as log:
             train(engine, task, datasets, fingerprint, progress, log, stop)
+
+
+def open_data(config: Config) -> tuple[Any, Any, Any]:
+    """Training, validation and test samples; the last two None where the config leaves none. Raises DataError."""
+    from megatron.data.gpt import build_datasets
+    from megatron.data.indexed import DataError
+    from megatron.training.schedule import total_samples
+
+    training, data = config.training, config.data
+    eval_samples = data.eval_iters * training.global_batch_size
+    datasets = build_datasets(
+        data,
+        seq_length=training.seq_length,
+        seed=training.seed,
+        num_samples=(total_samples(training), eval_samples, eval_samples),
+        vocab_size=config.model.vocab_size,
+    )
+    if datasets[0] is None:
+        raise DataError(f"split={data.split} leaves no documents to train on; raise its first share")
+    datasets[0][0]  # a dataset of another tokenizer's ids fails here, before anything is built or written
+    return datasets
 
 
 def check_deepspeed(config: Config) -> None:

@@ -47,7 +47,8 @@ class Interval:
 
     def read(self) -> tuple[float, int, float]:
         """Mean loss of the finite steps, number of the others, seconds a step. Waits for the device."""
-        assert self._loss is not None and self._nan_steps is not None
+        assert self._loss is not None
+        assert self._nan_steps is not None
         nan_steps = int(self._nan_steps)
         loss = float(self._loss) / (self.steps - nan_steps) if nan_steps < self.steps else math.nan
         return loss, nan_steps, (time.perf_counter() - self._began_s) / self.steps

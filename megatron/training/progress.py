@@ -1,7 +1,7 @@
 """How far a run has come, and how that is kept with DeepSpeed's checkpoint.
 
-A checkpoint is a folder `global_step<N>` with DeepSpeed's files and `progress.json`; `latest` beside it names the newest
-whole one.
+A checkpoint is a folder `global_step<N>` with DeepSpeed's files and `progress.json`; `latest` beside it names the
+newest whole one.
 """
 
 from __future__ import annotations

@@ -41,17 +41,18 @@ def build(arguments: str) -> tuple[Engine, PretrainTask]:
     return engine, task
 
 
-def step_batches(engine: Engine, task: PretrainTask, step: int) -> list[Any]:
+def step_batches(engine: Engine, task: PretrainTask, step: int, samples: int | None = None) -> list[Any]:
     """This rank's microbatches of random, learnable tokens; the same global batch on every layout."""
     training, ctx = engine.config.training, engine.ctx
+    samples = samples or training.global_batch_size
     generator = np.random.default_rng(step)
-    start = generator.integers(0, 250, (training.global_batch_size, 1))
+    start = generator.integers(0, 250, (samples, 1))
     tokens = (start + np.arange(training.seq_length + 1) * 3) % 250
     noise = generator.random(tokens.shape) < 0.2
     tokens = np.where(noise, generator.integers(0, 250, tokens.shape), tokens).astype(np.int64)
     tokens[generator.random(tokens.shape) < 0.05] = EOD
     size = training.micro_batch_size
-    rows = range(ctx.data_rank * size, training.global_batch_size, size * ctx.data_size)
+    rows = range(ctx.data_rank * size, samples, size * ctx.data_size)
     return [task.collate(tokens[row : row + size]) for row in rows] if engine.reads_data else []
 
 
@@ -72,3 +73,37 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
     held_out = step_batches(engine, task, 10_000)
     count = training.global_batch_size // training.micro_batch_size // engine.ctx.data_size
     return {"losses": losses, "norms": norms, "validation": float(engine.evaluate(held_out, count)[0])}
+
+
+def train_sizes(arguments: str, sizes: list[int]) -> list[float]:
+    """Losses of steps whose global batches have these sizes."""
+    engine, task = build(arguments)
+    losses, consumed = [], 0
+    for step, size in enumerate(sizes):
+        result = engine.train_step(
+            step_batches(engine, task, step, size), global_batch_size=size, consumed_samples=consumed, lr=1e-3
+        )
+        losses.append(float(result.loss))
+        consumed += size
+    return losses
+
+
+def train_interrupted(arguments: str, stop_after: int, steps: int, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of a whole run, which saves after `stop_after` steps, and those of a new engine that resumes there."""
+    engine, task = build(arguments)
+    whole = []
+    for step in range(steps):
+        if step == stop_after:
+            engine.save(folder, "checkpoint")
+        whole.append(_step(engine, task, step))
+    engine, task = build(arguments)
+    engine.load(folder, "checkpoint")
+    return whole, [_step(engine, task, step) for step in range(stop_after, steps)]
+
+
+def _step(engine: Engine, task: PretrainTask, step: int) -> float:
+    size = engine.config.training.global_batch_size
+    result = engine.train_step(
+        step_batches(engine, task, step), global_batch_size=size, consumed_samples=step * size, lr=1e-3
+    )
+    return float(result.loss)

@@ -1,0 +1,33 @@
+"""What every test shares: one thread a process, and the folder of real data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankPools
+
+# before torch is imported: ranks of one machine share its cores
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """The folder of real text and tokenizers that MEGATRON_TEST_DATA names; the test is skipped without."""
+    folder = os.environ.get("MEGATRON_TEST_DATA")
+    if not folder:
+        pytest.skip("needs MEGATRON_TEST_DATA, the folder of real text and tokenizers")
+    path = Path(folder)
+    assert path.is_dir(), f"MEGATRON_TEST_DATA={folder} is no folder"
+    return path
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPools]:
+    """Pools of gloo ranks: `ranks(4)(function, *arguments)`. See tests/ranks.py."""
+    pools = RankPools()
+    yield pools
+    pools.stop()

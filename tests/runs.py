@@ -1,0 +1,66 @@
+"""Whole runs of megatron.train inside the ranks of tests/ranks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from megatron.config import ConfigError, ParallelConfig, load_config
+from megatron.data.indexed import DataError, IndexedDatasetBuilder
+from megatron.parallel.context import ParallelContext
+from megatron.train import check_deepspeed, run
+from megatron.training.faults import together
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --make-vocab-size-divisible-by 8 "
+    "--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style cosine --device cpu "
+    "--split 8,1,1 --eval-interval 4 --eval-iters 2 --log-interval 1"
+)
+
+
+def write_dataset(prefix: Path, documents: int = 60, vocabulary: int = 128, seed: int = 0) -> Path:
+    """An indexed dataset of counting sequences, with EOD = 0 at the end of each document."""
+    generator = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(documents):
+            tokens = 1 + (generator.integers(0, vocabulary) + np.arange(generator.integers(5, 90))) % (vocabulary - 1)
+            builder.add_document(np.append(tokens, 0).astype(np.uint16))
+        builder.finalize()
+    return prefix
+
+
+def train(arguments: str) -> str:
+    """One run; the fault that ended it, or ''."""
+    try:
+        config = load_config([*TINY.split(), *arguments.split()])
+        check_deepspeed(config)
+        run(config, ParallelContext.build(config.parallel, "cpu"))
+    except ConfigError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fail_on_rank_one() -> str:
+    """What each rank is told of a fault that only rank 1 meets."""
+    ctx = ParallelContext.build(ParallelConfig(), "cpu")
+
+    def action() -> None:
+        if ctx.rank == 1:
+            raise DataError("gone")
+
+    try:
+        together(ctx, action)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def rows(results: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """The rows of one kind in a run's metrics.jsonl."""
+    lines = (results / "metrics.jsonl").read_bytes().splitlines()
+    return [row for row in map(orjson.loads, lines) if row["kind"] == kind]

@@ -1,0 +1,185 @@
+"""One model, one seed: every layout starts alike and learns alike, in float32.
+
+The reference is one process without any parallelism, itself checked against transformers in
+tests/models/test_hf_logits.py. `-m slow` runs the whole product of layouts, recomputation and ZeRO stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPools
+from tests.training import layouts
+
+STEPS = 20
+LAYOUTS = ["111", "211", "121", "112", "221", "212", "122", "411", "141"]
+"""Pipeline, tensor and data-parallel sizes; with an `s`, sequence parallelism too."""
+WITH_SEQUENCE = ["121s", "221s", "122s", "141s"]
+RECOMPUTE = ["none", "selective", "full"]
+
+
+def arguments(layout: str, recompute: str = "none", zero: int = 0) -> tuple[int, str]:
+    """World size and flags of a layout."""
+    pp, tp, dp = map(int, layout[:3])
+    flags = f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp} --zero-stage {zero}"
+    flags += f" --recompute-granularity {recompute}" + (" --sequence-parallel" if layout.endswith("s") else "")
+    return pp * tp * dp, flags
+
+
+def whole_product() -> list[tuple[str, str, int]]:
+    """Every layout with every recomputation and every ZeRO stage that it allows."""
+    cases = itertools.product(LAYOUTS + WITH_SEQUENCE, RECOMPUTE, range(4))
+    return [(layout, recompute, zero) for layout, recompute, zero in cases if zero < 2 or layout[0] == "1"]
+
+
+def each_once(model_index: int) -> list[tuple[str, str, int]]:
+    """Every layout once, recomputation and ZeRO stage taken in turn, shifted from model to model."""
+    cases = []
+    for index, layout in enumerate(LAYOUTS + WITH_SEQUENCE):
+        turn = index + model_index
+        zero = turn % 4 if layout[0] == "1" else turn % 2
+        cases.append((layout, RECOMPUTE[turn % 3], zero))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: RankPools) -> Any:
+    """What one process without parallelism gives, computed once a model."""
+    results: dict[str, dict[str, Any]] = {}
+
+    def get(model: str) -> dict[str, Any]:
+        if model not in results:
+            results[model] = ranks(1)(layouts.train, layouts.MODELS[model], STEPS)[0]
+        return results[model]
+
+    return get
+
+
+def assert_equals_reference(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert result["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-6)
+    assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-6)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert result["validation"] == pytest.approx(expected["validation"], rel=1e-4)
+    assert min(expected["losses"]) < 0.985 * expected["losses"][0], "a model that learns nothing proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "recompute", "zero"),
+    [(model, *case) for index, model in enumerate(layouts.MODELS) for case in each_once(index)],
+)
+def test_every_layout_learns_like_one_process(
+    ranks: RankPools, reference: Any, model: str, layout: str, recompute: str, zero: int
+) -> None:
+    world_size, flags = arguments(layout, recompute, zero)
+    results = ranks(world_size)(layouts.train, f"{layouts.MODELS[model]} {flags}", STEPS)
+    assert all(result == results[0] for result in results), "ranks disagree"
+    assert_equals_reference(results[0], reference(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", layouts.MODELS)
+@pytest.mark.parametrize(("layout", "recompute", "zero"), whole_product())
+def test_whole_product_learns_like_one_process(
+    ranks: RankPools, reference: Any, model: str, layout: str, recompute: str, zero: int
+) -> None:
+    world_size, flags = arguments(layout, recompute, zero)
+    result = ranks(world_size)(layouts.train, f"{layouts.MODELS[model]} {flags}", STEPS)[0]
+    assert_equals_reference(result, reference(model))
+
+
+@pytest.mark.parametrize("layout", ["112", "122s", "212"])
+def test_packed_documents_with_masked_loss_are_layout_independent(ranks: RankPools, layout: str) -> None:
+    """Data-parallel ranks then hold different numbers of loss tokens."""
+    packed = "--eod-token-id 7 --reset-position-ids --reset-attention-mask --eod-mask-loss"
+    flags = f"{layouts.MODELS['bloom_alibi']} {packed}"
+    expected = ranks(1)(layouts.train, flags, STEPS)[0]
+    world_size, layout_flags = arguments(layout)
+    assert_equals_reference(ranks(world_size)(layouts.train, f"{flags} {layout_flags}", STEPS)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--zero-stage 2 --offload-optimizer",
+        "--zero-stage 3 --offload-optimizer --offload-param",
+        "--no-pipeline-parallel",
+        "--optimizer adam",
+        "--optimizer adam --zero-stage 1",
+        "--pipeline-partition-method uniform --pipeline-model-parallel-size 2",
+        "--pipeline-partition-method type:TransformerLayer --pipeline-model-parallel-size 2",
+    ],
+)
+def test_engines_and_offload_agree(ranks: RankPools, flags: str) -> None:
+    model = layouts.MODELS["llama_gqa_tied"]
+    optimizer = "--optimizer adam" if "--optimizer adam" in flags else ""
+    expected = ranks(1)(layouts.train, f"{model} {optimizer}", STEPS)[0]
+    assert_equals_reference(ranks(2)(layouts.train, f"{model} {flags}", STEPS)[0], expected)
+
+
+def test_sgd_agrees_over_layouts(ranks: RankPools) -> None:
+    flags = f"{layouts.MODELS['bloom_learned']} --optimizer sgd --lr 0.5 --clip-grad 0.3"
+    expected = ranks(1)(layouts.train, flags, STEPS)[0]
+    result = ranks(4)(layouts.train, f"{flags} {arguments('221s')[1]}", STEPS)[0]
+    assert_equals_reference(result, expected)
+
+
+@pytest.mark.parametrize("model", ["bloom_learned", "llama_gqa"])
+@pytest.mark.parametrize("layout", ["111", "211", "112", "221s"])
+def test_bf16_stays_near_float32(ranks: RankPools, reference: Any, model: str, layout: str) -> None:
+    """A tied or untied output weight whose gradient were lost on some stage would move the norm by percents."""
+    expected = reference(model)
+    world_size, flags = arguments(layout)
+    result = ranks(world_size)(layouts.train, f"{layouts.MODELS[model]} {flags} --bf16", STEPS)[0]
+    assert result["losses"][0] == pytest.approx(expected["losses"][0], rel=2e-4)
+    assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=2e-3)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "extra"),
+    [
+        ("111", ""),
+        ("221", ""),
+        ("122s", "--zero-stage 1"),
+        ("212", "--bf16"),
+        ("122", "--zero-stage 2 --bf16"),
+        ("112", "--zero-stage 3"),
+        ("221s", "--recompute-granularity full"),
+        ("121", "--recompute-granularity selective"),
+    ],
+)
+def test_resumed_run_repeats_the_losses_bit_for_bit(ranks: RankPools, tmp_path: Any, layout: str, extra: str) -> None:
+    """With dropout on, so that the random streams must continue too."""
+    world_size, flags = arguments(layout)
+    if "--zero-stage" in extra or "--recompute" in extra:
+        flags = flags.replace("--zero-stage 0", "") if "--zero-stage" in extra else flags
+        flags = flags.replace("--recompute-granularity none", "") if "--recompute" in extra else flags
+    flags = f"{layouts.MODELS['bloom_learned']} {flags} {extra} --hidden-dropout 0.1 --attention-dropout 0.1"
+    whole, resumed = ranks(world_size)(layouts.train_interrupted, flags, 3, 7, str(tmp_path))[0]
+    assert whole[3:] == resumed
+    assert len(set(whole)) == 7
+
+
+def test_dropout_draws_apart_where_it_must(ranks: RankPools) -> None:
+    """With dropout, data-parallel ranks that drew alike would repeat one mask: the same loss as fewer samples give."""
+    flags = f"{layouts.MODELS['bloom_learned']} --hidden-dropout 0.5 --attention-dropout 0.5"
+    plain = ranks(1)(layouts.train, flags, 2)[0]
+    again = ranks(1)(layouts.train, flags, 2)[0]
+    parallel = ranks(2)(layouts.train, f"{flags} {arguments('121')[1]}", 2)[0]
+    assert plain == again
+    assert plain["losses"][0] != parallel["losses"][0]
+    assert plain["losses"][0] == pytest.approx(parallel["losses"][0], rel=0.05)
+
+
+def test_batch_ramp_up_changes_the_number_of_microbatches(ranks: RankPools) -> None:
+    """A step of 4 samples, then one of 8: equal on a pipeline, data-parallel and without either."""
+    flags = layouts.MODELS["llama_mha"]
+    expected = ranks(1)(layouts.train_sizes, flags, [4, 8, 8, 4])[0]
+    for layout, zero in [("211", 0), ("112", 2), ("112", 1), ("122s", 3)]:
+        world_size, more = arguments(layout, zero=zero)
+        assert ranks(world_size)(layouts.train_sizes, f"{flags} {more}", [4, 8, 8, 4])[0] == pytest.approx(
+            expected, rel=1e-5
+        )
