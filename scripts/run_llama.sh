@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Train Llama 1, 2, 3.1 or 3.2 in tensor, pipeline and data parallel: on this machine, or on the hosts of HL_HOSTSFILE.
+#
+#   HL_HOSTSFILE=scripts/hostsfile HL_NUM_NODES=8 HL_LLAMA_VER=2 HL_LLAMA_MODEL_SIZE=70 HL_PP=4 HL_TP=8 HL_DP=2 \
+#       scripts/run_llama.sh
+#   HL_DRY_RUN=1 ...                  prints the plan and starts nothing
+#
+# Arguments are flags of megatron.train; they win over the variables. Every variable: docs/launching.md.
+# A wrong or unknown variable, layout, hostsfile or folder is refused before anything starts, all faults at once.
+set -euo pipefail
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+export HL_LLAMA_VER="${HL_LLAMA_VER:-3.1}"            # 1: 7 13 65 | 2: 7 13 34 70 | 3.1: 8 70 405 | 3.2: 1 3
+export HL_LLAMA_MODEL_SIZE="${HL_LLAMA_MODEL_SIZE:-8}"
+
+if [[ -z ${HL_CONFIG:-} ]]; then
+    # As Habana trains it. The model, HL_GBS, HL_SEQ_LEN, HL_NUM_LAYERS, HL_DROPOUT 0, HL_EVAL_ITERS 100,
+    # HL_EVAL_INTERVAL 1000 and HL_SAVE_INTERVAL 2000 are in the preset, configs/llama*.yaml.
+    export HL_DATA_DIR_ROOT="${HL_DATA_DIR_ROOT:-/data/datasets/red_pajama}"
+    export HL_DATA_FILE_PREFIX="${HL_DATA_FILE_PREFIX:-redpajama}"
+    export HL_SEQ_PARALLEL="${HL_SEQ_PARALLEL:-1}"
+    export HL_OPTIMIZER="${HL_OPTIMIZER:-fusedadamw}"
+fi
+
+# Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
+case ${HL_CONFIG:-llama} in
+    *tiny_*) layout=(1 1 1) ;;                        # tiny presets run on one device
+    *)       layout=(2 2 2) ;;
+esac
+export HL_NUM_NODES="${HL_NUM_NODES:-1}"
+export HL_DP="${HL_DP:-${layout[0]}}"
+export HL_TP="${HL_TP:-${layout[1]}}"
+export HL_PP="${HL_PP:-${layout[2]}}"
+
+# Results: HL_RESULTS_DIR, or a new folder named after the run in HL_RESULTS_DIR_PREFIX/out
+export HL_RESULTS_DIR_PREFIX="${HL_RESULTS_DIR_PREFIX:-.}"
+export HL_SAVE="${HL_SAVE:-1}"
+
+if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
+    set +u # not our code
+    # shellcheck source=/dev/null
+    source "$HL_QNPU_DIR/activate"
+    set -u
+fi
+
+python=${PYTHON:-$repository/.venv/bin/python}
+[[ -n ${PYTHON:-} || -x $python ]] || python=python3
+exec "$python" "$repository/tools/launch.py" --variables llama -- "$@"
