@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -32,7 +33,8 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+# numbers become strings where a string is wanted: `split: 100` and `data_path: [0.3, a, 0.7, b]` in a preset
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
 class ConfigError(ValueError):
@@ -358,41 +360,75 @@ def option_doc(section: str, name: str) -> str:
     return " ".join((info.description or "").split())
 
 
+def flag(name: str) -> str:
+    """`num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
 def from_dict(tree: dict[str, Any]) -> Config:
     """Build a config from nested plain values. Raises ConfigError with every wrong key, type and range."""
+    config, faults = _build(tree)
+    if config is None or faults:
+        raise ConfigError(faults)
+    return config
+
+
+def _build(tree: dict[str, Any]) -> tuple[Config | None, list[str]]:
+    """The config of what is known and well-typed in `tree` (None if a value is not), and every fault."""
+    known: dict[str, dict[str, Any]] = {}
     faults = [
         f"unknown section {name!r}; the sections are {', '.join(sections())}" for name in tree if name not in sections()
     ]
-    known: dict[str, Any] = {}
     for section, cls in sections().items():
         values = tree.get(section) or {}
         if not isinstance(values, dict):
             faults.append(f"section {section!r} holds {values!r}; it must be a mapping of options")
             continue
-        names = {field.name for field in fields(cls)}
-        for name in values:
-            if name not in names:
-                faults.append(_unknown(name, section))
-        known[section] = {name: value for name, value in values.items() if name in names}
+        hints = get_type_hints(cls)
+        faults += [_unknown_option(str(name), section) for name in values if name not in hints]
+        known[section] = {
+            # a sequence may be written as one string: `rampup_batch_size: 16 16 5000000`
+            name: value.split() if isinstance(value, str) and _sequence(hints[name]) else value
+            for name, value in values.items()
+            if name in hints
+        }
     try:
-        config = TypeAdapter(Config).validate_python(known)
+        return TypeAdapter(Config).validate_python(known), faults
     except ValidationError as error:
-        for fault in error.errors():
-            where = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "tuple["))]
-            faults.append(f"{'.'.join(where[:2])}={fault['input']!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}")
-        raise ConfigError(list(dict.fromkeys(faults))) from None
-    if faults:
-        raise ConfigError(faults)
-    return config
+        wrong = [_wrong_value(known, fault["loc"], fault["type"], fault["msg"]) for fault in error.errors()]
+        return None, faults + list(dict.fromkeys(wrong))
 
 
-def _unknown(name: str, section: str | None = None) -> str:
-    """What is said of an option that does not exist: the nearest one that does."""
-    near = difflib.get_close_matches(name, options(), n=1)
-    where = f"in section {section!r} " if section else ""
+def _wrong_value(known: dict[str, dict[str, Any]], where: tuple[int | str, ...], kind: str, rule: str) -> str:
+    """What is said of a value with a wrong type or range."""
+    section, name = str(where[0]), str(where[1])
+    value = known[section][name]
+    wanted = get_args(_sequence(get_type_hints(sections()[section])[name]))
+    if kind in ("missing", "too_short", "too_long") and wanted:
+        rule = f"takes {len(wanted)} values, not {len(value)}"
+    shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else repr(value)
+    return f"{section}.{name}={shown}: {rule[:1].lower()}{rule[1:]}"
+
+
+def _unknown_option(name: str, section: str) -> str:
+    """What is said of an option that does not exist there: where it belongs, or the nearest one that does."""
     if name in options():
-        return f"option {name!r} {where}belongs in section {options()[name][0]!r}"
-    return f"unknown option {name!r} {where}" + (f"- did you mean {near[0]!r}?" if near else "(see --help)")
+        return f"option {name!r} in section {section!r} belongs in section {options()[name][0]!r}"
+    near = difflib.get_close_matches(name, options(), n=1)
+    hint = f"; did you mean {near[0]!r} in section {options()[near[0]][0]!r}?" if near else "; see --help"
+    return f"unknown option {name!r} in section {section!r}{hint}"
+
+
+class _PresetLoader(yaml.SafeLoader):
+    """YAML's safe loader, refusing a key written twice: YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is given twice", node.start_mark)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def read_preset(name: str) -> dict[str, Any]:
@@ -404,66 +440,101 @@ def read_preset(name: str) -> dict[str, Any]:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError([f"config {name!r} not found; {hint}the presets are {', '.join(known)}"])
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = _PresetLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"config {path} is no YAML: {' '.join(str(error).split())}"]) from None
+        raise ConfigError([f"config {path} is no valid YAML: {' '.join(str(error).split())}"]) from None
+    except OSError as error:
+        raise ConfigError([f"config {path} cannot be read: {error.strerror}"]) from None
     if not isinstance(tree, dict):
-        raise ConfigError([f"config {path} holds {type(tree).__name__}; it must be a mapping of sections"])
+        raise ConfigError([f"config {path} holds a {type(tree).__name__}; it must be a mapping of sections"])
     return tree
 
 
-def _is_multiple(hint: Any) -> bool:
-    return any(get_origin(part) is tuple for part in (hint, *get_args(hint)))
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Each metavar as it was written: argparse would bracket every value that it must not demand itself."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return str(action.metavar or default_metavar)
 
 
 def build_parser(prog: str = "python -m megatron.train") -> argparse.ArgumentParser:
-    """One flag an option, grouped by section; values stay strings, so that pydantic judges them all at once."""
+    """One flag an option, grouped by section.
+
+    Values stay strings, and a missing one is an empty string, so that all are judged at once, not one by one.
+    """
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Train a model in tensor, pipeline and data parallel.",
+        usage=f"{prog} --config PRESET [--flag VALUE ...]",
+        description="Train a model in tensor, pipeline and data parallel. A value comes from the option's default, "
+        "then from the preset, then from the command line. A BOOL flag alone means true, --no-FLAG means false; "
+        "`none` unsets an option.",
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
-    parser.add_argument("--config", metavar="PRESET", help="name of a preset in configs/, or a YAML file")
+    parser.add_argument(
+        "--config", nargs="?", const="", metavar="PRESET", help="name of a preset in configs/, or a YAML file"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and exit")
     for section, cls in sections().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
-        hints = get_type_hints(cls)
-        for field in fields(cls):
-            flag = "--" + field.name.replace("_", "-")
-            default = getattr(cls, field.name, None)
-            text = f"{option_doc(section, field.name)} [{_shown(default)}]".replace("%", "%%")
-            if hints[field.name] is bool:
-                group.add_argument(
-                    flag, dest=field.name, nargs="?", const="true", default=None, help=text, metavar="BOOL"
-                )
-                group.add_argument(
-                    "--no-" + field.name.replace("_", "-").removeprefix("no-"),
-                    dest=field.name,
-                    action="store_const",
-                    const="false",
-                    default=None,
-                    help=argparse.SUPPRESS,
-                ) if not field.name.startswith("no_") else None
-            elif _is_multiple(hints[field.name]):
-                group.add_argument(flag, dest=field.name, nargs="+", default=None, help=text, metavar="VALUE")
+        for name, hint in get_type_hints(cls).items():
+            text = _help_text(section, name, getattr(cls, name), hint).replace("%", "%%")
+            if hint is bool:
+                group.add_argument(flag(name), dest=name, nargs="?", const="true", help=text, metavar=_metavar(hint))
+                if not name.startswith("no_"):
+                    negative = flag("no_" + name)
+                    group.add_argument(negative, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
+            elif _sequence(hint):
+                group.add_argument(flag(name), dest=name, nargs="*", help=text, metavar=_metavar(hint))
             else:
-                group.add_argument(flag, dest=field.name, default=None, help=text, metavar=_metavar(hints[field.name]))
+                group.add_argument(flag(name), dest=name, nargs="?", const="", help=text, metavar=_metavar(hint))
     return parser
 
 
-def _shown(default: Any) -> str:
+def _help_text(section: str, name: str, default: Any, hint: Any) -> str:
+    text = option_doc(section, name)
+    if _metavar(hint) == "NAME":
+        text += f" One of {', '.join(_choices(hint))}."
+    says_unset = shown(default) == "unset" and "Unset:" in text
+    return text if says_unset else f"{text} (default: {shown(default)})"
+
+
+def shown(default: Any) -> str:
+    """A default as a user would write it."""
     if default is None or default == ():
         return "unset"
+    if isinstance(default, bool):
+        return str(default).lower()
     return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
+def _sequence(hint: Any) -> Any:
+    """The tuple type in `tuple[...]` or `tuple[...] | None`; None for a single value."""
+    return next((part for part in (hint, *get_args(hint)) if get_origin(part) is tuple), None)
+
+
+def _choices(hint: Any) -> list[str]:
+    """The values of `Literal[...]` or `Literal[...] | None`; none for other types."""
+    return [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
+
+
 def _metavar(hint: Any) -> str:
-    choices = [c for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
-    if choices:
-        return "{" + ",".join(map(str, choices)) + "}"
-    kinds = [part.__name__.upper() for part in (hint, *get_args(hint)) if part in (int, float, str)]
-    return kinds[0] if kinds else "VALUE"
+    """What stands for the value in --help: {a,b}, INT, INT INT INT, STR ..."""
+    if hint is bool:
+        return "[BOOL]"
+    if choices := _choices(hint):
+        braced = "{" + ",".join(choices) + "}"
+        return braced if len(braced) <= 48 else "NAME"
+    if sequence := _sequence(hint):
+        return " ".join("..." if part is Ellipsis else part.__name__.upper() for part in get_args(sequence))
+    return next(part.__name__.upper() for part in (hint, *get_args(hint)) if part in (int, float, str))
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespace]:
@@ -471,35 +542,76 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespac
 
     Raises ConfigError with every unknown flag and wrong value.
     """
-    # Megatron's flags are also written with underscores
-    spelled = [a.split("=", 1)[0].replace("_", "-") + a[len(a.split("=", 1)[0]) :] if a[:2] == "--" else a for a in arguments]
-    namespace, rest = build_parser().parse_known_args(spelled)
-    faults = [_unknown_flag(word) for word in rest if word.startswith("--")]
-    if rest and not faults:
-        faults = [f"{word!r} stands alone; every value follows a --flag" for word in rest]
-    tree: dict[str, Any] = {}
-    try:
-        tree = read_preset(namespace.config) if namespace.config else {}
-    except ConfigError as error:
-        faults += error.faults
-    for name, (section, _) in options().items():
-        value = getattr(namespace, name)
-        if value is not None:
-            here = tree.setdefault(section, {})
-            if isinstance(here, dict):
-                here[name] = None if value in ("none", "None", "null") and name != "recompute_granularity" else value
-    try:
-        config = from_dict(tree)
-    except ConfigError as error:
-        raise ConfigError(faults + error.faults) from None
-    if faults:
+    config, namespace, faults = _parse(arguments)
+    if config is None or faults:
         raise ConfigError(faults)
     return config, namespace
 
 
+def _parse(arguments: Sequence[str]) -> tuple[Config | None, argparse.Namespace, list[str]]:
+    """As parse_arguments, with the faults told: the config is None where they leave nothing to check."""
+    words = _dashed(arguments)
+    namespace, rest = build_parser().parse_known_args(words)
+    faults = _stray_words(words, rest)
+    tree: dict[str, Any] = {}
+    unread = False
+    if namespace.config == "":
+        faults.append("--config needs a value, the name of a preset or a YAML file")
+    elif namespace.config is not None:
+        try:
+            tree = read_preset(namespace.config)
+        except ConfigError as error:
+            faults += error.faults
+            unread = True
+    for section, cls in sections().items():
+        given = {name: getattr(namespace, name) for name in get_type_hints(cls)}
+        given = {name: value for name, value in given.items() if value is not None}
+        faults += [f"{flag(name)} needs a value" for name, value in given.items() if value in ("", [])]
+        if tree.get(section) is None:
+            tree[section] = {}
+        if isinstance(tree[section], dict):
+            tree[section] |= {name: _unset(cls, name, value) for name, value in given.items() if value not in ("", [])}
+    config, wrong = _build(tree)
+    return None if unread else config, namespace, faults + wrong
+
+
+def _dashed(arguments: Sequence[str]) -> list[str]:
+    """The arguments with each flag spelled in dashes; Megatron's users also write underscores."""
+    words = []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return words
+
+
+def _unset(cls: type, name: str, value: Any) -> Any:
+    """`none` on the command line unsets an option that can be unset, and is a value like others elsewhere."""
+    is_none = value in ("none", "None", "null", ["none"], ["None"], ["null"])
+    return None if is_none and type(None) in get_args(get_type_hints(cls)[name]) else value
+
+
+def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
+    """Faults for `rest`, what argparse did not recognise in `arguments`: unknown flags, values that follow no flag."""
+    unknown = [word for word in rest if word.startswith("-")]
+    values_of_unknown: list[str] = []
+    follows_unknown = False
+    for word in arguments:
+        if word.startswith("-"):
+            follows_unknown = word in unknown
+        elif follows_unknown:
+            values_of_unknown.append(word)
+    faults = [_unknown_flag(word) for word in unknown]
+    for word in rest:
+        if word in values_of_unknown:
+            values_of_unknown.remove(word)
+        elif word not in unknown:
+            faults.append(f"{word!r} follows no flag; write --FLAG {word}, and one value for a flag that takes one")
+    return faults
+
+
 def _unknown_flag(word: str) -> str:
     name = word.split("=", 1)[0]
-    near = difflib.get_close_matches(name, ["--" + option.replace("_", "-") for option in options()], n=1)
+    near = difflib.get_close_matches(name, [flag(option) for option in options()], n=1)
     return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help")
 
 
@@ -508,18 +620,21 @@ def load_config(arguments: Sequence[str], world_size: int | None = None) -> Conf
 
     Raises ConfigError naming every fault at once. `--print-config` prints and exits 0.
     """
-    config, namespace = parse_arguments(arguments)
+    config, namespace, faults = _parse(arguments)
+    if config is not None and not (namespace.print_config and not faults):
+        faults += check(config, world_size or int(os.environ.get("WORLD_SIZE", "1")))
+    if config is None or faults:
+        raise ConfigError(faults)
     if namespace.print_config:
         sys.stdout.write(to_yaml(config))
         raise SystemExit(0)
-    faults = check(config, world_size or int(os.environ.get("WORLD_SIZE", "1")))
-    if faults:
-        raise ConfigError(faults)
     return config
 
 
 def to_yaml(config: Config) -> str:
-    return yaml.safe_dump(config.to_dict(), sort_keys=False, width=120)
+    """The config as a preset that sets every option."""
+    text: str = yaml.safe_dump(config.to_dict(), sort_keys=False, width=120)
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -534,106 +649,129 @@ def divisors(number: int, up_to: int) -> str:
 
 def check(config: Config, world_size: int) -> list[str]:
     """Every rule that ties options to each other or to the number of ranks: a message for each one broken."""
-    faults = _check_layout(config, world_size)
-    faults += _check_model(config)
-    faults += _check_batches(config, world_size)
-    faults += _check_schedule(config)
-    faults += _check_data(config)
-    return faults
+    return [
+        *_check_ranks(config, world_size),
+        *_check_tensor_parallel(config),
+        *_check_engine(config),
+        *_check_model(config),
+        *_check_precision_and_device(config),
+        *_check_batch(config, world_size),
+        *_check_rampup(config, world_size),
+        *_check_length(config),
+        *_check_schedule(config),
+        *_check_data(config),
+        *_check_tokenizer(config),
+        *_check_logging(config),
+    ]
 
 
-def _check_layout(config: Config, world_size: int) -> Iterable[str]:
-    model, parallel, optimizer = config.model, config.parallel, config.optimizer
+def _check_ranks(config: Config, world_size: int) -> Iterator[str]:
+    parallel, num_layers = config.parallel, config.model.num_layers
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    faults = []
     if world_size % (tp * pp):
-        faults.append(
+        yield (
             f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} = {tp * pp} does not divide "
             f"the {world_size} ranks of this launch; start a multiple of {tp * pp} ranks, or change the layout"
         )
-    if pp > model.num_layers:
-        faults.append(
-            f"pipeline_model_parallel_size={pp} is larger than num_layers={model.num_layers}; "
-            f"use at most {model.num_layers} stages"
+    if pp > num_layers:
+        yield (
+            f"pipeline_model_parallel_size={pp} is larger than num_layers={num_layers}; use at most {num_layers} stages"
         )
+
+
+def _check_tensor_parallel(config: Config) -> Iterator[str]:
+    model, seq_length = config.model, config.training.seq_length
+    tp, kv = config.parallel.tensor_model_parallel_size, config.model.num_kv_heads
     if model.num_attention_heads % tp:
-        faults.append(
+        yield (
             f"tensor_model_parallel_size={tp} does not divide num_attention_heads={model.num_attention_heads}; "
             f"use {divisors(model.num_attention_heads, 64)}"
         )
-    kv = model.num_kv_heads
     if kv % tp and tp % kv:
-        faults.append(
+        yield (
             f"tensor_model_parallel_size={tp} neither divides num_query_groups={kv} nor is a multiple of it; "
             f"use {divisors(kv, 64)}, or a multiple of {kv}"
         )
     elif tp > kv and (kv * model.head_size) % tp:
-        faults.append(
+        yield (
             f"tensor_model_parallel_size={tp} does not divide num_query_groups x head size = {kv * model.head_size}; "
             f"use {divisors(kv * model.head_size, 64)}"
         )
     if model.ffn_size % tp:
-        faults.append(
+        yield (
             f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={model.ffn_size}; "
             f"use {divisors(model.ffn_size, 64)}"
         )
-    if parallel.sequence_parallel and config.training.seq_length % tp:
-        faults.append(
-            f"sequence_parallel needs tensor_model_parallel_size={tp} to divide seq_length="
-            f"{config.training.seq_length}; use {divisors(config.training.seq_length, 64)}, or turn it off"
+    if config.parallel.sequence_parallel and seq_length % tp:
+        yield (
+            f"sequence_parallel needs tensor_model_parallel_size={tp} to divide seq_length={seq_length}; "
+            f"use {divisors(seq_length, 64)}, or turn it off"
         )
+
+
+def _check_engine(config: Config) -> Iterator[str]:
+    optimizer, pp = config.optimizer, config.parallel.pipeline_model_parallel_size
     if not config.uses_pipeline and pp > 1:
-        reason = (
-            "no_pipeline_parallel"
-            if parallel.no_pipeline_parallel
-            else f"zero_stage={optimizer.zero_stage}"
-            if optimizer.zero_stage >= 2
-            else "offload_optimizer"
-        )
-        faults.append(
+        reason = "offload_optimizer" if optimizer.offload_optimizer else f"zero_stage={optimizer.zero_stage}"
+        reason = "no_pipeline_parallel" if config.parallel.no_pipeline_parallel else reason
+        yield (
             f"{reason} runs without a pipeline, but pipeline_model_parallel_size={pp}; set it to 1, or use zero_stage "
-            "0 or 1 without offload"
+            "0 or 1 without offload and without no_pipeline_parallel"
         )
     if optimizer.offload_param and optimizer.zero_stage != 3:
-        faults.append(f"offload_param needs zero_stage=3, not {optimizer.zero_stage}; set zero_stage or turn it off")
+        yield f"offload_param needs zero_stage=3, not {optimizer.zero_stage}; set zero_stage or turn it off"
     if optimizer.offload_optimizer and optimizer.zero_stage == 0:
-        faults.append("offload_optimizer needs zero_stage 1, 2 or 3, not 0; set zero_stage or turn it off")
+        yield "offload_optimizer needs zero_stage 1, 2 or 3, not 0; set zero_stage or turn it off"
     if optimizer.offload_optimizer and optimizer.optimizer == "sgd":
-        faults.append("offload_optimizer has no SGD on the host; use adamw or adam")
-    return faults
+        yield "offload_optimizer has no optimizer=sgd on the host; use adamw or adam, or turn it off"
 
 
-def _check_model(config: Config) -> Iterable[str]:
-    model, training = config.model, config.training
-    faults = []
+def _check_model(config: Config) -> Iterator[str]:
+    model, seq_length = config.model, config.training.seq_length
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        faults.append(
+        yield (
             f"num_attention_heads={model.num_attention_heads} does not divide hidden_size={model.hidden_size}; "
             f"use {divisors(model.hidden_size, 128)}, or set kv_channels"
         )
     if model.num_attention_heads % model.num_kv_heads:
-        faults.append(
+        yield (
             f"num_query_groups={model.num_kv_heads} does not divide num_attention_heads={model.num_attention_heads}; "
             f"use {divisors(model.num_attention_heads, 128)}"
         )
     if model.position_embedding_type == "rope" and model.head_size % 2:
-        faults.append(f"rope turns pairs of channels, but the head size is {model.head_size}; make it even")
+        yield f"rope turns pairs of channels, but the head size is {model.head_size}; make it even"
     if model.rope_scaling_factor and model.position_embedding_type != "rope":
-        faults.append(
+        yield (
             f"rope_scaling_factor={model.rope_scaling_factor} needs position_embedding_type=rope, not "
             f"{model.position_embedding_type}; unset it"
         )
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    if model.rope_scaling_factor and low >= high:
+        yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"
     positions = model.max_position_embeddings
-    if model.position_embedding_type == "learned" and positions and positions < training.seq_length:
-        faults.append(
-            f"seq_length={training.seq_length} is larger than max_position_embeddings={positions}; "
+    if model.position_embedding_type == "learned" and positions and positions < seq_length:
+        yield (
+            f"seq_length={seq_length} is larger than max_position_embeddings={positions}; "
             "shorten it, or enlarge the position table"
         )
+
+
+def _check_precision_and_device(config: Config) -> Iterator[str]:
+    model, training, device = config.model, config.training, config.parallel.device
     if training.bf16 and training.fp16:
-        faults.append("bf16 and fp16 are both on; turn one off")
+        yield "bf16 and fp16 are both on; turn one off"
     if training.grad_accum_dtype == "bf16" and not training.bf16:
-        faults.append("grad_accum_dtype=bf16 needs bf16; set fp32, or turn bf16 on")
-    return faults
+        yield f"grad_accum_dtype=bf16 needs bf16, but the precision is {training.precision}; set fp32, or turn bf16 on"
+    if training.fp16 and training.min_loss_scale > training.initial_loss_scale:
+        yield (
+            f"min_loss_scale={training.min_loss_scale} is above initial_loss_scale={training.initial_loss_scale}; "
+            "lower it"
+        )
+    needs = {"flex": "cuda", "fused_hpu": "hpu"}.get(model.attention_backend, device)
+    if device not in ("auto", needs):
+        yield f"attention_backend={model.attention_backend} runs on {needs} only, but device={device}; use auto or sdpa"
+    if model.use_fast_softmax and device in ("cuda", "cpu"):
+        yield f"use_fast_softmax is for hpu only, but device={device}; turn it off"
 
 
 def batch_sizes(training: TrainingConfig) -> list[int]:
@@ -644,117 +782,136 @@ def batch_sizes(training: TrainingConfig) -> list[int]:
     return [*range(start, training.global_batch_size, increment), training.global_batch_size]
 
 
-def _check_batches(config: Config, world_size: int) -> Iterable[str]:
-    training, parallel = config.training, config.parallel
-    faults = []
+def _data_parallel_size(config: Config, world_size: int) -> int:
+    parallel = config.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    dp = max(1, world_size // model_ranks)
-    per_step = training.micro_batch_size * dp
-    if training.global_batch_size % per_step:
-        faults.append(
+    return max(1, world_size // model_ranks)
+
+
+def _check_batch(config: Config, world_size: int) -> Iterator[str]:
+    training, dp = config.training, _data_parallel_size(config, world_size)
+    per_pass = training.micro_batch_size * dp
+    if training.global_batch_size % per_pass:
+        yield (
             f"global_batch_size={training.global_batch_size} is no multiple of micro_batch_size x data-parallel size = "
-            f"{training.micro_batch_size} x {dp} = {per_step}; use a multiple of {per_step}"
+            f"{training.micro_batch_size} x {dp} = {per_pass}; use a multiple of {per_pass}"
         )
-    if training.rampup_batch_size is not None:
-        start, increment, _ = training.rampup_batch_size
-        if start > training.global_batch_size:
-            faults.append(
-                f"rampup_batch_size starts at {start}, above global_batch_size={training.global_batch_size}; "
-                "start lower"
-            )
-        elif (training.global_batch_size - start) % increment:
-            faults.append(
-                f"rampup_batch_size: from {start} by {increment} never reaches global_batch_size="
-                f"{training.global_batch_size}; the difference must be a multiple of the increment"
-            )
-        wrong = [size for size in batch_sizes(training) if size % per_step]
-        if wrong:
-            faults.append(
-                f"rampup_batch_size={start} {increment} passes through {wrong[0]}, no multiple of micro_batch_size x "
-                f"data-parallel size = {per_step}; use multiples of {per_step} for start and increment, or at most "
-                f"{max(1, start // training.micro_batch_size)} data-parallel ranks"
-            )
-        if training.train_samples is None:
-            faults.append("rampup_batch_size counts samples; give train_samples instead of train_iters")
-    return faults
 
 
-def _check_schedule(config: Config) -> Iterable[str]:
+def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
+    training, dp = config.training, _data_parallel_size(config, world_size)
+    if training.rampup_batch_size is None:
+        return
+    start, increment, samples = training.rampup_batch_size
+    per_pass = training.micro_batch_size * dp
+    given = f"rampup_batch_size={start} {increment} {samples}"
+    if start > training.global_batch_size:
+        yield f"{given} starts above global_batch_size={training.global_batch_size}; start lower"
+    elif (training.global_batch_size - start) % increment:
+        yield (
+            f"{given} never reaches global_batch_size={training.global_batch_size}: the difference "
+            f"{training.global_batch_size - start} is no multiple of the increment; change one of the three"
+        )
+    wrong = [size for size in batch_sizes(training)[:-1] if size % per_pass]
+    if wrong:
+        # every size is a multiple of what start and increment have in common
+        shared, left_over = divmod(math.gcd(start, increment), training.micro_batch_size)
+        yield (
+            f"{given} passes through {wrong[0]}, no multiple of micro_batch_size x data-parallel size = "
+            f"{training.micro_batch_size} x {dp} = {per_pass}; use multiples of {per_pass} for start and increment"
+            + ("" if left_over else f", or a data-parallel size of {divisors(shared, shared)}")
+        )
+    if training.train_samples is None:
+        yield f"{given} counts samples, but train_samples is not given; give it instead of train_iters"
+
+
+def _check_length(config: Config) -> Iterator[str]:
+    samples, iters = config.training.train_samples, config.training.train_iters
+    if samples and iters:
+        yield f"train_samples={samples} and train_iters={iters} are both given; keep one"
+    if not samples and not iters:
+        yield "neither train_samples nor train_iters is given; give one, to say how long to train"
+    size = config.training.global_batch_size
+    if samples and samples < size:
+        yield f"train_samples={samples} is less than one global_batch_size={size}; train longer, or in smaller batches"
+
+
+def _check_schedule(config: Config) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer
-    faults = []
-    if (training.train_samples is None) == (training.train_iters is None):
-        given = "both are" if training.train_samples else "neither is"
-        faults.append(f"give train_samples or train_iters, one of the two; {given} given")
-    if training.train_samples and training.train_samples < training.global_batch_size:
-        faults.append(
-            f"train_samples={training.train_samples} is less than one global batch of {training.global_batch_size}"
-        )
-    pairs = (
-        ("lr_decay", optimizer.lr_decay_samples, optimizer.lr_decay_iters),
-        ("lr_warmup", optimizer.lr_warmup_samples, optimizer.lr_warmup_iters),
-        ("lr_wsd_decay", optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters),
-    )
-    for name, in_samples, in_iters in pairs:
-        if in_samples and in_iters:
-            faults.append(f"{name}_samples and {name}_iters are both given; keep one")
-        if in_iters and training.rampup_batch_size is not None:
-            faults.append(f"{name}_iters cannot be counted under rampup_batch_size; use {name}_samples")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        samples, iters = getattr(optimizer, f"{name}_samples"), getattr(optimizer, f"{name}_iters")
+        if samples and iters:
+            yield f"{name}_samples={samples} and {name}_iters={iters} are both given; keep one"
+        if iters and training.rampup_batch_size is not None:
+            yield f"{name}_iters={iters} cannot be counted under rampup_batch_size; use {name}_samples"
     if optimizer.min_lr > optimizer.lr:
-        faults.append(f"min_lr={optimizer.min_lr} is above lr={optimizer.lr}; lower it")
-    if optimizer.lr_decay_style == "WSD" and not (optimizer.lr_wsd_decay_samples or optimizer.lr_wsd_decay_iters):
-        faults.append("lr_decay_style=WSD needs lr_wsd_decay_samples or lr_wsd_decay_iters; give one")
+        yield f"min_lr={optimizer.min_lr} is above lr={optimizer.lr}; lower it"
     size = training.global_batch_size
+    warmup = optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * size
     decay = optimizer.lr_decay_samples or (optimizer.lr_decay_iters or 0) * size
     decay = decay or training.train_samples or (training.train_iters or 0) * size
-    warmup = optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * size
     if decay and warmup >= decay and optimizer.lr_decay_style != "constant":
-        faults.append(f"the warm-up of {warmup} samples leaves nothing of the decay's {decay}; shorten it")
-    return faults
+        yield f"the warm-up of {warmup} samples leaves nothing of the decay's {decay}; shorten lr_warmup_*"
+    if optimizer.lr_decay_style == "WSD":
+        last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * size
+        if not last:
+            yield "lr_decay_style=WSD needs lr_wsd_decay_samples or lr_wsd_decay_iters; give one"
+        elif warmup < decay < warmup + last:
+            yield (
+                f"the warm-up of {warmup} samples and WSD's last part of {last} do not fit into {decay}; "
+                "shorten lr_wsd_decay_*"
+            )
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
     """'949,50,1' -> the three shares, summing to 1. Raises ValueError."""
     parts = [float(part) for part in text.replace("/", ",").split(",")]
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) == 0:
+    if not 1 <= len(parts) <= 3 or not all(0 <= part < math.inf for part in parts) or sum(parts) == 0:
         raise ValueError(text)
     train, valid, test = [*parts, 0.0, 0.0][:3]
     total = train + valid + test
     return train / total, valid / total, test / total
 
 
-def _check_data(config: Config) -> Iterable[str]:
+def _check_data(config: Config) -> Iterator[str]:
     data = config.data
-    faults = []
     try:
         parse_split(data.split)
     except ValueError:
-        faults.append(f"split={data.split!r} must be one to three shares, not all zero, such as 949,50,1")
+        yield f"split={data.split!r} must be one to three shares, not all zero, such as 949,50,1"
     if not data.data_path:
-        faults.append("data_path is not given; pass the prefix that tools/preprocess_data.py wrote (--data-path)")
-    elif len(data.data_path) > 1:
-        weights = data.data_path[::2]
-        if len(data.data_path) % 2 or not all(_is_weight(weight) for weight in weights):
-            faults.append(
-                f"data_path={' '.join(data.data_path)!r} must be one prefix, or WEIGHT PREFIX pairs with weights above 0"
-            )
-    needs_eod = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)]
-    if needs_eod and data.eod_token_id is None and data.tokenizer_type is None:
-        faults.append(f"{needs_eod[0]} must know the end-of-document id; give eod_token_id, or a tokenizer_type")
-    needs: dict[str, Callable[[], bool]] = {
-        "GPT2BPETokenizer": lambda: bool(data.vocab_file and data.merge_file),
-        "HFTokenizer": lambda: bool(data.tokenizer_model),
-        "SentencePieceTokenizer": lambda: bool(data.tokenizer_model),
-    }
-    if data.tokenizer_type in needs and not needs[data.tokenizer_type]():
-        files = "vocab_file and merge_file" if data.tokenizer_type == "GPT2BPETokenizer" else "tokenizer_model"
-        faults.append(f"tokenizer_type={data.tokenizer_type} needs {files}")
-    if data.eod_token_id is not None and data.eod_token_id >= config.model.vocab_size:
-        faults.append(f"eod_token_id={data.eod_token_id} is outside vocab_size={config.model.vocab_size}")
-    return faults
+        yield "data_path is not given; pass the prefix that tools/preprocess_data.py wrote (--data-path)"
+    elif len(data.data_path) > 1 and (len(data.data_path) % 2 or not all(map(_is_weight, data.data_path[::2]))):
+        yield (
+            f"data_path={' '.join(data.data_path)!r} must be one prefix, or WEIGHT PREFIX pairs with weights above 0"
+        )
 
 
 def _is_weight(text: str) -> bool:
     try:
-        return float(text) > 0
+        return 0 < float(text) < math.inf
     except ValueError:
         return False
+
+
+def _check_tokenizer(config: Config) -> Iterator[str]:
+    data, vocab_size = config.data, config.model.vocab_size
+    needs_eod = [
+        name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
+    ]
+    if needs_eod and data.eod_token_id is None and data.tokenizer_type is None:
+        yield f"{needs_eod[0]} must know the end-of-document id; give eod_token_id, or a tokenizer_type"
+    if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
+        yield "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file; give both"
+    if data.tokenizer_type in ("HFTokenizer", "SentencePieceTokenizer") and not data.tokenizer_model:
+        yield f"tokenizer_type={data.tokenizer_type} needs tokenizer_model; give the file"
+    if data.eod_token_id is not None and data.eod_token_id >= vocab_size:
+        yield f"eod_token_id={data.eod_token_id} is outside vocab_size={vocab_size}; use an id below {vocab_size}"
+
+
+def _check_logging(config: Config) -> Iterator[str]:
+    first, last = config.logging.profile_steps
+    if config.logging.profile and config.logging.results_dir is None:
+        yield "profile writes its trace to results_dir, which is not given; give one, or turn it off"
+    if first > last:
+        yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"

@@ -32,16 +32,14 @@ def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         fault = error
-    messages = [""] * ctx.world_size
+    told: list[str | None] = [None] * ctx.world_size
     if ctx.world_size > 1:
         import torch.distributed as dist
 
-        mine = "" if fault is None else f"{fault}"
-        dist.all_gather_object(messages, (mine, socket.gethostname()) if mine else "")
+        mine = None if fault is None else f"rank {ctx.rank} on {socket.gethostname()} failed: {fault}"
+        dist.all_gather_object(told, mine)
     if fault is not None:
         raise fault
-    failed = [(rank, message) for rank, message in enumerate(messages) if message]
-    if failed:
-        rank, (message, host) = failed[0][0], failed[0][1]
-        raise OtherRankFailed(f"rank {rank} on {host} failed: {message}")
+    if faults := [message for message in told if message is not None]:
+        raise OtherRankFailed(faults[0])
     return result  # type: ignore[return-value]

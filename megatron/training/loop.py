@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -153,7 +153,12 @@ def log_step(
 
 
 def log_evaluation(
-    engine: Engine, task: PretrainTask, dataset: Any, progress: Progress, log: MetricsLog, split: str
+    engine: Engine,
+    task: PretrainTask,
+    dataset: Any,
+    progress: Progress,
+    log: MetricsLog,
+    split: Literal["valid", "test"],
 ) -> None:
     """Loss over the first eval_iters global batches of `dataset`: the same samples each time."""
     config = engine.config

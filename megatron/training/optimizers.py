@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def _decays(parameter: Tensor) -> bool:
     return len(shard_of(parameter).shape) > 1
 
 
-def _choose(config: Config, ctx: ParallelContext) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _choose(config: Config, ctx: ParallelContext) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     options = config.optimizer
     if options.optimizer == "sgd":
         return torch.optim.SGD, {"momentum": options.sgd_momentum}
@@ -50,10 +50,10 @@ def _choose(config: Config, ctx: ParallelContext) -> tuple[type[torch.optim.Opti
     return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW), arguments
 
 
-def _clipping(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def _clipping(cls: Any) -> Callable[..., torch.optim.Optimizer]:
     """`cls` that clips by the whole model's norm before it steps, and skips a step whose norm is not finite."""
 
-    class Clipping(cls):  # type: ignore[valid-type,misc]
+    class Clipping(cls):  # type: ignore[misc]
         def __init__(self, groups: Any, *, ctx: ParallelContext, max_norm: float, **arguments: Any) -> None:
             super().__init__(groups, **arguments)
             self._ctx, self._max_norm = ctx, max_norm
@@ -84,7 +84,9 @@ def gradient_norm(parameters: Iterable[Tensor], ctx: ParallelContext) -> Tensor:
     own = [
         p.grad
         for p in parameters
-        if (ctx.tensor_rank == 0 or shard_of(p).dim is not None) and not getattr(p, "ds_pipe_replicated", False)
+        if p.grad is not None
+        and (ctx.tensor_rank == 0 or shard_of(p).dim is not None)
+        and not getattr(p, "ds_pipe_replicated", False)
     ]
     squares = torch.zeros((), dtype=torch.float32, device=ctx.device)
     if own:

@@ -1,0 +1,136 @@
+"""Samples of a dataset as the microbatches of each optimizer step, read ahead by threads.
+
+The whole state is `consumed_samples`, counted over all data-parallel ranks: a run continues with the very next sample
+on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.blend import TokenDataset
+from megatron.data.indexed import DataError
+
+T = TypeVar("T")
+
+STEPS_AHEAD = 2
+"""Steps read ahead of the one in use. Bounds the memory."""
+
+
+class Batches(Generic[T]):
+    """Iterator over optimizer steps: each `next` gives this rank's microbatches, collated.
+
+    Microbatch m of rank r takes the samples from consumed_samples + (m * data_parallel_size + r) * micro_batch_size
+    on. `global_batch_size(consumed_samples)` is the size of the step that starts there. Iteration ends when fewer
+    samples than a global batch are left. Reading ahead calls `global_batch_size` and `collate([B, S + 1] int64)` from
+    other places than the step that uses them, so both must be pure.
+
+    num_workers threads read ahead; 0: read when asked. A fault while reading is raised by the `next` it belongs to,
+    and by every later one. Close it, or use it as a context manager, to end the threads.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        collate: Callable[[NDArray[np.int64]], T],
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        global_batch_size: Callable[[int], int],
+        consumed_samples: int = 0,
+        num_workers: int = 1,
+    ):
+        self._dataset, self._collate = dataset, collate
+        self._micro_batch_size = micro_batch_size
+        self._rank, self._data_parallel_size = data_parallel_rank, data_parallel_size
+        self._global_batch_size = global_batch_size
+        self.consumed_samples = consumed_samples
+        """Samples handed out so far to all data-parallel ranks together."""
+        self._planned_samples = consumed_samples  # the end of what is being read ahead
+        self._ahead: deque[tuple[int, list[Future[T]]]] = deque()
+        self._fault: BaseException | None = None
+        self._closed = False
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="batches") if num_workers else None
+
+    def __iter__(self) -> Iterator[list[T]]:
+        return self
+
+    def __next__(self) -> list[T]:
+        if self._closed:
+            raise RuntimeError("these batches are closed; make new ones from consumed_samples")
+        if self._fault is not None:
+            raise self._fault
+        try:
+            step = self._read() if self._pool is None else self._take(self._pool)
+        except StopIteration as fault:  # from the dataset or collate: it must not pass for the end of the data
+            self._fault = RuntimeError("StopIteration was raised while reading a sample")
+            raise self._fault from fault
+        except BaseException as fault:
+            self._fault = fault
+            raise
+        if step is None:
+            raise StopIteration
+        size, microbatches = step
+        self.consumed_samples += size
+        return microbatches
+
+    def _read(self) -> tuple[int, list[T]] | None:
+        size, starts = self._plan(self.consumed_samples)
+        return (size, [self._microbatch(start) for start in starts]) if size else None
+
+    def _take(self, pool: ThreadPoolExecutor) -> tuple[int, list[T]] | None:
+        self._read_ahead(pool)
+        if not self._ahead:
+            return None
+        size, futures = self._ahead.popleft()
+        self._read_ahead(pool)
+        return size, [future.result() for future in futures]
+
+    def _read_ahead(self, pool: ThreadPoolExecutor) -> None:
+        while len(self._ahead) < STEPS_AHEAD:
+            size, starts = self._plan(self._planned_samples)
+            if size == 0:
+                return
+            self._ahead.append((size, [pool.submit(self._microbatch, start) for start in starts]))
+            self._planned_samples += size
+
+    def _plan(self, consumed_samples: int) -> tuple[int, list[int]]:
+        """Size of the step that begins there, and where each of this rank's microbatches begins; 0 at the end."""
+        size = self._global_batch_size(consumed_samples)
+        per_microbatch = self._micro_batch_size * self._data_parallel_size
+        if size <= 0 or size % per_microbatch:
+            raise DataError(
+                f"global_batch_size={size} after {consumed_samples} samples is no multiple of micro_batch_size x "
+                f"data-parallel size = {self._micro_batch_size} x {self._data_parallel_size}; use a multiple of "
+                f"{per_microbatch}"
+            )
+        if consumed_samples + size > len(self._dataset):
+            return 0, []
+        begin = consumed_samples + self._rank * self._micro_batch_size
+        return size, list(range(begin, consumed_samples + size, per_microbatch))
+
+    def _microbatch(self, start: int) -> T:
+        return self._collate(np.stack([self._dataset[start + i] for i in range(self._micro_batch_size)]))
+
+    def close(self) -> None:
+        """Drop what was read ahead and wait for the threads to end."""
+        self._closed = True
+        self._ahead.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Batches[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,335 @@
+"""Token files in Megatron's format: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence lies.
+
+    .idx   magic        9 bytes  MMIDIDX\\0\\0
+           version      uint64   1
+           dtype code   uint8    see DTYPES
+           S            uint64   number of sequences
+           D            uint64   entries of the document index, the leading 0 included
+           lengths      int32[S]   tokens
+           pointers     int64[S]   bytes from the start of .bin
+           documents    int64[D]   sequence at which each document starts, and S at the end
+           modes        int8[S]    optional: multimodal datasets
+
+All numbers are little-endian. What tools/preprocess_data.py writes has one sequence for each document.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import uuid
+from array import array
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+Tokens = NDArray[Any]
+"""Token ids, of whichever integer type the file has."""
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+HEADER_BYTES = 34
+DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
+}
+LARGEST_LENGTH = 2**31 - 1
+
+# Enough of a .bin to notice that it was made anew, little enough to read at every start.
+FINGERPRINT_BLOCKS = 64
+FINGERPRINT_BLOCK_BYTES = 4096
+
+
+class DataError(ValueError):
+    """The data cannot be used. Says which file, what was found, the rule, and the remedy."""
+
+
+def best_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type Megatron stores ids of this vocabulary in."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """A memory-mapped reader of PREFIX.bin and PREFIX.idx.
+
+    Opening reads the header and the ends of the tables only, however large the dataset. Raises DataError.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = str(prefix)
+        self._idx_path, self._bin_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
+        idx = _map(self._idx_path, self.prefix)
+        self._bin = _map(self._bin_path, self.prefix)
+        self.dtype, num_sequences, num_document_entries = self._read_header(idx)
+        at = HEADER_BYTES
+        self.lengths: NDArray[np.int32] = np.frombuffer(idx, "<i4", num_sequences, at)
+        """Tokens in each sequence."""
+        at += 4 * num_sequences
+        self._pointers: NDArray[np.int64] = np.frombuffer(idx, "<i8", num_sequences, at)
+        at += 8 * num_sequences
+        self.document_index: NDArray[np.int64] = np.frombuffer(idx, "<i8", num_document_entries, at)
+        """Sequence at which each document starts; the number of sequences at the end."""
+        self._check_tables()
+        self._tokens: Tokens = np.frombuffer(self._bin, self.dtype)
+
+    def _read_header(self, idx: mmap.mmap) -> tuple[np.dtype[Any], int, int]:
+        path, size = self._idx_path, len(idx)
+        if idx[: len(LEGACY_MAGIC)] == LEGACY_MAGIC:
+            raise DataError(
+                f"{path} is in the legacy TNTIDX format; only MMIDIDX (--dataset-impl mmap) is read, "
+                "preprocess the text anew"
+            )
+        if idx[: len(MAGIC)] != MAGIC:
+            raise DataError(
+                f"{path} starts with {bytes(idx[: len(MAGIC)])!r}, not {MAGIC!r}: it is no Megatron index; "
+                "write it with tools/preprocess_data.py"
+            )
+        if size < HEADER_BYTES:
+            raise DataError(
+                f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; it was cut off, copy it anew"
+            )
+        version = int.from_bytes(idx[9:17], "little")
+        if version != VERSION:
+            raise DataError(f"{path} has version {version}; only version {VERSION} is known, the file may be damaged")
+        if idx[17] not in DTYPES:
+            raise DataError(f"{path} has dtype code {idx[17]}; it must be 1 to 8, so the file is damaged, copy it anew")
+        num_sequences = int.from_bytes(idx[18:26], "little")
+        num_document_entries = int.from_bytes(idx[26:34], "little")
+        expected = HEADER_BYTES + 12 * num_sequences + 8 * num_document_entries
+        if size not in (expected, expected + num_sequences):
+            raise DataError(
+                f"{path} has {size} bytes, but {num_sequences} sequences and {num_document_entries} document entries "
+                f"make {expected}; it was cut off or damaged, copy it anew"
+            )
+        if num_sequences == 0 or num_document_entries < 2:
+            raise DataError(f"{path} holds no documents; preprocess text that is not empty")
+        return DTYPES[idx[17]], num_sequences, num_document_entries
+
+    def _check_tables(self) -> None:
+        num_sequences, bin_bytes = len(self.lengths), len(self._bin)
+        first, last = int(self.document_index[0]), int(self.document_index[-1])
+        if first != 0 or last != num_sequences:
+            raise DataError(
+                f"{self._idx_path}: the document index runs from {first} to {last}, not from 0 to the {num_sequences} "
+                "sequences; the file is damaged, copy it anew"
+            )
+        if self._pointers[0] != 0:
+            raise DataError(
+                f"{self._idx_path}: the first sequence starts at byte {self._pointers[0]}, not 0; the file is damaged"
+            )
+        end = int(self._pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if end != bin_bytes:
+            advice = "the two belong to different datasets, or one was cut off; copy both anew"
+            if bin_bytes - end == self.num_documents * self.dtype.itemsize:
+                advice = (
+                    "one token too many for each document: an old preprocess_data.py wrote end-of-document tokens "
+                    "without counting them; preprocess the text anew"
+                )
+            raise DataError(f"{self._bin_path} has {bin_bytes} bytes, but {self._idx_path} describes {end}: {advice}")
+        if bin_bytes == 0:
+            raise DataError(f"{self._bin_path} holds no tokens; preprocess text that is not empty")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_index) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._bin) // self.dtype.itemsize
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells datasets apart by content, wherever they lie: all lengths, and a sample of the tokens."""
+        digest = hashlib.sha256(f"{self.dtype.str} {len(self.lengths)} {len(self._bin)} ".encode())
+        digest.update(self.lengths.data)
+        last = max(0, len(self._bin) - FINGERPRINT_BLOCK_BYTES)
+        for start in sorted({last * block // FINGERPRINT_BLOCKS for block in range(FINGERPRINT_BLOCKS + 1)}):
+            digest.update(self._bin[start : start + FINGERPRINT_BLOCK_BYTES])
+        return digest.hexdigest()
+
+    def count_tokens(self, sequences: range) -> int:
+        """Tokens in a contiguous range of sequences. Raises DataError if lengths and pointers disagree about it."""
+        if len(sequences) == 0:
+            return 0
+        begin, last = int(self._pointers[sequences.start]), int(self._pointers[sequences.stop - 1])
+        lengths = self.lengths[sequences.start : sequences.stop]
+        num_tokens = int(lengths.sum(dtype=np.int64))
+        spanned_bytes = last - begin + int(lengths[-1]) * self.dtype.itemsize
+        if num_tokens * self.dtype.itemsize != spanned_bytes or int(lengths.min()) < 0:
+            raise DataError(
+                f"{self._idx_path}: the lengths of sequences {sequences.start} to {sequences.stop} make "
+                f"{num_tokens * self.dtype.itemsize} bytes, their pointers {spanned_bytes}; the file is damaged, "
+                "copy it anew"
+            )
+        return num_tokens
+
+    def read(self, sequence: int, offset: int = 0, length: int | None = None) -> Tokens:
+        """Tokens [offset, offset + length) of a sequence, by default up to its end: a read-only view of the file.
+
+        Raises IndexError outside the dataset or the sequence, DataError where the index points outside the .bin.
+        """
+        if not 0 <= sequence < len(self.lengths):
+            raise IndexError(f"sequence {sequence} is outside the {len(self.lengths)} of {self.prefix}")
+        whole = int(self.lengths[sequence])
+        count = whole - offset if length is None else length
+        if offset < 0 or count < 0 or offset + count > whole:
+            raise IndexError(
+                f"tokens {offset} to {offset + count} are outside the {whole} of sequence {sequence} of {self.prefix}"
+            )
+        start, rest = divmod(int(self._pointers[sequence]), self.dtype.itemsize)
+        if rest or start < 0 or start + whole > len(self._tokens):
+            raise DataError(
+                f"{self._idx_path}: sequence {sequence} lies at byte {self._pointers[sequence]} with {whole} tokens, "
+                f"outside the {len(self._bin)} bytes of {self._bin_path}; the file is damaged, copy it anew"
+            )
+        return self._tokens[start + offset : start + offset + count]
+
+
+def _map(path: Path, prefix: str) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        stem, suffix = os.path.splitext(prefix)
+        hint = "give PREFIX for PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py prints it"
+        if suffix in (".bin", ".idx"):
+            hint = f"give the prefix without {suffix}: {stem}"
+        raise DataError(f"{path} does not exist; {hint}") from None
+    except ValueError:  # an empty file cannot be mapped
+        raise DataError(f"{path} is empty; preprocess the text anew, or copy the file anew") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+class IndexedDatasetBuilder:
+    """Writes PREFIX.bin and PREFIX.idx, which appear under these names only in `finalize`, whole.
+
+    A context manager: leaving it without `finalize` removes what was written. Tokens go to disk as they come; memory
+    grows by 12 bytes a document.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike):
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        codes = [code for code, known in DTYPES.items() if known == self.dtype]
+        if not codes:
+            raise DataError(f"dtype {self.dtype} cannot be stored; use one of {', '.join(map(str, DTYPES.values()))}")
+        self._dtype_code = codes[0]
+        self._lengths = array("i")
+        self._document_index = array("q", [0])
+        self.num_tokens = 0
+        """Tokens written so far."""
+        unique = f".partial-{uuid.uuid4().hex[:12]}"
+        self._partial_paths = (Path(self.prefix + ".bin" + unique), Path(self.prefix + ".idx" + unique))
+        self._bin: IO[bytes] | None = self._partial_paths[0].open("xb")
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._document_index) - 1
+
+    def add_document(self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | None = None) -> None:
+        """One document, of one sequence or of sequences with these lengths. Raises DataError; then nothing is added."""
+        flat = np.asarray(tokens)
+        self._write(flat, [len(flat)] if lengths is None else lengths)
+        self._document_index.append(len(self._lengths))
+
+    def add_documents(self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | Tokens) -> None:
+        """Documents of one sequence each, laid end to end in `tokens`. Raises DataError; then nothing is added."""
+        before = len(self._lengths)
+        self._write(np.asarray(tokens), lengths)
+        self._document_index.extend(range(before + 1, len(self._lengths) + 1))
+
+    def _write(self, tokens: Tokens, lengths: Sequence[int] | Tokens) -> None:
+        if self._bin is None:
+            raise RuntimeError(f"{self.prefix} is already sealed")
+        counts = np.asarray(lengths, dtype=np.int64)
+        if int(counts.sum()) != len(tokens) or (counts.size and counts.min() < 0):
+            raise DataError(f"{self.prefix}: lengths add up to {counts.sum()}, but {len(tokens)} tokens are given")
+        if counts.size and counts.max() > LARGEST_LENGTH:
+            raise DataError(f"{self.prefix}: a sequence of {counts.max()} tokens; the format ends at {LARGEST_LENGTH}")
+        if len(tokens) and self.dtype.kind in "iu":
+            if tokens.dtype.kind not in "iu":
+                raise DataError(f"{self.prefix}: tokens are {tokens.dtype}, not integers; give token ids")
+            smallest, largest, limits = tokens.min(), tokens.max(), np.iinfo(self.dtype)
+            if smallest < limits.min or largest > limits.max:
+                wrong = smallest if smallest < limits.min else largest
+                raise DataError(
+                    f"{self.prefix}: token id {wrong} does not fit {self.dtype} ({limits.min} to {limits.max}); "
+                    "choose the dtype by best_dtype(vocab_size)"
+                )
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        self._lengths.frombytes(counts.astype(np.int32).tobytes())
+        self.num_tokens += len(tokens)
+
+    def seal(self) -> None:
+        """Write all that is left to write, still under the temporary names.
+
+        So that several datasets appear together: seal each, then finalize each. Raises DataError if there is no token
+        at all.
+        """
+        if self._bin is None:
+            raise RuntimeError(f"{self.prefix} is already sealed")
+        if self.num_tokens == 0:
+            raise DataError(f"{self.prefix}: no tokens to write; give text that is not empty")
+        _sync_and_close(self._bin)
+        self._bin = None
+        with self._partial_paths[1].open("xb") as idx:
+            self._write_index(idx)
+            _sync_and_close(idx)
+
+    def finalize(self) -> None:
+        """Give both files their names, sealing first where that was not done. Raises as `seal` does."""
+        if self._bin is not None:
+            self.seal()
+        final_bin, final_idx = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
+        # Never an old index beside a new .bin: at every moment the pair is whole, or the .idx is missing.
+        final_idx.unlink(missing_ok=True)
+        os.replace(self._partial_paths[0], final_bin)
+        os.replace(self._partial_paths[1], final_idx)
+
+    def _write_index(self, idx: IO[bytes]) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32)
+        idx.write(MAGIC + VERSION.to_bytes(8, "little") + bytes([self._dtype_code]))
+        idx.write(len(lengths).to_bytes(8, "little") + len(self._document_index).to_bytes(8, "little"))
+        idx.write(lengths.astype("<i4", copy=False).data)
+        position, block = 0, 1 << 20
+        for start in range(0, len(lengths), block):
+            sizes = lengths[start : start + block].astype(np.int64) * self.dtype.itemsize
+            ends = position + np.cumsum(sizes)
+            idx.write((ends - sizes).astype("<i8", copy=False).data)
+            position = int(ends[-1])
+        idx.write(np.frombuffer(self._document_index, np.int64).astype("<i8", copy=False).data)
+
+    def abandon(self) -> None:
+        """Remove what was written. Nothing happens after `finalize`."""
+        if self._bin is not None:
+            with contextlib.suppress(OSError):  # a full disk again; the file goes anyway
+                self._bin.close()
+            self._bin = None
+        for path in self._partial_paths:
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+
+def _sync_and_close(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# From nothing to a trained model on a CPU, in a few minutes: sets up .venv, takes the text of Python's own standard
+# library as a corpus, trains a tokenizer on it, builds the indexed dataset, trains a tiny BLOOM on 2 pipeline stages x
+# 2 tensor-parallel ranks, stops half-way, resumes from the checkpoint, and draws the loss curve.
+#
+#   bash scripts/quickstart.sh [FOLDER]        everything it makes is in FOLDER (default: quickstart/)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder="${1:-quickstart}"
+vocabulary=1024
+
+step() { printf '\n== %s\n' "$*"; }
+
+step "1/6 Set up .venv"
+bash scripts/setup.sh
+python=.venv/bin/python
+began=$SECONDS
+
+library=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+mkdir -p "$folder"
+
+step "2/6 Train a tokenizer on the standard library ($library)"
+"$python" tools/train_tokenizer.py --input "$library"/*.py --text-files '*.py' \
+    --vocab-size "$vocabulary" --output-dir "$folder/tokenizer"
+
+step "3/6 Build the indexed dataset"
+"$python" tools/preprocess_data.py --input "$library"/*.py --text-files '*.py' --append-eod \
+    --tokenizer-type HFTokenizer --tokenizer-model "$folder/tokenizer" --output-prefix "$folder/stdlib" --workers 2
+
+export HL_CONFIG=tiny_bloom HL_DEVICE=cpu HL_PP=2 HL_TP=2 HL_DP=1
+export HL_DATA_DIR_ROOT="$folder" HL_DATA_FILE_PREFIX=stdlib_text_document HL_RESULTS_DIR="$folder/run"
+rm -rf "$HL_RESULTS_DIR" # an earlier quickstart's
+
+step "4/6 Train a tiny BLOOM, pipeline x tensor parallel, and stop half-way"
+HL_EXIT_INTERVAL=150 bash scripts/run_bloom13b.sh
+
+step "5/6 Resume it from its checkpoint"
+bash scripts/run_bloom13b.sh
+
+step "6/6 Draw the loss curve"
+"$python" tools/plot_run.py "$HL_RESULTS_DIR" --output "$folder/loss.png"
+
+"$python" - "$folder" <<'END'
+import json
+import sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open(encoding="utf-8")]
+valid = [row for row in rows if row["kind"] == "valid"]
+first, last = valid[0], valid[-1]
+print(f"""
+validation loss {first["lm_loss"]:.2f} at iteration {first["iteration"]}, {last["lm_loss"]:.2f} at iteration \
+{last["iteration"]} ({last["lm_loss"] / first["lm_loss"]:.0%} of the first)
+tokenizer       {folder}/tokenizer
+dataset         {folder}/stdlib_text_document.bin, .idx
+checkpoints     {folder}/run/checkpoints
+metrics         {folder}/run/metrics.jsonl, {folder}/run/tensorboard
+loss curve      {folder}/loss.png
+resolved config {folder}/run/config.yaml""")
+sys.exit(0 if last["lm_loss"] < 0.6 * first["lm_loss"] else "the loss did not fall below 60 % of the first")
+END
+printf '\nDone in %d s after set-up.\n' "$((SECONDS - began))"

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Sets up .venv for this checkout: the pinned requirements and the package itself, which builds the C++ extension.
+# Usage: scripts/setup.sh [test]     `test` adds what the tests and the checks need.
+# Returns at once when nothing it depends on has changed. PYTHON picks the interpreter that creates .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+requirements="requirements.txt"
+case "${1:-}" in
+    "") ;;
+    test) requirements="requirements-test.txt" ;;
+    *) echo "usage: scripts/setup.sh [test]" >&2; exit 2 ;;
+esac
+python="${PYTHON:-python3}"
+
+# What the installation depends on. The folder is part of it: an editable installation points at it.
+fingerprint() {
+    { echo "$PWD"; cat requirements.txt requirements-test.txt constraints.txt setup.py pyproject.toml megatron/data/helpers.cpp; } \
+        | sha256sum | cut -d " " -f 1
+}
+
+is_current() {
+    local stamp
+    for stamp in ".venv/setup-$requirements" .venv/setup-requirements-test.txt; do
+        [[ -f $stamp && $(<"$stamp") == "$1" ]] && compgen -G "megatron/data/helpers.*.so" > /dev/null && return
+    done
+    return 1
+}
+
+check_python() {
+    local found
+    if ! found="$("$python" -c 'import sys; print(*sys.version_info[:2])')"; then
+        echo "setup: $python does not run; install Python 3.11 or newer, or name one: PYTHON=/path/to/python3" >&2
+        exit 1
+    fi
+    read -r major minor <<< "$found"
+    if (( major != 3 || minor < 11 )); then
+        echo "setup: $python is Python $major.$minor, but the pinned versions need 3.11 or newer; name one with PYTHON" >&2
+        exit 1
+    fi
+    if ! "$python" -c "import ensurepip" 2> /dev/null; then
+        echo "setup: $python cannot create virtual environments; install its venv package (Debian: python3-venv)" >&2
+        exit 1
+    fi
+}
+
+wanted="$(fingerprint)"
+is_current "$wanted" && exit 0
+
+if [[ ! -x .venv/bin/python ]]; then
+    check_python
+    echo "setup: creating .venv with $("$python" --version)"
+    "$python" -m venv .venv
+fi
+pip=(.venv/bin/python -m pip --disable-pip-version-check -qq)
+rm -f .venv/setup-requirements*.txt
+# torch first: building deepspeed looks for it
+echo "setup: installing torch"
+"${pip[@]}" install -c constraints.txt torch
+echo "setup: installing $requirements and building the extension"
+"${pip[@]}" install -c constraints.txt -r "$requirements" -e .
+echo "$wanted" > ".venv/setup-$requirements"

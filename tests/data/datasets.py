@@ -1,0 +1,23 @@
+"""Small indexed datasets for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+
+
+def write_dataset(prefix: Path, lengths: Sequence[int], dtype: DTypeLike = np.uint16, vocab: int = 60000) -> Path:
+    """Documents of these lengths; the tokens count up from 0, so each token tells its place."""
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        builder.add_documents(np.arange(sum(lengths)) % vocab, lengths)
+        builder.finalize()
+    return prefix
+
+
+def open_dataset(prefix: Path, lengths: Sequence[int], dtype: DTypeLike = np.uint16) -> IndexedDataset:
+    return IndexedDataset(write_dataset(prefix, lengths, dtype))

@@ -1,0 +1,319 @@
+"""The rules of the house, read from the source: floors, readers, forbidden calls, requirements."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.config import options, sections
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A file imports lower floors, or its own folder (for a file of megatron/ itself: the others of its floor).
+FLOORS = {
+    "config": 1,
+    "accelerator": 1,
+    "estimate": 1,
+    "parallel": 2,
+    "models": 3,
+    "data": 3,
+    "checkpoint": 4,
+    "tasks": 4,
+    "training": 5,
+    "generate": 5,
+    "train": 6,
+}
+
+# The files that answer before anything heavy is loaded.
+LIGHT = ("config", "accelerator", "estimate")
+
+
+@cache
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def room(path: Path) -> str:
+    """megatron/parallel/layers.py -> parallel; megatron/train.py -> train."""
+    return path.relative_to(ROOT / "megatron").parts[0].removesuffix(".py")
+
+
+def imports(node: ast.AST, package: str) -> Iterator[tuple[str, int]]:
+    """(dotted module, line) of every import below `node`; relative ones are resolved against `package`."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, child.lineno) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
+            base = ".".join([*above, *([child.module] if child.module else [])])
+            yield base, child.lineno
+            yield from ((f"{base}.{alias.name}", child.lineno) for alias in child.names)
+
+
+def package_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).parent.parts)
+
+
+def at(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def floor_faults(path: Path) -> Iterator[str]:
+    here = room(path)
+    for module, line in imports(tree(path), package_of(path)):
+        first, _, rest = module.partition(".")
+        if first == "tools":
+            yield f"{at(path, line)} imports {module}; nobody imports tools"
+        if first != "megatron" or not rest:
+            continue
+        there = rest.split(".")[0]
+        if there not in FLOORS:
+            yield f"{at(path, line)} imports megatron.{there}, which stands on no floor"
+        elif FLOORS[there] > FLOORS[here]:
+            yield f"{at(path, line)}: {here} [{FLOORS[here]}] imports {there} [{FLOORS[there]}], a higher floor"
+        elif FLOORS[there] == FLOORS[here] and there != here and not {here, there} <= set(LIGHT):
+            yield f"{at(path, line)}: {here} imports {there}, another folder of floor {FLOORS[here]}"
+
+
+def test_every_file_stands_on_a_floor() -> None:
+    assert {room(path) for path in sources("megatron") if path.name != "__init__.py"} <= set(FLOORS)
+
+
+def test_files_import_lower_floors_or_their_own_folder() -> None:
+    files = [path for path in sources("megatron") if path.name != "__init__.py"]
+    assert [fault for path in files for fault in floor_faults(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "expected"),
+    [
+        ("models/new.py", "from megatron.data.gpt import GPTDataset", "another folder of floor 3"),
+        ("data/new.py", "import megatron.models.bloom", "another folder of floor 3"),
+        ("data/new.py", "from ..models import bloom", "another folder of floor 3"),
+        ("parallel/new.py", "def late():\n    from megatron import train", "a higher floor"),
+        ("training/new.py", "from tools import plan", "nobody imports tools"),
+        ("training/new.py", "from megatron.utils import ensure", "stands on no floor"),
+    ],
+)
+def test_a_broken_floor_is_seen(file: str, code: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.tree", lambda path: ast.parse(code))
+    faults = list(floor_faults(ROOT / "megatron" / file))
+    assert faults
+    assert all(expected in fault for fault in faults)
+
+
+def test_nobody_imports_tools() -> None:
+    importers = [
+        at(path, line)
+        for path in sources("megatron", "benchmarks")
+        for module, line in imports(tree(path), package_of(path))
+        if module.split(".")[0] == "tools"
+    ]
+    assert importers == []
+
+
+def test_light_files_import_neither_torch_nor_deepspeed_at_module_level() -> None:
+    modules = ", ".join(f"megatron.{name}" for name in LIGHT)
+    code = f"import sys, {modules}; print({{'torch', 'deepspeed'}} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
+
+
+def test_package_files_are_empty() -> None:
+    assert [path for path in sources("megatron") if path.name == "__init__.py" and path.stat().st_size] == []
+
+
+def test_no_file_is_a_drawer_for_everything() -> None:
+    assert [
+        path
+        for path in sources("megatron", "tools", "tests")
+        if path.stem in ("utils", "util", "helper", "misc", "common")
+    ] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options
+
+
+def holders(module: ast.AST) -> dict[str, str]:
+    """Names that hold a section in `module`, with its name: `options = config.optimizer`, `model: ModelConfig`."""
+    classes = {cls.__name__: section for section, cls in sections().items()}
+    found = {section: section for section in sections()}
+    for node in ast.walk(module):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            annotation = ast.unparse(node.annotation).strip("'\"")
+            found |= {node.arg: classes[annotation]} if annotation in classes else {}
+        if isinstance(node, ast.Assign):
+            several = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+            targets = node.targets[0].elts if several else node.targets[:1]  # type: ignore[attr-defined]
+            values = node.value.elts if several else [node.value]  # type: ignore[attr-defined]
+            for target, value in zip(targets, values, strict=False):
+                if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and value.attr in sections():
+                    found[target.id] = value.attr
+    return found
+
+
+def option_readers() -> Iterator[tuple[str, str]]:
+    """(section, option) of every `config.model.num_layers`, `model.num_layers` and the like.
+
+    In config.py only the dataclasses' own properties count: a rule of check() alone uses an option for nothing.
+    """
+    for path in sources("megatron", "tools"):
+        tops: list[tuple[ast.AST, dict[str, str]]] = [(tree(path), holders(tree(path)))]
+        if path == ROOT / "megatron" / "config.py":
+            classes = {cls.__name__: section for section, cls in sections().items()} | {"Config": ""}
+            nodes = [node for node in tree(path).body if isinstance(node, ast.ClassDef) and node.name in classes]
+            tops = [(node, holders(node) | {"self": classes[node.name]}) for node in nodes]
+        for top, names in tops:
+            for node in ast.walk(top):
+                if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+                    continue
+                if isinstance(node.value, ast.Attribute) and node.value.attr in sections():
+                    yield node.value.attr, node.attr
+                elif isinstance(node.value, ast.Name) and node.value.id in names:
+                    yield names[node.value.id], node.attr
+
+
+@pytest.mark.parametrize("section", sections())
+def test_every_option_has_a_reader(section: str) -> None:
+    read = set(option_readers())
+    unread = [name for name, (home, _) in options().items() if home == section and (home, name) not in read]
+    assert unread == [], f"options of {section} that nothing under megatron/ or tools/ reads"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forbidden
+
+
+def forbidden(module: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(module):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            for name in names:
+                if name.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"):
+                    yield node.lineno, f"import {name}"
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        options_given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if called in ("eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.full_load", "yaml.unsafe_load"):
+            yield node.lineno, called
+        if options_given.get("shell", "False") != "False":
+            yield node.lineno, f"{called}(shell=...)"
+        if called == "torch.load" and options_given.get("weights_only") != "True":
+            yield node.lineno, "torch.load without weights_only=True"
+        if options_given.get("allow_pickle", "False") != "False":
+            yield node.lineno, f"{called}(allow_pickle=...)"
+        if options_given.get("trust_remote_code", "False") != "False":
+            yield node.lineno, f"{called}(trust_remote_code=...)"
+
+
+def test_nothing_forbidden_is_called() -> None:
+    found = [
+        f"{at(path, line)} {what}"
+        for path in [*sources("megatron", "tools", "benchmarks", "scripts"), ROOT / "setup.py"]
+        for line, what in forbidden(tree(path))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "eval('1')",
+        "exec(text)",
+        "import pickle",
+        "from pickle import loads",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "subprocess.run(command, shell=True)",
+        "os.system(command)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "numpy.load(path, allow_pickle=True)",
+    ],
+)
+def test_forbidden_calls_are_seen(code: str) -> None:
+    assert list(forbidden(ast.parse(code)))
+
+
+@pytest.mark.parametrize("code", ["model.eval()", "torch.load(path, weights_only=True)", "run(command, shell=False)"])
+def test_allowed_calls_are_left_alone(code: str) -> None:
+    assert list(forbidden(ast.parse(code))) == []
+
+
+def test_nothing_is_left_to_do() -> None:
+    pattern = re.compile(r"#\s*(TODO|FIXME|XXX|HACK)\b|\bNotImplementedError\b|\bbreakpoint\(\)")
+    found = [
+        f"{at(path, number)} {line.strip()}"
+        for path in sources("megatron", "tools", "benchmarks")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert found == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Requirements
+
+# distribution -> import name, where the two differ
+IMPORT_NAMES = {"pyyaml": "yaml"}
+
+# Not imported by name: transformers reads tokenizer files with it.
+UNIMPORTED = {"regex"}
+
+
+def required(file: str) -> set[str]:
+    lines = (line.split("#")[0].strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines())
+    return {re.split(r"[<>=!~ \[]", line)[0] for line in lines if line and not line.startswith("-")}
+
+
+def imported() -> set[str]:
+    """Import names, dotted ones with each of their prefixes, of everything that is installed with the requirements."""
+    modules = {
+        module
+        for path in sources("megatron", "tools", "benchmarks", "scripts")
+        for module, _ in imports(tree(path), package_of(path))
+    }
+    return {module.rsplit(".", cut)[0] for module in modules for cut in range(module.count(".") + 1)}
+
+
+def test_every_requirement_is_imported() -> None:
+    names = {package: IMPORT_NAMES.get(package, package) for package in required("requirements.txt") - UNIMPORTED}
+    assert sorted(package for package, name in names.items() if name not in imported()) == []
+
+
+def test_every_import_is_required() -> None:
+    declared = {IMPORT_NAMES.get(package, package) for package in required("requirements.txt")}
+    # transformers: an extra, imported where Hugging Face's own files are read; habana_frameworks: requirements-hpu.txt
+    declared |= {"megatron", "tools", "benchmarks", "transformers", "habana_frameworks"}
+    top = {module for module in imported() if "." not in module and module not in sys.stdlib_module_names}
+    beside = {path.stem for path in sources("tools", "benchmarks")}
+    assert sorted(top - declared - beside) == []
+
+
+def test_every_requirement_is_pinned_to_the_tested_version() -> None:
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
+    assert sorted((required("requirements.txt") | required("requirements-test.txt")) - set(pins)) == []
+
+
+def test_the_license_is_apache_2_whole() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text

@@ -1,0 +1,100 @@
+"""Print docs/configuration.md from the dataclasses of megatron/config.py.
+
+python tools/document_config.py > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.config import PRESETS_DIR, flag, from_dict, option_doc, read_preset, sections, shown
+from megatron.estimate import count_parameters
+
+HEADER = """# Configuration
+
+<!-- Written by tools/document_config.py from megatron/config.py: change the dataclasses, not this page. -->
+
+A value comes from three places, later ones winning: the option's default, the preset (`--config tiny_bloom`, or
+`--config path/to/file.yaml`), the command line. In a preset an option stands under its section, in underscores; on the
+command line it is a flat flag, in dashes or underscores:
+
+```yaml
+model:
+  num_layers: 40
+training:
+  rampup_batch_size: [16, 16, 5000000]
+```
+
+```
+python -m megatron.train --config bloom_13b --num-layers 40 --rampup-batch-size 16 16 5000000
+```
+
+A BOOL flag alone means true, `--no-FLAG` means false, and `none` unsets an option that can be unset. `--print-config`
+prints the resolved config as YAML, and the run keeps it beside its checkpoints. Every fault of a config is reported at
+once, before any process group starts.
+"""
+
+PRESETS = """
+## Presets
+
+Parameters are counted with the vocabulary padded for one tensor-parallel rank.
+"""
+
+BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
+
+
+def type_text(hint: Any) -> str:
+    """A type as a reader of the table wants it: `int > 0`, `fp32 \\| bf16`, `3 x int > 0`."""
+    if hasattr(hint, "__metadata__"):
+        plain, *notes = get_args(hint)
+        found = [part for note in notes for part in getattr(note, "metadata", [note])]
+        bounds = [
+            form.format(getattr(part, name)) for part in found for name, form in BOUNDS.items() if hasattr(part, name)
+        ]
+        return " ".join([plain.__name__, " and ".join(bounds)]).strip()
+    if get_origin(hint) is Literal:
+        return " \\| ".join(f"`{choice}`" for choice in get_args(hint))
+    if get_origin(hint) is tuple:
+        parts = get_args(hint)
+        return f"{type_text(parts[0])} ..." if parts[-1] is Ellipsis else f"{len(parts)} x {type_text(parts[0])}"
+    members = [member for member in get_args(hint) if member is not type(None)]
+    return " \\| ".join(type_text(member) for member in members) if members else str(hint.__name__)
+
+
+def presets_table() -> str:
+    """The size of each preset, by family and size; its source is in the comment that heads the file."""
+    columns = ["preset", "parameters", "layers", "hidden", "heads", "KV heads", "positions", "vocabulary", "sequence"]
+    found = []
+    for path in PRESETS_DIR.glob("*.yaml"):
+        config = from_dict(read_preset(path.stem))
+        model, seq_length = config.model, config.training.seq_length
+        parameters = count_parameters(model, seq_length)
+        sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_kv_heads)
+        cells = [f"[`{path.stem}`](../configs/{path.name})", f"{parameters:,}", *map(str, sizes)]
+        cells += [model.position_embedding_type, str(model.vocab_size), str(seq_length)]
+        found.append((path.stem.split("_")[0], parameters, f"| {' | '.join(cells)} |"))
+    rows = [row for _, _, row in sorted(found)]
+    return "\n".join([f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1), *rows])
+
+
+def section_table(section: str, cls: type) -> str:
+    purpose = (cls.__doc__ or "").strip()
+    rows = [f"## {section}", "", purpose, "", "| flag | type | default | meaning |", "|---|---|---|---|"]
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        doc = option_doc(section, name).replace("|", "\\|")
+        rows.append(f"| `{flag(name)}` | {type_text(hint)} | {shown(getattr(cls, name))} | {doc} |")
+    return "\n".join(rows)
+
+
+def document() -> str:
+    """The whole page."""
+    tables = [section_table(section, cls) for section, cls in sections().items()]
+    return "\n".join([HEADER, "\n\n".join(tables), PRESETS, presets_table()]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

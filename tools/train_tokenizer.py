@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""A byte-level BPE tokenizer, as GPT-2's, learned from text.
+
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-dir tokenizer
+
+Writes vocab.json and merges.txt (for GPT2BPETokenizer), tokenizer.json and tokenizer_config.json (for HFTokenizer). The
+same input gives the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder, installed or not
+
+NUM_BYTE_SYMBOLS = 256
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level BPE tokenizer (GPT-2's kind) on text.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders or globs; .jsonl and .json hold a JSON object a line, a .txt file is one document",
+    )
+    parser.add_argument(
+        "--text-files",
+        metavar="PATTERN",
+        help="files of this name, such as '*.py', are one document of text each; folders are searched for these alone",
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys whose text is learned from (default: text)",
+    )
+    parser.add_argument(
+        "--on-bad-line",
+        choices=("fail", "skip"),
+        default="fail",
+        help="what to do with a document that cannot be used (default: fail)",
+    )
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="entries, <|endoftext|> included")
+    parser.add_argument(
+        "--min-frequency", type=int, default=2, metavar="N", help="rarer pairs are not merged (default: 2)"
+    )
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the tokenizer's files")
+    arguments = parser.parse_args(argv)
+    if arguments.vocab_size <= NUM_BYTE_SYMBOLS:
+        parser.error(f"--vocab-size {arguments.vocab_size} must be at least 257: 256 bytes and <|endoftext|>")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The whole command. Raises DataError or OSError, with no final file written."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from megatron.data.documents import find_sources, read_texts
+    from megatron.data.indexed import DataError
+    from megatron.data.tokenizer import END_OF_TEXT
+
+    sources = find_sources(arguments.input, arguments.text_files)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = byte_level
+    trainer = trainers.BpeTrainer(
+        vocab_size=arguments.vocab_size - 1,  # the last id is END_OF_TEXT's, as in GPT-2
+        min_frequency=arguments.min_frequency,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    learner.train_from_iterator(read_texts(sources, arguments.json_keys, arguments.on_bad_line), trainer)
+    learned = json.loads(learner.to_str())["model"]
+    vocab: dict[str, int] = learned["vocab"]
+    merges: list[tuple[str, str]] = [tuple(pair) for pair in learned["merges"]]
+    if not merges:
+        raise DataError(f"nothing to learn from in {len(sources)} files; give text that is not empty")
+    vocab[END_OF_TEXT] = len(vocab)
+
+    finished = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    finished.pre_tokenizer = byte_level
+    finished.decoder = decoders.ByteLevel()
+    finished.add_special_tokens([END_OF_TEXT])
+    config = {
+        "tokenizer_class": "GPT2TokenizerFast",
+        "add_prefix_space": False,
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": END_OF_TEXT,
+    }
+    folder = Path(arguments.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    by_id = dict(sorted(vocab.items(), key=lambda item: item[1]))
+    contents = {
+        "vocab.json": json.dumps(by_id, ensure_ascii=False),
+        "merges.txt": "#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges),
+        "tokenizer.json": finished.to_str(pretty=False),
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    }
+    for name, content in contents.items():
+        write_whole(folder / name, content)
+    print(f"{folder}: {', '.join(contents)} with {len(vocab)} entries, {END_OF_TEXT} = {vocab[END_OF_TEXT]}")
+    if len(vocab) < arguments.vocab_size:
+        print(
+            f"the text supports {len(vocab)} entries only, not {arguments.vocab_size}: set the model's vocab_size to "
+            f"{len(vocab)}, or give more text",
+            file=sys.stderr,
+        )
+
+
+def write_whole(path: Path, content: str) -> None:
+    """The file appears under its name only when complete."""
+    partial = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:12]}")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    from megatron.data.indexed import DataError
+
+    try:
+        run(arguments)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or arguments.output_dir}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
