@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
 def run(config: Config, ctx: ParallelContext) -> None:
     """Build everything, restore what was saved, and train. Collective."""
     from megatron import accelerator
-    from megatron.tasks.pretrain import PretrainTask
+    from megatron.tasks.registry import TASKS
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
     from megatron.training.loop import train
@@ -64,7 +64,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
             progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config, ctx))
         datasets = together(ctx, lambda: open_data(config))
         fingerprint = datasets[0].fingerprint
-        task = PretrainTask(data, together(ctx, lambda: end_of_document(config)))
+        task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
         engine = build_engine(
             config,
             ctx,

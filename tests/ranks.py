@@ -73,16 +73,16 @@ class RankPool:
         deadline = time.monotonic() + timeout_s
         while len(results) < self.world_size:
             pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
-            ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.stop()
                 raise RankFailure(
                     f"ranks {sorted(set(range(self.world_size)) - set(results))} gave no answer in {timeout_s} s"
                 )
             for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                rank = self._pipes.index(pipe)
                 try:
-                    succeeded, value = pipe.recv()  # type: ignore[union-attr]
+                    succeeded, value = pipe.recv()
                 except EOFError:
                     self.stop()
                     raise RankFailure(f"rank {rank} died") from None

@@ -17,21 +17,21 @@ class Profile:
     """
 
     def __init__(self, logging: LoggingConfig, *, writes: bool) -> None:
-        self._logging = logging
+        self._folder = Path(logging.results_dir or ".")
+        self._first, self._last = logging.profile_steps
         self._profiler: Any = None
         self._wanted = logging.profile and writes
 
     def __enter__(self) -> Profile:
-        if self._wanted and self._logging.profile_steps[0] == 1:
+        if self._wanted and self._first == 1:
             self._start()
         return self
 
     def step(self, iteration: int) -> None:
         """Call after each iteration."""
-        first, last = self._logging.profile_steps
-        if self._wanted and iteration == first - 1:
+        if self._wanted and iteration == self._first - 1:
             self._start()
-        elif self._profiler is not None and iteration == last:
+        elif self._profiler is not None and iteration == self._last:
             self._stop()
 
     def _start(self) -> None:
@@ -40,9 +40,8 @@ class Profile:
 
     def _stop(self) -> None:
         self._profiler.stop()
-        folder = Path(self._logging.results_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(folder / "profile.json"))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._folder / "profile.json"))
         self._profiler = None
 
     def __exit__(
