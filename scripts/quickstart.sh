@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${1:-quickstart}"
-vocabulary=1024
+vocabulary=512
 
 step() { printf '\n== %s\n' "$*"; }
 

@@ -69,6 +69,10 @@ def train(
     last_sample = total_samples(training)
     batches = make_batches(engine, task, training_data, progress.consumed_samples)
     interval, saved_at, reason = Interval(), progress.iteration, None
+    if progress.iteration == 0:
+        # where the run starts from; and a validation that cannot work fails now, not after hours
+        log_evaluation(engine, task, validation_data, progress, log, "valid")
+        interval.restart()
     with batches, Profile(config.logging, writes=engine.ctx.rank == 0) as profile:
         while progress.consumed_samples < last_sample:
             size = global_batch_size(training, progress.consumed_samples)

@@ -38,7 +38,8 @@ class StopDecision:
     """
 
     def __init__(self, training: TrainingConfig, *, broadcast: Callable[[int], int], decides: bool = True):
-        self._training = training
+        self._kill_switch_path = training.kill_switch_path
+        self._exit_interval = training.exit_interval
         self._broadcast = broadcast
         self._decides = decides
         self._first_signal = GO_ON
@@ -74,29 +75,27 @@ class StopDecision:
     def before_start(self) -> str | None:
         """Why no training should begin, or None. Call it on every rank, before the model is built."""
         if self._agree() == KILL_SWITCH:
-            return f"Detected kill switch at {self._training.kill_switch_path} before the first iteration. Exiting"
+            return f"Detected kill switch at {self._kill_switch_path} before the first iteration. Exiting"
         return None
 
     def after_step(self, iteration: int, consumed_samples: int) -> str | None:
         """Why all ranks stop after `iteration`, or None: the same on every rank."""
         code = self._agree()
         if code == KILL_SWITCH:
-            return f"Detected kill switch at {self._training.kill_switch_path}, iteration={iteration}. Exiting"
+            return f"Detected kill switch at {self._kill_switch_path}, iteration={iteration}. Exiting"
         where = f"iteration={iteration}, consumed_samples={consumed_samples}"
         if code != GO_ON:
             return f"Received {signal.Signals(code).name}, {where}. Exiting"
         # needs no broadcast: every rank counts alike
-        interval = self._training.exit_interval
-        if interval and iteration % interval == 0:
-            return f"Reached exit_interval={interval}, {where}. Exiting"
+        if self._exit_interval and iteration % self._exit_interval == 0:
+            return f"Reached exit_interval={self._exit_interval}, {where}. Exiting"
         return None
 
     def _agree(self) -> int:
         """Rank 0's code, on every rank."""
         code = GO_ON
         if self._decides:
-            path = self._training.kill_switch_path
-            if path is not None and os.path.exists(path):
+            if self._kill_switch_path is not None and os.path.exists(self._kill_switch_path):
                 code = KILL_SWITCH
             else:
                 code = self._first_signal

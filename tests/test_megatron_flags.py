@@ -1,0 +1,151 @@
+"""docs/megatron_flags.md: each flag it calls ours is, none that it calls missing is, and no option of ours is left out.
+
+Left columns of the page hold Megatron's flags, everything else ours. A flag that ends in `*` stands for all that begin so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron.config import Config, build_parser, flag, options, parse_arguments, shown
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "megatron_flags.md"
+
+Row = list[str]
+
+OUR_OPTIONS = {flag(name) for name in options()}
+OUR_FLAGS = OUR_OPTIONS | {"--config", "--print-config"}
+ACCEPTED = {word for action in build_parser()._actions for word in action.option_strings}
+"""With the negative of each switch."""
+NEEDS_NO_VALUE = {flag(name) for name, (_, field) in options().items() if field.type in (bool, "bool")}
+
+PLACEHOLDERS = {"N": "1", "PATH": "some/path", "PREFIX": "some/prefix"}
+
+SAME, OTHER_DEFAULT, RENAMED = ("section", "flags"), ("flag", "Megatron", "here"), ("Megatron", "here", "what to know")
+MISSING = ("Megatron", "why, or what instead")
+TABLES = {
+    "Same name, same meaning": {SAME, OTHER_DEFAULT},
+    "Renamed, or other values": {RENAMED},
+    "Not here": {MISSING},
+    "Only here": {SAME},
+}
+
+
+def flags_in(text: str) -> list[str]:
+    """The flags of a text, in dashes."""
+    return [found.replace("_", "-") for found in re.findall(r"--\w[\w-]*\*?", text)]
+
+
+def sections_of(page: str) -> dict[str, str]:
+    heads_and_bodies = re.split(r"^## (.+)$", page, flags=re.MULTILINE)[1:]
+    return dict(zip(heads_and_bodies[::2], heads_and_bodies[1::2], strict=True))
+
+
+def tables_of(body: str) -> list[tuple[tuple[str, ...], list[Row]]]:
+    """Head and rows of each table. Every row has as many cells as its head."""
+    tables = []
+    for block in re.findall(r"(?:^\|.*\|\n)+", body, flags=re.MULTILINE):
+        head, rule, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()]
+        assert set("".join(rule)) == {"-"}, block
+        assert all(len(row) == len(head) for row in rows), block
+        tables.append((tuple(head), rows))
+    return tables
+
+
+def rows(section: str, head: tuple[str, ...]) -> list[Row]:
+    return [
+        row for found, body in tables_of(sections_of(PAGE.read_text("utf-8"))[section]) if found == head for row in body
+    ]
+
+
+def theirs(table: list[Row]) -> list[str]:
+    return [name for row in table for name in flags_in(row[0])]
+
+
+def parsed(command: str) -> Config:
+    """The config of a command as the page writes it, such as `--vocab-size N`."""
+    return parse_arguments([PLACEHOLDERS.get(word, word) for word in command.split()])[0]
+
+
+same = rows("Same name, same meaning", SAME)
+other_defaults = rows("Same name, same meaning", OTHER_DEFAULT)
+renamed = rows("Renamed, or other values", RENAMED)
+missing = rows("Not here", MISSING)
+only_here = rows("Only here", SAME)
+
+
+def test_page_is_its_four_parts_and_every_table_is_one_of_theirs() -> None:
+    found = sections_of(PAGE.read_text("utf-8"))
+    assert {section: {head for head, _ in tables_of(body)} for section, body in found.items()} == TABLES
+    assert min(map(len, (same, other_defaults, renamed, missing, only_here))) > 5
+
+
+def test_every_flag_called_ours_exists() -> None:
+    page = PAGE.read_text("utf-8")
+    left = {f"| {row[0]} |" for row in renamed + missing}
+    for cell in left:
+        page = page.replace(f"\n{cell}", "\n|")
+    assert sorted(set(flags_in(page)) - ACCEPTED) == []
+
+
+@pytest.mark.parametrize("table", [same, only_here], ids=["same", "only_here"])
+def test_flags_listed_by_section_stand_in_that_section_of_the_config(table: list[Row]) -> None:
+    sections = {flag(name): section for name, (section, _) in options().items()}
+    assert [(name, row[0]) for row in table for name in flags_in(row[1]) if sections.get(name) != row[0]] == []
+
+
+def test_every_option_of_ours_is_listed_once() -> None:
+    # an option that takes Megatron's name is either the same, or explained; any other is called ours alone
+    explained = [name for name in dict.fromkeys(theirs(renamed)) if name in OUR_FLAGS]
+    counts = Counter([name for row in same + only_here for name in flags_in(row[1])] + explained)
+    assert {name: counts[name] for name in OUR_OPTIONS if counts[name] != 1} == {}
+
+
+def test_no_flag_of_megatron_is_answered_twice() -> None:
+    answered = [name for row in renamed + missing for name in set(flags_in(row[0]))]
+    answered += [name for row in same for name in flags_in(row[1])]
+    assert [name for name, count in Counter(answered).items() if count > 1] == []
+
+
+def test_a_renamed_flag_is_not_ours_under_its_old_name() -> None:
+    kept = [(name, row[1]) for row in renamed for name in flags_in(row[0]) if name in ACCEPTED]
+    assert [name for name, here in kept if name not in flags_in(here)] == []
+
+
+def test_what_a_renamed_flag_becomes_is_accepted_as_written() -> None:
+    for _, here, _ in renamed:
+        if here != "—":
+            command = re.fullmatch(r"`([^`]+)`", here)
+            assert command is not None, here
+            words = command[1].split()
+            assert len(words) > 1 or words[0] in NEEDS_NO_VALUE, f"{here} says no value"
+            assert parsed(command[1])
+
+
+def test_a_missing_flag_is_refused() -> None:
+    def accepted(name: str) -> bool:
+        return any(ours.startswith(name[:-1]) for ours in ACCEPTED) if name.endswith("*") else name in ACCEPTED
+
+    assert [name for name in theirs(missing) if accepted(name)] == []
+
+
+def test_values_named_beside_a_renamed_flag_are_accepted() -> None:
+    """`learned`, `sdpa` and their like are values of the flag in the same row."""
+    for _, here, remark in renamed:
+        for value in re.findall(r"`([^`-][^`]*)`", remark):
+            assert parsed(f"{flags_in(here)[0] if here != '—' else '--position-embedding-type'} {value}")
+
+
+def test_defaults_given_as_ours_are_ours() -> None:
+    defaults = {flag(name): shown(getattr(_section(section), name)) for name, (section, _) in options().items()}
+    assert {row[0]: row[2] for row in other_defaults} == {
+        row[0]: defaults[flags_in(row[0])[0]] for row in other_defaults
+    }
+
+
+def _section(name: str) -> object:
+    return getattr(Config(), name)
