@@ -19,6 +19,9 @@ from typing import Any
 START_METHOD = multiprocessing.get_context("spawn")
 
 
+GRACE_S = 5.0
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or did not answer in time."""
 
@@ -46,11 +49,13 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
         try:
             function, arguments, options = pipe.recv()
         except EOFError:
-            return
+            break
         try:
             pipe.send((True, function(*arguments, **options)))
         except BaseException:  # whatever it is, the test must see it
             pipe.send((False, traceback.format_exc()))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class RankPool:
@@ -103,12 +108,15 @@ class RankPool:
             self._processes.append(process)
 
     def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        """End the processes: a rank that waits for work leaves by itself, one that hangs is killed."""
         for pipe in self._pipes:
             pipe.close()
+        deadline = time.monotonic() + GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            process.kill()
+            process.join()
         self._pipes, self._processes = [], []
 
 
