@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
+from megatron.config import ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.regions import gather_channels
@@ -118,7 +118,9 @@ class AttentionMask:
         """None: plainly causal. Else [1 or B, 1 or n, S, S]: boolean (True: seen), or a bias with -inf (ALiBi)."""
         if packing is None and self._slopes is None:
             return None
-        key = (None if packing is None else packing.starts_BS, length, dtype, device)
+        starts = None if packing is None else packing.starts_BS
+        # its version counts changes in place
+        key = (starts, None if starts is None else starts._version, length, dtype, device)
         if self._key is None or any(
             a is not b and not _equal_constants(a, b) for a, b in zip(key, self._key, strict=True)
         ):
@@ -173,7 +175,7 @@ class FlexAttention:
 
         self._slopes = slopes
         self._create_block_mask = flex_attention.create_block_mask
-        kernel = flex_attention.flex_attention
+        kernel: Callable[..., Any] = flex_attention.flex_attention
         self._kernel: Callable[..., Tensor] = torch.compile(kernel, dynamic=False) if compiled else kernel
         self._key: Any = None
         self._block_mask: Any = None
@@ -191,7 +193,8 @@ class FlexAttention:
 
     def _mask(self, packing: Packing | None, batch: int, length: int, device: torch.device) -> Any:
         starts = None if packing is None else packing.starts_BS
-        if self._key is None or self._key[0] is not starts or self._key[1:] != (batch, length):
+        version = None if starts is None else starts._version  # it counts changes in place
+        if self._key is None or self._key[0] is not starts or self._key[1:] != (version, batch, length):
 
             def seen(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 causal = key <= query
@@ -199,7 +202,7 @@ class FlexAttention:
 
             rows = None if starts is None else batch
             self._block_mask = self._create_block_mask(seen, rows, None, length, length, device=device)
-            self._key = (starts, batch, length)
+            self._key = (starts, version, batch, length)
         return self._block_mask
 
 
@@ -236,6 +239,13 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
         wants_mask = slopes is not None or packed
         on_cuda = ctx.device.type == "cuda" and wants_mask and model.attention_dropout == 0
         backend = "fused_hpu" if ctx.device.type == "hpu" else "flex" if on_cuda else "sdpa"
+    if backend == "flex" and model.attention_dropout > 0:
+        raise ConfigError(
+            [
+                f"attention_backend=flex has no dropout, but attention_dropout={model.attention_dropout}; "
+                "set it to 0, or use sdpa"
+            ]
+        )
     if backend == "fused_hpu":
         return FusedHPUAttention(slopes, fast_softmax=model.use_fast_softmax)
     return FlexAttention(slopes) if backend == "flex" else SDPAttention(slopes)

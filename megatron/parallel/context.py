@@ -44,6 +44,8 @@ class ParallelContext:
     data_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
     """All ranks that together hold one copy of the model."""
+    control_group: dist.ProcessGroup | None = None
+    """All ranks, over the host's network: what is decided there waits for no device."""
     sequence_parallel: bool = False
     device: torch.device = torch.device("cpu")
     topology: Any = None
@@ -104,6 +106,7 @@ class ParallelContext:
             data_size=dp,
             data_group=grid.get_data_parallel_group() if dp > 1 else None,
             model_group=grid.get_model_parallel_group() if tp * pp > 1 else None,
+            control_group=dist.group.WORLD if device_kind == "cpu" else dist.new_group(backend="gloo"),
             sequence_parallel=parallel.sequence_parallel and tp > 1,
             device=device,
             topology=topology,
@@ -130,8 +133,8 @@ class ParallelContext:
             return number
         import torch.distributed as dist
 
-        tensor = torch.tensor([number], dtype=torch.int64, device=self.device)
-        dist.broadcast(tensor, src=0)
+        tensor = torch.tensor([number], dtype=torch.int64)
+        dist.broadcast(tensor, src=0, group=self.control_group)
         return int(tensor.item())
 
     def sum_over_data_ranks(self, number: float) -> float:

@@ -41,7 +41,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
         rows = weight_VH[:num_rows]  # padded rows are no tokens: they take no part in the softmax
         total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
-        chunk = max(1, MAX_FLOAT32_LOGITS // max(1, num_rows))
+        # by the rows with padding, of which every rank has as many: all must come to each reduction equally often
+        chunk = max(1, MAX_FLOAT32_LOGITS // weight_VH.shape[0])
+        unit = _unit(token_weights_N, hidden_NH.dtype)
         for begin in range(0, hidden_NH.shape[0], chunk):
             part = slice(begin, begin + chunk)
             hidden, weights = hidden_NH[part], token_weights_N[part].float()
@@ -65,6 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += torch.dot(denominator.log() - target, weights)
 
             if needs_hidden or needs_weight:
+                weights = weights / unit
                 grad_logits = exponentials.mul_((weights / denominator).unsqueeze(-1))
                 if num_rows:
                     grad_logits.scatter_add_(-1, local, -weights.masked_fill(elsewhere, 0.0).unsqueeze(-1))
@@ -73,18 +76,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     torch.mm(grad_logits, rows, out=grad_hidden[part])
                 if grad_weight is not None:
                     grad_weight[:num_rows] += grad_logits.t() @ hidden
-        function.save_for_backward(grad_hidden, grad_weight)
+        function.save_for_backward(grad_hidden, grad_weight, unit)
         function.weight_dtype = weight_VH.dtype
         return total
 
     @staticmethod
     def backward(function: Any, grad: Tensor) -> Any:
-        grad_hidden, grad_weight = function.saved_tensors
+        grad_hidden, grad_weight, unit = function.saved_tensors
+        grad = grad * unit
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(function.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _unit(token_weights_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the gradients computed in forward are divided by, and multiplied by again in backward.
+
+    float16 cannot hold one token's share of a large batch, and the loss scale that would lift it is known only in
+    backward. By then, 65536 x the share is a number of ordinary size.
+    """
+    if dtype != torch.float16:
+        return token_weights_N.new_ones((), dtype=torch.float32)
+    tiny = torch.finfo(torch.float32).tiny  # where no token counts
+    return token_weights_N.float().abs().amax().clamp(min=tiny)
 
 
 def linear_cross_entropy(

@@ -62,6 +62,8 @@ class RandomStreams:
         finally:
             self._sharded = present
 
+    # torch.compile cannot trace checkpoint's contexts; what is inside `function` it still compiles
+    @torch.compiler.disable(recursive=False)
     def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """function(*inputs), whose activations are dropped and computed again in the backward pass.
 

@@ -92,9 +92,10 @@ class Shard:
         So that every layout starts from the same model. Drawn on the CPU, so that every device does too.
         """
         if self.std is None:
-            return torch.full(self.local_shape(size), self.value)
+            return torch.full(self.local_shape(size), self.value, dtype=torch.float32)
         generator = torch.Generator().manual_seed(derive_seed(seed, name))
-        return self.take(torch.empty(self.shape).normal_(0.0, self.std, generator=generator), rank, size)
+        full = torch.empty(self.shape, dtype=torch.float32).normal_(0.0, self.std, generator=generator)
+        return self.take(full, rank, size)
 
 
 def sharded_parameter(shard: Shard, size: int, dtype: torch.dtype | None = None) -> nn.Parameter:

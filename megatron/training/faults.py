@@ -37,7 +37,7 @@ def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
         import torch.distributed as dist
 
         mine = None if fault is None else f"rank {ctx.rank} on {socket.gethostname()} failed: {fault}"
-        dist.all_gather_object(told, mine)
+        dist.all_gather_object(told, mine, group=ctx.control_group)
     if fault is not None:
         raise fault
     if faults := [message for message in told if message is not None]:
