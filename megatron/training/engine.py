@@ -12,6 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megatron.accelerator import quiet
@@ -71,6 +72,7 @@ class Engine:
         self.deepspeed, self.config, self.ctx = engine, config, ctx
         self._loss, self._masks_loss = loss, masks_loss
         self._global_batch_size = engine.train_batch_size()
+        self._draws = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
 
     @property
     def module(self) -> nn.Module:
@@ -98,7 +100,10 @@ class Engine:
             self._global_batch_size = global_batch_size
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
-        ctx.streams.seed_step(self.config.training.seed, consumed_samples, ctx.stage, ctx.data_rank, ctx.tensor_rank)
+        if self._draws:
+            ctx.streams.seed_step(
+                self.config.training.seed, consumed_samples, ctx.stage, ctx.data_rank, ctx.tensor_rank
+            )
         batches, _ = self._weighted(microbatches)
         skipped_before = self.deepspeed.skipped_steps
         loss = self.deepspeed.train_batch(batches) if self.config.uses_pipeline else self._sequential_step(batches)
@@ -186,6 +191,9 @@ def build_engine(
         optimizer = build_optimizer(model, config, ctx)
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+    if config.uses_pipeline and ctx.data_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        # alone, a rank has nothing to reduce; DeepSpeed would copy every gradient into a buffer and back
+        engine.pipeline_enable_backward_allreduce = False
     if config.training.torch_compile:
         engine.module.compile()
     return Engine(engine, config, ctx, loss, masks_loss)
