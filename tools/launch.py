@@ -591,10 +591,11 @@ class PdshOutput(threading.Thread):
 
 
 def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: Plan) -> int:
-    """Run DeepSpeed's launcher until the ranks on all hosts have ended. Returns the status of the first host that failed.
+    """Run DeepSpeed's launcher until the ranks on all hosts have ended. Returns the status of the first that failed.
 
-    Its own handling of signals is left alone: it ends every DeepSpeed run on the hosts, allows 30 s for a checkpoint, and
-    returns before the ranks have ended. And where one host fails, it waits for the others, whose ranks wait for that one.
+    Signals go to the ranks past that launcher, which would end every DeepSpeed run on the hosts, allow 30 s for a
+    checkpoint, and return before the ranks have ended. Where one host fails, it waits for the others, whose ranks wait
+    for that one.
     """
     with _noted_signals() as received:
         runner = subprocess.Popen(
@@ -657,7 +658,7 @@ def _wait_for_hosts(runner: subprocess.Popen[bytes], output: PdshOutput, plan: P
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[deque[int]]:
-    """Collects the signals that ask a run to stop, instead of dying of them; leaves alone what is ignored (nohup, &)."""
+    """Collects the signals that ask a run to stop, except what is ignored already (nohup, a job in the background)."""
     received: deque[int] = deque()
 
     def note(number: int, frame: FrameType | None) -> None:

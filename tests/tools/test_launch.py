@@ -510,7 +510,9 @@ def test_the_remote_command_names_the_first_host_and_carries_the_environment(tmp
     env = command[command.index("/usr/bin/env") :]
     assert "DS_ACCELERATOR=cpu" in env
     assert "PT_HPU_LAZY_MODE=0" in env
-    assert env[env.index(sys.executable) :][:4] == [sys.executable, "-u", "-m", "megatron.train"]
+    python, option, run, *module = env[env.index(sys.executable) :][:6]
+    assert (python, option, module) == (sys.executable, "-X", ["-u", "-m", "megatron.train"])
+    assert run.startswith("run=")
 
 
 def test_one_remote_host_is_not_run_here(tmp_path: Path) -> None:

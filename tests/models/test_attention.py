@@ -1,0 +1,312 @@
+"""Positions, masks and kernels, against transformers and against attention written as a loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config import ConfigError, ModelConfig, parse_arguments
+from megatron.models.attention import (
+    AttentionMask,
+    FlexAttention,
+    Packing,
+    RotaryEmbedding,
+    SDPAttention,
+    alibi_slopes,
+    build_kernel,
+    repeat_heads,
+    rotary_frequencies,
+)
+from megatron.parallel.context import ParallelContext
+
+CPU = torch.device("cpu")
+S, B, HEADS, HEAD_SIZE = 12, 2, 4, 8
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packing_of(lengths: list[list[int]]) -> Packing:
+    """Documents of these lengths in each sample."""
+    positions = [[place for length in sample for place in range(length)] for sample in lengths]
+    starts = [[sum(sample[:i]) for i, length in enumerate(sample) for _ in range(length)] for sample in lengths]
+    return Packing(torch.tensor(positions), torch.tensor(starts))
+
+
+PACKED = [[5, 1, 6], [12]]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Positions
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 8, 12, 32, 71, 112])
+def test_alibi_slopes_equal_transformers(num_heads: int) -> None:
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    alibi = bloom.build_alibi_tensor(torch.ones(1, 3), num_heads, torch.float32)  # [heads, 1, S]: slope x key
+    torch.testing.assert_close(alibi_slopes(num_heads), alibi[:, 0, 1], rtol=1e-6, atol=0)
+
+
+def test_alibi_slopes_of_one_rank_are_those_of_its_heads() -> None:
+    model = ModelConfig(num_attention_heads=12, position_embedding_type="alibi", attention_backend="sdpa")
+    whole = alibi_slopes(12)
+    for rank in range(4):
+        kernel = build_kernel(model, ParallelContext(tensor_rank=rank, tensor_size=4), packed=False)
+        bias = kernel.masks.get(None, 2, torch.float32, CPU)  # type: ignore[attr-defined]
+        assert torch.equal(bias[0, :, 1, 0], -whole[3 * rank : 3 * rank + 3])
+
+
+@pytest.mark.parametrize("preset", ["llama2_7b", "llama31_8b", "llama31_405b", "llama32_1b"])
+def test_rotary_frequencies_equal_transformers(preset: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    model = parse_arguments(["--config", preset])[0].model
+    scaling = {} if model.rope_scaling_factor is None else {"factor": model.rope_scaling_factor}
+    config = transformers.LlamaConfig(
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        head_dim=model.head_size,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "llama3" if scaling else "default",
+            "rope_theta": model.rotary_base,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            **scaling,
+        },
+    )
+    if scaling:
+        expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
+        assert attention_factor == 1.0
+    else:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        expected = LlamaRotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(rotary_frequencies(model), expected, rtol=2e-6, atol=0)
+
+
+def rope(head_size: int = HEAD_SIZE) -> RotaryEmbedding:
+    return RotaryEmbedding(ModelConfig(position_embedding_type="rope", kv_channels=head_size))
+
+
+def test_rotation_turns_pairs_by_their_position() -> None:
+    x = random(S, B, HEADS, HEAD_SIZE)
+    turned = rope().rotate(x, None)
+    pairs = torch.complex(x[..., : HEAD_SIZE // 2].double(), x[..., HEAD_SIZE // 2 :].double())
+    angles = torch.arange(S).double()[:, None] * 10000.0 ** (-torch.arange(0, HEAD_SIZE, 2).double() / HEAD_SIZE)
+    expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, None]
+    torch.testing.assert_close(turned.double(), torch.cat([expected.real, expected.imag], -1), rtol=0, atol=2e-6)
+
+
+def test_rotation_by_packed_positions_equals_each_document_alone() -> None:
+    rotary, x = rope(), random(S, B, HEADS, HEAD_SIZE)
+    turned = rotary.rotate(x, packing_of(PACKED))
+    torch.testing.assert_close(turned[:5, 0], rotary.rotate(x[:5, :1], None)[:, 0])
+    torch.testing.assert_close(turned[6:, 0], rotary.rotate(x[6:, :1], None)[:, 0])
+    torch.testing.assert_close(turned[:, 1], rotary.rotate(x[:, 1:], None)[:, 0])
+
+
+def test_rotary_table_grows_and_continues() -> None:
+    rotary, x = rope(), random(S, B, HEADS, HEAD_SIZE)
+    first = rotary.rotate(x[:3], None)
+    whole = rotary.rotate(x, None)
+    torch.testing.assert_close(whole, rope().rotate(x, None), rtol=0, atol=0)
+    torch.testing.assert_close(whole[:3], first, rtol=0, atol=0)
+    torch.testing.assert_close(rotary.rotate(x[9:], None, first_position=9), whole[9:], rtol=0, atol=0)
+
+
+def test_rotary_table_made_in_evaluation_serves_training() -> None:
+    rotary, x = rope(), random(S, B, HEADS, HEAD_SIZE).requires_grad_()
+    with torch.no_grad():
+        rotary.rotate(x, None)
+    rotary.rotate(x, None).square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * x.detach(), rtol=1e-5, atol=1e-5)  # a rotation keeps lengths
+
+
+def test_bfloat16_is_rotated_in_float32() -> None:
+    x = random(2048, 1, 1, HEAD_SIZE).bfloat16()
+    turned = rope().rotate(x, None)
+    assert turned.dtype == torch.bfloat16
+    assert torch.equal(turned, rope().rotate(x.float(), None).bfloat16())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks
+
+
+def test_plainly_causal_attention_needs_no_mask() -> None:
+    assert AttentionMask(None).get(None, S, torch.float32, CPU) is None
+
+
+def test_masks_show_each_token_its_own_document() -> None:
+    packing = packing_of(PACKED)
+    seen = AttentionMask(None).get(packing, S, torch.float32, CPU)
+    assert seen is not None
+    documents = [[0] * 5 + [1] + [2] * 6, [0] * 12]
+    expected = [[[i >= j and d[i] == d[j] for j in range(S)] for i in range(S)] for d in documents]
+    assert seen[:, 0].tolist() == expected
+    assert seen.diagonal(dim1=-2, dim2=-1).all()  # no row is empty: softmax would give nan
+
+
+def test_alibi_of_bfloat16_keeps_the_nearest_keys_exact() -> None:
+    bias = AttentionMask(alibi_slopes(8)).get(None, 2048, torch.bfloat16, CPU)
+    assert bias is not None
+    assert bias.dtype == torch.bfloat16
+    # counted from the query, not from the start of the sample: bfloat16 cannot hold 2046 and 2047 apart
+    assert bias[0, 0, 2047, 2040:].tolist() == [-0.5 * distance for distance in range(7, -1, -1)]
+
+
+@pytest.mark.parametrize("slopes", [None, alibi_slopes(HEADS)], ids=["bool", "alibi"])
+def test_masks_are_made_once_and_never_stale(slopes: Tensor | None) -> None:
+    masks, packing = AttentionMask(slopes), packing_of(PACKED)
+
+    def fresh(of: Packing, length: int = S, dtype: torch.dtype = torch.float32) -> Tensor:
+        mask, expected = (cache.get(of, length, dtype, CPU) for cache in (masks, AttentionMask(slopes)))
+        assert mask is not None
+        assert expected is not None
+        assert torch.equal(mask, expected)
+        assert mask.dtype == expected.dtype
+        return mask
+
+    first = fresh(packing)
+    assert fresh(packing) is first  # the next layer
+    assert fresh(Packing(packing.positions_BS.clone(), packing.starts_BS)) is first
+    fresh(packing_of([[12], [3, 9]]))  # the next microbatch
+    fresh(packing)  # the backward pass of the first recomputes it
+    fresh(packing, dtype=torch.bfloat16)
+    packing.starts_BS.copy_(packing_of([[2, 10], [12]]).starts_BS)  # a reader that fills its buffers anew
+    fresh(packing)
+    packing.starts_BS.zero_()
+    fresh(packing)
+    fresh(packing_of([[4], [4]]), length=4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+def attention_by_loops(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, packing: Packing | None) -> Tensor:
+    """softmax over the tokens each query sees, one query at a time, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    result = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    group = q.shape[1] // k.shape[1]
+    for sample in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            for query in range(q.shape[2]):
+                start = 0 if packing is None else int(packing.starts_BS[sample, query])
+                keys = k[sample, head // group, start : query + 1]
+                scores = keys @ q[sample, head, query] / math.sqrt(q.shape[3])
+                if slopes is not None:
+                    scores += slopes[head].double() * (torch.arange(start, query + 1) - query)
+                result[sample, head, query] = scores.softmax(0) @ v[sample, head // group, start : query + 1]
+    return result
+
+
+KERNELS: dict[str, Callable[[Tensor | None], Any]] = {
+    "sdpa": SDPAttention,
+    "flex": lambda slopes: FlexAttention(slopes, compiled=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_kernels_equal_attention_by_loops(kernel: str, alibi: bool, packed: bool, groups: int) -> None:
+    slopes = alibi_slopes(HEADS) if alibi else None
+    packing = packing_of(PACKED) if packed else None
+    q = random(B, HEADS, S, HEAD_SIZE, seed=1)
+    k, v = (random(B, groups, S, HEAD_SIZE, seed=seed) for seed in (2, 3))
+    expected = attention_by_loops(q, k, v, slopes, packing)
+    attend = KERNELS[kernel](slopes)
+    for _ in range(2):  # the second time from the cached mask
+        torch.testing.assert_close(attend(q, k, v, packing, 0.0).double(), expected, rtol=0, atol=2e-6)
+    # and the next microbatch, packed otherwise
+    if packed:
+        packing = packing_of([[12], [3, 3, 6]])
+        expected = attention_by_loops(q, k, v, slopes, packing)
+        torch.testing.assert_close(attend(q, k, v, packing, 0.0).double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_sees_documents_that_moved_in_place() -> None:
+    q, k, v = (random(B, HEADS, S, HEAD_SIZE, seed=seed) for seed in (1, 2, 3))
+    attend, packing = FlexAttention(None, compiled=False), packing_of(PACKED)
+    attend(q, k, v, packing, 0.0)
+    packing.starts_BS.copy_(packing_of([[12], [3, 9]]).starts_BS)
+    expected = attention_by_loops(q, k, v, None, packing)
+    torch.testing.assert_close(attend(q, k, v, packing, 0.0).double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_sixteen_bit_attention_is_close_and_has_finite_gradients(dtype: torch.dtype, alibi: bool, packed: bool) -> None:
+    slopes, packing = alibi_slopes(HEADS) if alibi else None, packing_of(PACKED) if packed else None
+    q, k, v = (random(B, HEADS, S, HEAD_SIZE, seed=seed).to(dtype).requires_grad_() for seed in (1, 2, 3))
+    expected = attention_by_loops(q, k, v, slopes, packing)
+    actual = SDPAttention(slopes)(q, k, v, packing, 0.0)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=3e-2)
+    actual.float().square().sum().backward()
+    assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in (q, k, v))
+
+
+def test_heads_of_a_group_share_their_key_head() -> None:
+    x = torch.arange(2.0).reshape(1, 2, 1, 1)
+    assert repeat_heads(x, 6).flatten().tolist() == [0, 0, 0, 1, 1, 1]
+    assert repeat_heads(x, 2) is x
+
+
+def test_dropout_reaches_the_kernel_of_sdpa() -> None:
+    q, k, v = (random(B, HEADS, S, HEAD_SIZE, seed=seed) for seed in (1, 2, 3))
+    attend = SDPAttention(None)
+    plain = attend(q, k, v, None, 0.0)
+    torch.manual_seed(0)
+    assert not torch.allclose(attend(q, k, v, None, 0.5), plain)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The choice
+
+
+@pytest.mark.parametrize(
+    ("device", "position", "packed", "dropout", "kernel"),
+    [
+        ("cpu", "learned", False, 0.1, "SDPAttention"),
+        ("cpu", "alibi", True, 0.0, "SDPAttention"),
+        ("cuda", "rope", False, 0.0, "SDPAttention"),
+        ("cuda", "alibi", False, 0.0, "FlexAttention"),
+        ("cuda", "rope", True, 0.0, "FlexAttention"),
+        ("cuda", "alibi", False, 0.1, "SDPAttention"),  # flex has no dropout
+    ],
+)
+def test_kernel_is_chosen_by_device_and_need(
+    device: str, position: Any, packed: bool, dropout: float, kernel: str
+) -> None:
+    model = ModelConfig(position_embedding_type=position, attention_dropout=dropout)
+    ctx = ParallelContext(device=torch.device(device))
+    assert type(build_kernel(model, ctx, packed=packed)).__name__ == kernel
+
+
+def test_kernel_asked_for_is_taken() -> None:
+    ctx = ParallelContext(device=torch.device("cuda"))
+    model = ModelConfig(position_embedding_type="alibi", attention_dropout=0.0, attention_backend="sdpa")
+    assert isinstance(build_kernel(model, ctx, packed=True), SDPAttention)
+    model = ModelConfig(attention_dropout=0.0, attention_backend="flex")
+    assert isinstance(build_kernel(model, ctx, packed=False), FlexAttention)
+
+
+def test_flex_with_dropout_is_refused() -> None:
+    model = ModelConfig(attention_backend="flex", attention_dropout=0.1)
+    with pytest.raises(ConfigError, match=r"flex has no dropout, but attention_dropout=0\.1; set it to 0, or use sdpa"):
+        build_kernel(model, ParallelContext(device=torch.device("cuda")), packed=False)

@@ -1,0 +1,170 @@
+"""What the ranks do in the tests of this folder. Everything is in float64, so that equal means equal.
+
+Each function gets full tensors as arrays, does its rank's part and returns its rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ParallelConfig
+from megatron.parallel import layers, losses, regions
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import Shard, shard_of, sharded_parameter
+
+Array = np.ndarray[Any, Any]
+
+
+def context(tp: int, sequence_parallel: bool) -> ParallelContext:
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel)
+    return ParallelContext.build(parallel, "cpu") if tp > 1 else ParallelContext.single()
+
+
+def fill(parameter: Tensor, full: Array, ctx: ParallelContext) -> None:
+    with torch.no_grad():
+        parameter.copy_(shard_of(parameter).take(torch.from_numpy(full), ctx.tensor_rank, ctx.tensor_size))
+
+
+def own_rows(full_SBH: Array, ctx: ParallelContext) -> Tensor:
+    """This rank's rows of the residual stream, a leaf that takes a gradient."""
+    rows = torch.from_numpy(full_SBH)
+    if ctx.sequence_parallel:
+        rows = rows.chunk(ctx.tensor_size)[ctx.tensor_rank]
+    return rows.clone().requires_grad_()
+
+
+class GatedMLP(nn.Module):
+    """Column, a product of its two pieces, row."""
+
+    def __init__(self, hidden_size: int, inner_size: int, *, bias: bool, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.column = layers.ColumnParallelLinear(hidden_size, (inner_size, inner_size), bias=bias, std=1.0, ctx=ctx)
+        self.row = layers.RowParallelLinear(inner_size, hidden_size, bias=bias, std=1.0, ctx=ctx)
+        self.double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.column(hidden).chunk(2, dim=-1)
+        return self.row(F.silu(gate) * up)
+
+
+def gated_mlp(tp: int, sequence_parallel: bool, weights: dict[str, Array], x: Array, slope: Array) -> dict[str, Array]:
+    """Output, and the gradients of <output, slope>."""
+    ctx = context(tp, sequence_parallel)
+    inner_size = weights["row.weight"].shape[1]
+    model = GatedMLP(x.shape[-1], inner_size, bias="row.bias" in weights, ctx=ctx)
+    for name, parameter in model.named_parameters():
+        fill(parameter, weights[name], ctx)
+    hidden = own_rows(x, ctx)
+    output = model(hidden)
+    (output * own_rows(slope, ctx).detach()).sum().backward()
+    assert hidden.grad is not None
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": output.detach().numpy(), "hidden": hidden.grad.numpy(), **gradients}
+
+
+def embedding(
+    tp: int, sequence_parallel: bool, weight: Array, padded_size: int, tokens_BS: Array, slope: Array
+) -> tuple[Array, Array]:
+    """Output and gradient of the weight."""
+    ctx = context(tp, sequence_parallel)
+    vocab_size, hidden_size = weight.shape
+    layer = layers.VocabParallelEmbedding(vocab_size, padded_size, hidden_size, std=1.0, ctx=ctx).double()
+    fill(layer.weight, weight, ctx)
+    output = layer(torch.from_numpy(tokens_BS))
+    (output * own_rows(slope, ctx).detach()).sum().backward()
+    assert layer.weight.grad is not None
+    return output.detach().numpy(), layer.weight.grad.numpy()
+
+
+def norm(
+    kind: str, tp: int, sequence_parallel: bool, weights: dict[str, Array], x: Array, slope: Array
+) -> dict[str, Array]:
+    ctx = context(tp, sequence_parallel)
+    layer: nn.Module = getattr(layers, kind)(x.shape[-1], 1e-5, ctx).double()
+    for name, parameter in layer.named_parameters():
+        fill(parameter, weights[name], ctx)
+    output = layer(own_rows(x, ctx))
+    (output * own_rows(slope, ctx).detach()).sum().backward()
+    gradients = {name: p.grad.numpy() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"output": output.detach().numpy(), **gradients}
+
+
+def region(name: str, tp: int, inputs: list[Array], slopes: list[Array]) -> tuple[Array, Array]:
+    """Output of rank's input, and the gradient of <output, slope of this rank>."""
+    ctx = context(tp, sequence_parallel=True)
+    function: Callable[[Tensor, ParallelContext], Tensor] = getattr(regions, name)
+    x = torch.from_numpy(inputs[ctx.tensor_rank]).requires_grad_()
+    output = function(x, ctx)
+    # neither may alias the other's memory across a collective
+    (output * torch.from_numpy(slopes[ctx.tensor_rank])).sum().backward()
+    assert x.grad is not None
+    return output.detach().numpy(), x.grad.numpy()
+
+
+def reduce_scatter_of_odd_rows(tp: int) -> str:
+    try:
+        regions.reduce_scatter_to_sequence(torch.ones(2 * tp + 1, 1, 1), context(tp, True))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def vocabulary_weight(full: Array, padded_size: int, ctx: ParallelContext) -> nn.Parameter:
+    shard = Shard(full.shape, dim=0, pieces=full.shape[:1], padding=padded_size - full.shape[0])
+    weight = sharded_parameter(shard, ctx.tensor_size, dtype=torch.from_numpy(full).dtype)
+    fill(weight, full, ctx)
+    return weight
+
+
+def cross_entropy(
+    tp: int,
+    sequence_parallel: bool,
+    weight: Array,
+    padded_size: int,
+    hidden: Array,
+    labels_BS: Array,
+    token_weights_BS: Array,
+    max_logits: int,
+    scale: float,
+) -> dict[str, Any]:
+    """Loss, gathered logits, and the gradients of scale x loss."""
+    ctx = context(tp, sequence_parallel)
+    rows, own = own_rows(hidden, ctx), vocabulary_weight(weight, padded_size, ctx)
+    before, losses.MAX_FLOAT32_LOGITS = losses.MAX_FLOAT32_LOGITS, max_logits
+    try:
+        loss = losses.linear_cross_entropy(
+            rows, own, torch.from_numpy(labels_BS), torch.from_numpy(token_weights_BS), ctx
+        )
+    finally:
+        losses.MAX_FLOAT32_LOGITS = before
+    (loss * scale).backward()
+    assert rows.grad is not None
+    assert own.grad is not None
+    return {
+        "loss": float(loss.detach()),
+        "hidden": rows.grad.numpy(),
+        "weight": own.grad.numpy(),
+        "logits": losses.gather_logits(rows, own, ctx).numpy(),
+        "own_tokens": losses.own_vocabulary(own, ctx)[1],
+    }
+
+
+def dropped(tp: int, step_seeds: list[int]) -> list[tuple[Array, Array]]:
+    """What the replicated and the sharded stream drop on this rank, step by step."""
+    from megatron.parallel.rng import dropout
+
+    ctx = context(tp, sequence_parallel=False)
+    drawn = []
+    for consumed_samples in step_seeds:
+        ctx.streams.seed_step(1, consumed_samples, ctx.stage, ctx.data_rank, ctx.tensor_rank)
+        replicated, sharded = (
+            dropout(torch.ones(256), 0.5, True, ctx.streams, sharded=sharded).numpy() for sharded in (False, True)
+        )
+        drawn.append((replicated, sharded))
+    return drawn

@@ -1,0 +1,154 @@
+"""Collation against a slow loop, and the loss against the dense mean over all loss tokens of the global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.config import from_dict, parse_arguments
+from megatron.parallel.context import ParallelContext
+from megatron.tasks.pretrain import Microbatch, PretrainTask
+from tests.models.outputs import build_model
+from tests.ranks import RankPools
+from tests.training import layouts
+
+EOD = 7
+FLAGS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+
+
+def task_with(**flags: bool) -> PretrainTask:
+    return PretrainTask(from_dict({"data": {"eod_token_id": EOD, **flags}}).data, EOD)
+
+
+def documents(tokens: list[int]) -> list[int]:
+    """The index in the sample where each token's document begins."""
+    starts, start = [], 0
+    for index, token in enumerate(tokens):
+        starts.append(start)
+        if token == EOD:
+            start = index + 1
+    return starts
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([EOD, 1, 2]), min_size=6, max_size=6), min_size=1, max_size=3),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_collate_equals_a_slow_loop(samples: list[list[int]], chosen: tuple[bool, bool, bool]) -> None:
+    flags = dict(zip(FLAGS, chosen, strict=True))
+    batch = task_with(**flags).collate(np.array(samples, dtype=np.int64))
+    assert batch.labels.tolist() == [sample[1:] for sample in samples]
+    mask = [[float(token != EOD or not flags["eod_mask_loss"]) for token in sample[:-1]] for sample in samples]
+    assert batch.loss_mask.tolist() == mask
+    assert batch.loss_mask.dtype == torch.float32
+    assert batch.num_loss_tokens == sum(map(sum, mask))
+    if not (flags["reset_position_ids"] or flags["reset_attention_mask"]):
+        assert batch.inputs.tolist() == [sample[:-1] for sample in samples]
+        return
+    tokens, positions, starts = batch.inputs
+    assert tokens.tolist() == [sample[:-1] for sample in samples]
+    own = [documents(sample[:-1]) for sample in samples]
+    resets = flags["reset_position_ids"]
+    assert positions.tolist() == [[i - start * resets for i, start in enumerate(sample)] for sample in own]
+    assert starts.tolist() == [[start * flags["reset_attention_mask"] for start in sample] for sample in own]
+
+
+def test_end_of_document_belongs_to_its_own_document() -> None:
+    tokens, positions, starts = (
+        task_with(reset_position_ids=True, reset_attention_mask=True)
+        .collate(np.array([[EOD, 1, 2, EOD, EOD, 3, EOD]], dtype=np.int64))
+        .inputs
+    )
+    assert tokens.tolist() == [[EOD, 1, 2, EOD, EOD, 3]]
+    assert starts.tolist() == [[0, 1, 1, 1, 4, 5]]
+    assert positions.tolist() == [[0, 0, 1, 2, 0, 0]]
+
+
+def test_a_microbatch_stands_on_its_own_and_can_be_sent_anywhere() -> None:
+    samples = np.array([[1, 2, EOD, 3]], dtype=np.int64)
+    samples.setflags(write=False)  # a dataset's buffer may be read-only
+    batch = task_with(reset_position_ids=True).collate(samples.repeat(2, axis=0))
+    assert all(x.is_contiguous() and x.dtype == torch.int64 for x in (*batch.inputs, batch.labels))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+def first_step(arguments: str) -> tuple[float, float, float, list[float]]:
+    """Loss, gradient norm, validation loss before it, and this rank's loss tokens a microbatch."""
+    engine, task = layouts.build(arguments)
+    batches = layouts.step_batches(engine, task, 0)
+    validation, _ = engine.evaluate(batches, len(batches))
+    size = engine.config.training.global_batch_size
+    result = engine.train_step(batches, global_batch_size=size, consumed_samples=0, lr=1e-3)
+    counts = [batch.num_loss_tokens for batch in batches]
+    return float(result.loss), float(result.grad_norm), float(validation), counts
+
+
+class AllBatches:
+    """As much of an engine as tells layouts.step_batches to give the whole global batch."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.ctx, self.reads_data = config, ParallelContext.single(), True
+
+
+def dense_step(arguments: str) -> tuple[float, float]:
+    """Mean loss over all loss tokens of the global batch, and the norm of its gradient, in float64 by torch alone."""
+    config, _ = parse_arguments([*layouts.COMMON.split(), *arguments.split()])
+    model = build_model(config, ParallelContext.single()).double()
+    batches: list[Microbatch] = layouts.step_batches(AllBatches(config), PretrainTask(config.data, EOD), 0)  # type: ignore[arg-type]
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+
+        def sum_of_losses(outputs: tuple[Tensor, Tensor], batch: Microbatch = batch) -> Tensor:
+            hidden, weight = outputs
+            logits_SBV = hidden @ weight[: config.model.vocab_size].t()
+            losses = F.cross_entropy(logits_SBV.flatten(0, 1), batch.labels.t().flatten(), reduction="none")
+            return (losses * batch.loss_mask.t().flatten()).sum()
+
+        total = total + model(batch.inputs, sum_of_losses)
+    loss = total / sum(float(batch.loss_mask.sum()) for batch in batches)
+    loss.backward()
+    squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+    return float(loss.detach()), float(torch.stack(squares).sum().sqrt())
+
+
+MASKED = f"--eod-mask-loss --eod-token-id {EOD}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "packed"),
+    [
+        ("", False),
+        ("", True),
+        ("--zero-stage 1", False),
+        ("--no-pipeline-parallel", True),
+        ("--zero-stage 2", False),
+    ],
+)
+def test_loss_is_the_mean_over_loss_tokens_of_all_ranks(ranks: RankPools, engine: str, packed: bool) -> None:
+    arguments = f"{layouts.MODELS['llama_gqa']} {MASKED}"
+    arguments += " --reset-position-ids --reset-attention-mask" if packed else ""
+    loss, norm = dense_step(arguments)
+    results = ranks(2)(first_step, f"{arguments} {engine}")
+    counts = [result[3] for result in results]
+    # else a mean of means would do
+    assert len(set(counts[0] + counts[1])) > 1
+    assert sum(counts[0]) != sum(counts[1])
+    for ours, ours_norm, validation, _ in results:
+        assert ours == pytest.approx(loss, rel=1e-6)
+        assert validation == pytest.approx(loss, rel=1e-6)
+        assert ours_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_masking_is_told_to_the_engine() -> None:
+    assert task_with(eod_mask_loss=True).masks_loss
+    assert not task_with(reset_position_ids=True).masks_loss
