@@ -35,7 +35,7 @@ def main() -> int:
     import numpy as np
     import torch
 
-    from megatron.config import parse_arguments
+    from megatron.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine

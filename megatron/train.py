@@ -10,7 +10,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import Config, ConfigError, load_config, to_yaml
+from megatron.command_line import load_config, to_yaml
+from megatron.config import Config, ConfigError
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megatron.config import ConfigError, ParallelConfig, load_config
+from megatron.command_line import load_config
+from megatron.config import ConfigError, ParallelConfig
 from megatron.data.indexed import DataError, IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
 from megatron.train import check_deepspeed, run

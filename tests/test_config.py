@@ -17,26 +17,20 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-import megatron.config
+import megatron.rules
+from megatron.command_line import build_parser, from_dict, load_config, parse_arguments, read_preset, to_yaml
 from megatron.config import (
     Config,
     ConfigError,
     ModelConfig,
     TrainingConfig,
     batch_sizes,
-    build_parser,
-    check,
-    divisors,
-    from_dict,
-    load_config,
     option_doc,
     options,
-    parse_arguments,
     parse_split,
-    read_preset,
     sections,
-    to_yaml,
 )
+from megatron.rules import check, divisors
 
 ROOT = Path(__file__).resolve().parent.parent
 VALID = ["--data-path", "corpus", "--train-iters", "100"]
@@ -259,7 +253,8 @@ def test_help_fits_the_terminal_and_shows_every_default(columns: int, monkeypatc
 
 QUIET_PROBE = """
 import sys
-from megatron.config import ConfigError, load_config
+from megatron.command_line import load_config
+from megatron.config import ConfigError
 try:
     load_config(sys.argv[1:], 1)
 except (ConfigError, SystemExit) as error:
@@ -400,6 +395,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "2 x pipeline_model",
         "multiple of 4",
     ),
+    "flex dropout": (
+        "--attention-backend flex --attention-dropout 0.1",
+        1,
+        "attention_backend=flex has no dropout",
+        "set it to 0, or use sdpa",
+    ),
     "stages": ("--pipeline-model-parallel-size 4 --num-layers 3", 4, "larger than num_layers=3", "at most 3 stages"),
     "heads": (
         "--tensor-model-parallel-size 3 --num-query-groups 1 --kv-channels 48 --ffn-hidden-size 96",
@@ -466,7 +467,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "precisions": ("--bf16 --fp16", 1, "bf16 and fp16 are both on", "turn one off"),
     "accumulation": ("--grad-accum-dtype bf16", 1, "the precision is fp32", "set fp32"),
     "loss scale": ("--fp16 --min-loss-scale 100000", 1, "min_loss_scale=100000.0 is above", "lower it"),
-    "flex": ("--attention-backend flex --device cpu", 1, "runs on cuda only, but device=cpu", "use auto or sdpa"),
+    "flex": (
+        "--attention-backend flex --attention-dropout 0 --device cpu",
+        1,
+        "runs on cuda only, but device=cpu",
+        "use auto or sdpa",
+    ),
     "fused sdpa": ("--attention-backend fused_hpu --device cuda", 1, "runs on hpu only, but device=cuda", "use auto"),
     "fast softmax": ("--use-fast-softmax --device cpu", 1, "for hpu only, but device=cpu", "turn it off"),
     "global batch": ("--micro-batch-size 3", 2, "global_batch_size=8 is no multiple of", "use a multiple of 6"),
@@ -556,7 +562,7 @@ def test_a_broken_rule_is_named_with_value_and_remedy(name: str) -> None:
 def test_every_rule_is_broken_by_a_case() -> None:
     rules = {
         node.lineno
-        for function in ast.walk(ast.parse(Path(megatron.config.__file__).read_text(encoding="utf-8")))
+        for function in ast.walk(ast.parse(Path(megatron.rules.__file__).read_text(encoding="utf-8")))
         if isinstance(function, ast.FunctionDef) and function.name.startswith("_check_")
         for node in ast.walk(function)
         if isinstance(node, ast.Yield)
@@ -564,7 +570,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
     reached: set[int] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != megatron.config.__file__:
+        if frame.f_code.co_filename != megatron.rules.__file__:
             return None
         reached.add(frame.f_lineno)
         return trace
@@ -577,7 +583,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
     finally:
         sys.settrace(before)
     assert len(rules) > 40
-    assert sorted(rules - reached) == [], "lines of config.py that no case of BROKEN_RULES reaches"
+    assert sorted(rules - reached) == [], "lines of rules.py that no case of BROKEN_RULES reaches"
 
 
 @given(

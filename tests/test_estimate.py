@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import Config, from_dict
+from megatron.command_line import from_dict
+from megatron.config import Config
 from megatron.estimate import (
     activation_bytes_per_layer,
     balanced_bounds,

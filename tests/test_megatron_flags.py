@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, build_parser, flag, options, parse_arguments, sections, shown
+from megatron.command_line import build_parser, parse_arguments, shown
+from megatron.config import Config, flag, options, sections
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "megatron_flags.md"
 

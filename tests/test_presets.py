@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import PRESETS_DIR, Config, check, from_dict, load_config, options, read_preset
+from megatron.command_line import PRESETS_DIR, from_dict, load_config, read_preset
+from megatron.config import Config, options
 from megatron.estimate import count_parameters
+from megatron.rules import check
 
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml"))
 

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config import PRESETS_DIR, flag, from_dict, option_doc, read_preset, sections, shown
+from megatron.command_line import PRESETS_DIR, from_dict, read_preset, shown
+from megatron.config import flag, option_doc, sections
 from megatron.estimate import count_parameters
 
 HEADER = """# Configuration

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron.config import ConfigError, build_parser, read_preset
+from megatron.command_line import build_parser, read_preset
+from megatron.config import ConfigError
 
 Script = Literal["bloom13b", "llama"]
 

@@ -34,8 +34,10 @@ from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config import Config, ConfigError, build_parser, check, load_config, parse_arguments, to_yaml
+from megatron.command_line import build_parser, load_config, parse_arguments, to_yaml
+from megatron.config import Config, ConfigError
 from megatron.estimate import describe
+from megatron.rules import check
 from megatron.training.deepspeed_config import deepspeed_config
 from tools.hl_variables import VARIABLES, Request, from_environment, legend
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config import ConfigError, build_parser, load_config, parse_arguments
+from megatron.command_line import build_parser, load_config, parse_arguments
+from megatron.config import ConfigError
 from megatron.estimate import describe
 
 

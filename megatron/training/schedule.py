@@ -69,7 +69,7 @@ def _steps_left(training: TrainingConfig, iterations: int, samples: int, batch_s
     """Steps of `batch_size` until the training ends."""
     if training.train_iters is not None:
         return training.train_iters - iterations
-    assert training.train_samples is not None, "config.check demands train_samples or train_iters"
+    assert training.train_samples is not None, "rules.py demands train_samples or train_iters"
     return (training.train_samples - samples) // batch_size
 
 

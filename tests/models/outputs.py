@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.config import Config, check, parse_arguments
+from megatron.command_line import parse_arguments
+from megatron.config import Config
 from megatron.models.registry import build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy
 from megatron.parallel.shards import initialise, shard_of
+from megatron.rules import check
 from megatron.training.engine import SequentialModel
 
 COMMON = (

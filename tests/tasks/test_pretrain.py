@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config import from_dict, parse_arguments
+from megatron.command_line import from_dict, parse_arguments
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import Microbatch, PretrainTask
 from tests.models.outputs import build_model

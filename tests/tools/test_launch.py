@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import PRESETS_DIR
+from megatron.command_line import PRESETS_DIR
 from tools import launch
 from tools.hl_variables import REFUSED, VARIABLES, Request, Script, from_environment
 

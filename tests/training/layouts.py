@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config import check, parse_arguments
+from megatron.command_line import parse_arguments
 from megatron.parallel.context import ParallelContext
+from megatron.rules import check
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.engine import Engine, build_engine
 

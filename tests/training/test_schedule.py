@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.config import Config, DataConfig, OptimizerConfig, TrainingConfig, check
+from megatron.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from megatron.rules import check
 from megatron.training.schedule import global_batch_size, learning_rate, total_iterations, total_samples
 
 

@@ -1,0 +1,274 @@
+"""The rules that tie several options of a config together, or to the number of ranks.
+
+Each `_check` yields a message for every rule that is broken: the values, the rule, and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.config import Config, batch_sizes, parse_split
+
+
+def check(config: Config, world_size: int) -> list[str]:
+    """Every rule that ties options to each other or to the number of ranks: a message for each one broken."""
+    return [
+        *_check_ranks(config, world_size),
+        *_check_tensor_parallel(config),
+        *_check_engine(config),
+        *_check_model(config),
+        *_check_precision_and_device(config),
+        *_check_batch(config, world_size),
+        *_check_rampup(config, world_size),
+        *_check_length(config),
+        *_check_schedule(config),
+        *_check_data(config),
+        *_check_tokenizer(config),
+        *_check_logging(config),
+    ]
+
+
+def divisors(number: int, up_to: int) -> str:
+    """The divisors of `number` that a message can offer: '1, 2, 4 or 8'."""
+    found = [str(d) for d in range(1, min(number, up_to) + 1) if number % d == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def _check_ranks(config: Config, world_size: int) -> Iterator[str]:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        yield (
+            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} = {tp * pp} does not divide "
+            f"the {world_size} ranks of this launch; start a multiple of {tp * pp} ranks, or change the layout"
+        )
+    if pp > num_layers:
+        yield (
+            f"pipeline_model_parallel_size={pp} is larger than num_layers={num_layers}; use at most {num_layers} stages"
+        )
+
+
+def _check_tensor_parallel(config: Config) -> Iterator[str]:
+    model, seq_length = config.model, config.training.seq_length
+    tp, kv = config.parallel.tensor_model_parallel_size, config.model.num_kv_heads
+    if model.num_attention_heads % tp:
+        yield (
+            f"tensor_model_parallel_size={tp} does not divide num_attention_heads={model.num_attention_heads}; "
+            f"use {divisors(model.num_attention_heads, 64)}"
+        )
+    if kv % tp and tp % kv:
+        yield (
+            f"tensor_model_parallel_size={tp} neither divides num_query_groups={kv} nor is a multiple of it; "
+            f"use {divisors(kv, 64)}, or a multiple of {kv}"
+        )
+    elif tp > kv and (kv * model.head_size) % tp:
+        yield (
+            f"tensor_model_parallel_size={tp} does not divide num_query_groups x head size = {kv * model.head_size}; "
+            f"use {divisors(kv * model.head_size, 64)}"
+        )
+    if model.ffn_size % tp:
+        yield (
+            f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={model.ffn_size}; "
+            f"use {divisors(model.ffn_size, 64)}"
+        )
+    if config.parallel.sequence_parallel and seq_length % tp:
+        yield (
+            f"sequence_parallel needs tensor_model_parallel_size={tp} to divide seq_length={seq_length}; "
+            f"use {divisors(seq_length, 64)}, or turn it off"
+        )
+
+
+def _check_engine(config: Config) -> Iterator[str]:
+    optimizer, pp = config.optimizer, config.parallel.pipeline_model_parallel_size
+    if not config.uses_pipeline and pp > 1:
+        reason = "offload_optimizer" if optimizer.offload_optimizer else f"zero_stage={optimizer.zero_stage}"
+        reason = "no_pipeline_parallel" if config.parallel.no_pipeline_parallel else reason
+        yield (
+            f"{reason} runs without a pipeline, but pipeline_model_parallel_size={pp}; set it to 1, or use zero_stage "
+            "0 or 1 without offload and without no_pipeline_parallel"
+        )
+    if optimizer.offload_param and optimizer.zero_stage != 3:
+        yield f"offload_param needs zero_stage=3, not {optimizer.zero_stage}; set zero_stage or turn it off"
+    if optimizer.offload_optimizer and optimizer.zero_stage == 0:
+        yield "offload_optimizer needs zero_stage 1, 2 or 3, not 0; set zero_stage or turn it off"
+    if optimizer.offload_optimizer and optimizer.optimizer == "sgd":
+        yield "offload_optimizer has no optimizer=sgd on the host; use adamw or adam, or turn it off"
+
+
+def _check_model(config: Config) -> Iterator[str]:
+    model, seq_length = config.model, config.training.seq_length
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"num_attention_heads={model.num_attention_heads} does not divide hidden_size={model.hidden_size}; "
+            f"use {divisors(model.hidden_size, 128)}, or set kv_channels"
+        )
+    if model.num_attention_heads % model.num_kv_heads:
+        yield (
+            f"num_query_groups={model.num_kv_heads} does not divide num_attention_heads={model.num_attention_heads}; "
+            f"use {divisors(model.num_attention_heads, 128)}"
+        )
+    if model.position_embedding_type == "rope" and model.head_size % 2:
+        yield f"rope turns pairs of channels, but the head size is {model.head_size}; make it even"
+    if model.rope_scaling_factor and model.position_embedding_type != "rope":
+        yield (
+            f"rope_scaling_factor={model.rope_scaling_factor} needs position_embedding_type=rope, not "
+            f"{model.position_embedding_type}; unset it"
+        )
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    if model.rope_scaling_factor and low >= high:
+        yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"
+    positions = model.max_position_embeddings
+    if model.position_embedding_type == "learned" and positions and positions < seq_length:
+        yield (
+            f"seq_length={seq_length} is larger than max_position_embeddings={positions}; "
+            "shorten it, or enlarge the position table"
+        )
+
+
+def _check_precision_and_device(config: Config) -> Iterator[str]:
+    model, training, device = config.model, config.training, config.parallel.device
+    if training.bf16 and training.fp16:
+        yield "bf16 and fp16 are both on; turn one off"
+    if training.grad_accum_dtype == "bf16" and not training.bf16:
+        yield f"grad_accum_dtype=bf16 needs bf16, but the precision is {training.precision}; set fp32, or turn bf16 on"
+    if training.fp16 and training.min_loss_scale > training.initial_loss_scale:
+        yield (
+            f"min_loss_scale={training.min_loss_scale} is above initial_loss_scale={training.initial_loss_scale}; "
+            "lower it"
+        )
+    needs = {"flex": "cuda", "fused_hpu": "hpu"}.get(model.attention_backend, device)
+    if device not in ("auto", needs):
+        yield f"attention_backend={model.attention_backend} runs on {needs} only, but device={device}; use auto or sdpa"
+    if model.attention_backend == "flex" and model.attention_dropout > 0:
+        yield (
+            f"attention_backend=flex has no dropout, but attention_dropout={model.attention_dropout}; "
+            "set it to 0, or use sdpa"
+        )
+    if model.use_fast_softmax and device in ("cuda", "cpu"):
+        yield f"use_fast_softmax is for hpu only, but device={device}; turn it off"
+
+
+def _data_parallel_size(config: Config, world_size: int) -> int:
+    parallel = config.parallel
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return max(1, world_size // model_ranks)
+
+
+def _check_batch(config: Config, world_size: int) -> Iterator[str]:
+    training, dp = config.training, _data_parallel_size(config, world_size)
+    per_pass = training.micro_batch_size * dp
+    if training.global_batch_size % per_pass:
+        yield (
+            f"global_batch_size={training.global_batch_size} is no multiple of micro_batch_size x data-parallel size = "
+            f"{training.micro_batch_size} x {dp} = {per_pass}; use a multiple of {per_pass}"
+        )
+
+
+def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
+    training, dp = config.training, _data_parallel_size(config, world_size)
+    if training.rampup_batch_size is None:
+        return
+    start, increment, samples = training.rampup_batch_size
+    per_pass = training.micro_batch_size * dp
+    given = f"rampup_batch_size={start} {increment} {samples}"
+    if start > training.global_batch_size:
+        yield f"{given} starts above global_batch_size={training.global_batch_size}; start lower"
+    elif (training.global_batch_size - start) % increment:
+        yield (
+            f"{given} never reaches global_batch_size={training.global_batch_size}: the difference "
+            f"{training.global_batch_size - start} is no multiple of the increment; change one of the three"
+        )
+    wrong = [size for size in batch_sizes(training)[:-1] if size % per_pass]
+    if wrong:
+        # every size is a multiple of what start and increment have in common
+        shared, left_over = divmod(math.gcd(start, increment), training.micro_batch_size)
+        yield (
+            f"{given} passes through {wrong[0]}, no multiple of micro_batch_size x data-parallel size = "
+            f"{training.micro_batch_size} x {dp} = {per_pass}; use multiples of {per_pass} for start and increment"
+            + ("" if left_over else f", or a data-parallel size of {divisors(shared, shared)}")
+        )
+    if training.train_samples is None:
+        yield f"{given} counts samples, but train_samples is not given; give it instead of train_iters"
+
+
+def _check_length(config: Config) -> Iterator[str]:
+    samples, iters = config.training.train_samples, config.training.train_iters
+    if samples and iters:
+        yield f"train_samples={samples} and train_iters={iters} are both given; keep one"
+    if not samples and not iters:
+        yield "neither train_samples nor train_iters is given; give one, to say how long to train"
+    size = config.training.global_batch_size
+    if samples and samples < size:
+        yield f"train_samples={samples} is less than one global_batch_size={size}; train longer, or in smaller batches"
+
+
+def _check_schedule(config: Config) -> Iterator[str]:
+    training, optimizer = config.training, config.optimizer
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        samples, iters = getattr(optimizer, f"{name}_samples"), getattr(optimizer, f"{name}_iters")
+        if samples and iters:
+            yield f"{name}_samples={samples} and {name}_iters={iters} are both given; keep one"
+        if iters and training.rampup_batch_size is not None:
+            yield f"{name}_iters={iters} cannot be counted under rampup_batch_size; use {name}_samples"
+    if optimizer.min_lr > optimizer.lr:
+        yield f"min_lr={optimizer.min_lr} is above lr={optimizer.lr}; lower it"
+    size = training.global_batch_size
+    warmup = optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * size
+    decay = optimizer.lr_decay_samples or (optimizer.lr_decay_iters or 0) * size
+    decay = decay or training.train_samples or (training.train_iters or 0) * size
+    if decay and warmup >= decay and optimizer.lr_decay_style != "constant":
+        yield f"the warm-up of {warmup} samples leaves nothing of the decay's {decay}; shorten lr_warmup_*"
+    if optimizer.lr_decay_style == "WSD":
+        last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * size
+        if not last:
+            yield "lr_decay_style=WSD needs lr_wsd_decay_samples or lr_wsd_decay_iters; give one"
+        elif warmup < decay < warmup + last:
+            yield (
+                f"the warm-up of {warmup} samples and WSD's last part of {last} do not fit into {decay}; "
+                "shorten lr_wsd_decay_*"
+            )
+
+
+def _check_data(config: Config) -> Iterator[str]:
+    data = config.data
+    try:
+        parse_split(data.split)
+    except ValueError:
+        yield f"split={data.split!r} must be one to three shares, not all zero, such as 949,50,1"
+    if not data.data_path:
+        yield "data_path is not given; pass the prefix that tools/preprocess_data.py wrote (--data-path)"
+    elif len(data.data_path) > 1 and (len(data.data_path) % 2 or not all(map(_is_weight, data.data_path[::2]))):
+        yield (
+            f"data_path={' '.join(data.data_path)!r} must be one prefix, or WEIGHT PREFIX pairs with weights above 0"
+        )
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def _check_tokenizer(config: Config) -> Iterator[str]:
+    data, vocab_size = config.data, config.model.vocab_size
+    needs_eod = [
+        name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
+    ]
+    if needs_eod and data.eod_token_id is None and data.tokenizer_type is None:
+        yield f"{needs_eod[0]} must know the end-of-document id; give eod_token_id, or a tokenizer_type"
+    if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
+        yield "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file; give both"
+    if data.tokenizer_type in ("HFTokenizer", "SentencePieceTokenizer") and not data.tokenizer_model:
+        yield f"tokenizer_type={data.tokenizer_type} needs tokenizer_model; give the file"
+    if data.eod_token_id is not None and data.eod_token_id >= vocab_size:
+        yield f"eod_token_id={data.eod_token_id} is outside vocab_size={vocab_size}; use an id below {vocab_size}"
+
+
+def _check_logging(config: Config) -> Iterator[str]:
+    first, last = config.logging.profile_steps
+    if config.logging.profile and config.logging.results_dir is None:
+        yield "profile writes its trace to results_dir, which is not given; give one, or turn it off"
+    if first > last:
+        yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"
