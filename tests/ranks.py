@@ -7,6 +7,7 @@ collective, is killed and started anew for the next test.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -32,13 +33,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
     }
@@ -47,15 +47,29 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments, options = pipe.recv()
+            port, function, arguments, options = pipe.recv()
         except EOFError:
-            break
+            return
+        os.environ["MASTER_PORT"] = str(port)
         try:
-            pipe.send((True, function(*arguments, **options)))
+            result = function(*arguments, **options)
+            _leave_world()
+            pipe.send((True, result))
         except BaseException:  # whatever it is, the test must see it
             pipe.send((False, traceback.format_exc()))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+
+
+def _leave_world() -> None:
+    """Give back the process groups: each keeps a polling thread, and a session makes hundreds."""
+    import deepspeed
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return
+    torch.distributed.barrier()  # none leaves while another still needs it
+    torch.distributed.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
+    importlib.reload(deepspeed.utils.groups)  # it remembers the groups that are gone
 
 
 class RankPool:
@@ -72,8 +86,9 @@ class RankPool:
         """function(*arguments, **options) on every rank -> results in order of rank. Raises RankFailure."""
         if not self._processes:
             self._start()
+        port = free_port()
         for pipe in self._pipes:
-            pipe.send((function, arguments, options))
+            pipe.send((port, function, arguments, options))
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         while len(results) < self.world_size:
@@ -98,10 +113,9 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def _start(self) -> None:
-        port = free_port()
         for rank in range(self.world_size):
             ours, theirs = START_METHOD.Pipe()
-            process = START_METHOD.Process(target=_serve, args=(theirs, rank, self.world_size, port), daemon=True)
+            process = START_METHOD.Process(target=_serve, args=(theirs, rank, self.world_size), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

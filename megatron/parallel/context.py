@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,26 @@ COLLECTIVES = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 
 class LayoutError(ValueError):
     """A tensor or a world does not fit the parallel layout."""
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface of this machine from which `address` is reached; None where it cannot be told.
+
+    Left alone, gloo takes the address that the machine's own name resolves to, on Debian and Ubuntu 127.0.1.1.
+    """
+    import psutil
+
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    if own.startswith("127.") or own == "::1":
+        return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(entry.address == own for entry in addresses)), None)
 
 
 @dataclass(frozen=True)
@@ -73,7 +94,13 @@ class ParallelContext:
         for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, alone)
         os.environ.setdefault("MASTER_PORT", "29500" if os.environ["WORLD_SIZE"] != "1" else "0")
+        if interface := interface_towards(os.environ["MASTER_ADDR"]):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not deepspeed.comm.is_initialized():
+            if device_kind == "cpu":
+                # DeepSpeed 0.19.8 would compile an all-reduce for inference at the first start on a machine; a run
+                # killed while it does leaves a lock behind, which all later ones wait for, for ever
+                deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             with quiet():
                 deepspeed.init_distributed(
                     dist_backend=COLLECTIVES[device_kind],

@@ -96,11 +96,11 @@ def test_another_preset_keeps_its_values(tmp_path: Path) -> None:
     plan = run("run_bloom13b.sh", tmp_path, HL_DRY_RUN="1", HL_CONFIG="tiny_bloom", HL_DEVICE="cpu")
     assert plan.returncode == 0, plan.stderr
     assert "PP 1 x TP 1 x DP 1" in plan.stdout
-    assert "16 samples = DP 1 x micro 4" in plan.stdout
+    assert "16 samples = DP 1 x micro 8" in plan.stdout
     assert "--rampup-batch-size" not in plan.stdout
     assert "warning: no dataset is given" in plan.stdout
     changed = run("run_bloom13b.sh", tmp_path, HL_DRY_RUN="1", HL_CONFIG="tiny_bloom", HL_GBS="8", HL_NUM_LAYERS="2")
-    assert "8 samples = DP 1 x micro 4" in changed.stdout
+    assert "8 samples = DP 1 x micro 8" in changed.stdout
     assert "2 layers" in changed.stdout
 
 

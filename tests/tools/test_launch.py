@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +51,7 @@ def tiny(*flags: str, **request: Any) -> Request:
 
 
 # samples for every layout here
-ENOUGH = ("--global-batch-size", "64")
+ENOUGH = ("--global-batch-size", "128")
 
 
 def faults(request: Request) -> list[str]:
@@ -598,10 +602,14 @@ time.sleep(600)
 """
 
 
-def started() -> tuple[subprocess.Popen[str], list[int]]:
+def started(preexec_fn: Callable[[], object] | None = None) -> tuple[subprocess.Popen[str], list[int]]:
     """A launcher with two ranks that are up, and the ids of their processes and their children's."""
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, RANK], stdout=subprocess.PIPE, text=True, cwd=launch.REPOSITORY
+        [sys.executable, "-c", LAUNCHER, RANK],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=launch.REPOSITORY,
+        preexec_fn=preexec_fn,
     )
     assert launcher.stdout is not None
     pids = [int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()[1:]]
@@ -624,12 +632,17 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "of_ranks"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGTERM)],
+)
+def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(
+    number: signal.Signals, of_ranks: signal.Signals
+) -> None:
     launcher, pids = started()
     launcher.send_signal(number)
     shown, _ = launcher.communicate(timeout=30)
-    assert sorted(shown.splitlines()) == [f"stopped 0 {number.value}", f"stopped 1 {number.value}"]
+    assert sorted(shown.splitlines()) == [f"stopped 0 {of_ranks.value}", f"stopped 1 {of_ranks.value}"]
     assert launcher.returncode == 0
     wait_until_gone(pids)
 
@@ -644,3 +657,97 @@ def test_ranks_die_with_a_launcher_that_is_killed() -> None:
         os.kill(pid, signal.SIGKILL)  # the ranks' own children are beyond the launcher's reach then
     assert launcher.stdout is not None
     launcher.stdout.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    launcher, pids = started(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.6)  # twice what a rank needs to end
+    assert all(map(running, pids))
+    launcher.send_signal(signal.SIGTERM)
+    shown, _ = launcher.communicate(timeout=30)
+    assert sorted(shown.splitlines()) == ["stopped 0 15", "stopped 1 15"]
+    wait_until_gone(pids)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several hosts, in place of which a fake pdsh runs its command here
+
+
+def over_two_hosts(tmp_path: Path) -> launch.Plan:
+    hostsfile = hosts_of(tmp_path, "10.0.0.1 slots=8", "10.0.0.2 slots=8")
+    return launch.preflight(tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True))
+
+
+@pytest.fixture
+def _fake_pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "pdsh").write_text('#!/bin/sh\nshift 4\nexec sh -c "$*"\n')
+    (folder / "pdsh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_the_ranks_of_a_run_are_known_by_their_command_line(tmp_path: Path) -> None:
+    plan, other = over_two_hosts(tmp_path), over_two_hosts(tmp_path)
+    pattern = launch.rank_pattern(plan)
+    assert re.search(pattern, " ".join(launch.train_command(plan)))
+    assert not re.search(pattern, " ".join(launch.train_command(other)))
+    assert not re.search(pattern, " ".join(launch.remote_command(plan)))
+    assert shlex.split(pattern) == [pattern]
+
+
+@pytest.mark.parametrize(("of_host", "status"), [(2, 2), (250, 128 + 6), (255, 255)])
+def test_the_first_host_that_fails_is_noted(of_host: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = (
+        b"10.0.0.2: about to fail\n"
+        b"pdsh@here: 10.0.0.2: ssh exited with exit code %d\n"
+        b"pdsh@here: me@10.0.0.1: ssh exited with exit code 7\n" % of_host
+    )
+    output = launch.PdshOutput(io.BytesIO(shown))
+    output.run()
+    assert output.failed == ("10.0.0.2", status)
+    assert capsys.readouterr().err == shown.decode()
+
+
+# stands for DeepSpeed's launcher: starts a rank as `-X run=ID`, and ends when that has ended
+RUNNER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-X", "run=" + sys.argv[1], "-u", "-c", sys.argv[2]])
+sys.stderr.write(sys.argv[3])
+sys.stderr.flush()
+rank.wait()
+"""
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
+@pytest.mark.usefixtures("_fake_pdsh")
+def test_ranks_on_other_hosts_are_ended_once_one_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "FAILED_GRACE_S", 0.5)
+    monkeypatch.setattr(launch, "TERMINATED_GRACE_S", 0.5)
+    plan = over_two_hosts(tmp_path)
+    rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    failed = "pdsh@here: 10.0.0.2: ssh exited with exit code 3\n"
+    command = [sys.executable, "-c", RUNNER, plan.run_id, rank, failed]
+    assert launch.run_on_hosts(command, os.environ, plan) == 3
+    assert "host 10.0.0.2 ended with status 3; ending the ranks that still run" in capfd.readouterr().err
+    assert not launch.signal_ranks(plan, signal.SIGKILL)
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
+@pytest.mark.usefixtures("_fake_pdsh")
+def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) -> None:
+    plan = over_two_hosts(tmp_path)
+    # the signal comes before there is a rank to take it
+    runner = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(1.5)\n{RUNNER}"
+    command = [sys.executable, "-c", runner, plan.run_id, "import time; time.sleep(600)", ""]
+    assert launch.run_on_hosts(command, os.environ, plan) == 0
+    assert not launch.signal_ranks(plan, signal.SIGKILL)
+
+
+def test_the_network_interface_travels_to_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert "GLOO_SOCKET_IFNAME=ib0" in launch.remote_command(over_two_hosts(tmp_path))
