@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatron.command_line import PRESETS_DIR
-from tools import launch
+from tools import launch, preflight, processes
 from tools.hl_variables import REFUSED, VARIABLES, Request, Script, from_environment
 
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml"))
@@ -55,8 +55,8 @@ ENOUGH = ("--global-batch-size", "128")
 
 
 def faults(request: Request) -> list[str]:
-    with pytest.raises(launch.RefusedError) as refused:
-        launch.preflight(request)
+    with pytest.raises(preflight.RefusedError) as refused:
+        preflight.preflight(request)
     return refused.value.faults
 
 
@@ -75,7 +75,7 @@ def flag_values(flags: tuple[str, ...] | list[str], flag: str) -> list[str]:
 
 def test_hostsfile_skips_comments_and_blank_lines() -> None:
     text = "# ours\n\n  worker-0 slots=8  # rack 1\n\tuser@10.0.0.2\tslots=4\n"
-    hosts, wrong = launch.parse_hostsfile(text, "hosts")
+    hosts, wrong = preflight.parse_hostsfile(text, "hosts")
     assert not wrong
     assert [(host.name, host.address, host.slots, host.line) for host in hosts] == [
         ("worker-0", "worker-0", 8, 3),
@@ -99,7 +99,7 @@ def test_hostsfile_skips_comments_and_blank_lines() -> None:
     ],
 )
 def test_a_wrong_hostsfile_line_is_named(line: str, said: str) -> None:
-    hosts, wrong = launch.parse_hostsfile(f"worker-0 slots=8\n# x\n{line}\n", "hosts")
+    hosts, wrong = preflight.parse_hostsfile(f"worker-0 slots=8\n# x\n{line}\n", "hosts")
     assert len(hosts) == 1
     assert len(wrong) == 1
     assert wrong[0].startswith("hosts, line 3: ")
@@ -107,7 +107,7 @@ def test_a_wrong_hostsfile_line_is_named(line: str, said: str) -> None:
 
 
 def test_every_wrong_line_is_reported() -> None:
-    assert len(launch.parse_hostsfile("a\nb slots=0\nc slots=1\nc slots=1\n", "hosts")[1]) == 3
+    assert len(preflight.parse_hostsfile("a\nb slots=0\nc slots=1\nc slots=1\n", "hosts")[1]) == 3
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,9 @@ def test_missing_and_unreadable_hostsfiles_are_refused(tmp_path: Path) -> None:
 
 def test_a_right_run_passes(dataset: str, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    plan = launch.preflight(tiny("--data-path", dataset, "--pipeline-model-parallel-size", "2", data_parallel_size=2))
+    plan = preflight.preflight(
+        tiny("--data-path", dataset, "--pipeline-model-parallel-size", "2", data_parallel_size=2)
+    )
     assert (plan.nodes, plan.devices_per_node, plan.hosts) == (1, 4, ())
     assert plan.environment["DS_ACCELERATOR"] == plan.config.parallel.device == "cpu"
     assert sorted(tmp_path.iterdir()) == before
@@ -216,15 +218,15 @@ def test_a_folder_without_permission_is_refused(dataset: str, tmp_path: Path, mo
 def test_load_must_be_a_checkpoint_folder_an_empty_one_or_none(dataset: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     request = tiny("--data-path", dataset, "--load", str(folder))
-    launch.preflight(request)  # missing: a new run
+    preflight.preflight(request)  # missing: a new run
     folder.mkdir()
-    launch.preflight(request)  # empty: a new run
+    preflight.preflight(request)  # empty: a new run
     (folder / "notes.txt").touch()
     assert "holds no checkpoint" in faults(request)[0]
     (folder / "latest").write_text("global_step1\n")
     assert "names 'global_step1', which is not there" in faults(request)[0]
     (folder / "global_step1").mkdir()
-    launch.preflight(request)
+    preflight.preflight(request)
     assert "is no folder" in faults(tiny("--data-path", dataset, "--load", dataset + ".bin"))[0]
 
 
@@ -243,28 +245,28 @@ def test_too_few_accelerators_are_refused(dataset: str, monkeypatch: pytest.Monk
 
 def test_the_device_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"hpu": 0, "cuda": 0}
-    monkeypatch.setattr(launch, "count_devices", counts.__getitem__)
-    monkeypatch.setattr(launch, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
-    assert launch.detect_device() == "cpu"
+    monkeypatch.setattr(preflight, "count_devices", counts.__getitem__)
+    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: object())
+    assert preflight.detect_device() == "cpu"
     counts["cuda"] = 1
-    assert launch.detect_device() == "cuda"
+    assert preflight.detect_device() == "cuda"
     counts["hpu"] = 8
-    assert launch.detect_device() == "hpu"
-    assert launch.detect_device(allow_hpu=False) == "cuda"
+    assert preflight.detect_device() == "hpu"
+    assert preflight.detect_device(allow_hpu=False) == "cuda"
 
 
 def test_other_machines_find_their_device_themselves(tmp_path: Path) -> None:
     hostsfile = hosts_of(tmp_path, "w0 slots=8", "w1 slots=8")
     request = tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True, data_parallel_size=16)
     request.device = "auto"
-    plan = launch.preflight(request)
+    plan = preflight.preflight(request)
     assert plan.config.parallel.device == "auto"
     assert "DS_ACCELERATOR" not in plan.environment
 
 
 def test_remote_runs_need_pdsh(tmp_path: Path, dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".deepspeed_env").write_text("A=1\n\n")
     hostsfile = hosts_of(tmp_path, "w0 slots=8", "w1 slots=8")
@@ -422,7 +424,7 @@ def test_a_llama_that_does_not_exist_is_refused(version: str, size: str) -> None
 
 
 def test_arguments_win_over_variables() -> None:
-    plan = launch.preflight(
+    plan = preflight.preflight(
         translated(
             {"HL_GBS": "32", "HL_DRY_RUN": "1", "HL_CONFIG": "tiny_bloom", "HL_DEVICE": "cpu"},
             "bloom13b",
@@ -455,7 +457,7 @@ def test_the_results_folder_is_named_after_the_run(dataset: str) -> None:
         "HL_DP": "2",
         "HL_TP": "4",
     }
-    plan = launch.preflight(translated(variables))
+    plan = preflight.preflight(translated(variables))
     (results,) = flag_values(plan.train_flags, "--results-dir")
     assert results.startswith("out/bloom13b/ds_z0_nl40_hs5120_gb1024_mb1_D2_T4_P1_devices8_")
     assert (
@@ -492,7 +494,7 @@ def test_a_dry_run_prints_the_plan_of_every_preset(
 
 def test_a_shown_command_can_be_pasted(tmp_path: Path) -> None:
     request = tiny("--save", str(tmp_path / "a b"), dry_run=True, results_parent="out")
-    shown = launch.command_text(launch.preflight(request))
+    shown = launch.command_text(preflight.preflight(request))
     words = shlex.split(shown.split("\n", 1)[1])
     assert flag_values(words, "--save") == [str(tmp_path / "a b")]
 
@@ -504,7 +506,7 @@ def test_a_shown_command_can_be_pasted(tmp_path: Path) -> None:
 def test_the_remote_command_names_the_first_host_and_carries_the_environment(tmp_path: Path) -> None:
     hostsfile = hosts_of(tmp_path, "# node slots=8", "", "me@10.0.0.1 slots=8", "10.0.0.2 slots=8", "10.0.0.3 slots=8")
     request = tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True, environment={"PT_HPU_LAZY_MODE": "0"})
-    command = launch.remote_command(launch.preflight(request))
+    command = processes.remote_command(preflight.preflight(request))
     assert command[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
     assert flag_values(command, "--hostfile") == [hostsfile]
     assert flag_values(command, "--master_addr") == ["10.0.0.1"]
@@ -521,9 +523,9 @@ def test_the_remote_command_names_the_first_host_and_carries_the_environment(tmp
 
 def test_one_remote_host_is_not_run_here(tmp_path: Path) -> None:
     remote = tiny(*ENOUGH, hostsfile=hosts_of(tmp_path, "10.0.0.1 slots=8"), dry_run=True)
-    assert "--force_multi" in launch.remote_command(launch.preflight(remote))
+    assert "--force_multi" in processes.remote_command(preflight.preflight(remote))
     local = tiny(*ENOUGH, hostsfile=hosts_of(tmp_path, "localhost slots=8"), dry_run=True)
-    assert launch.preflight(local).hosts == ()
+    assert preflight.preflight(local).hosts == ()
 
 
 @pytest.mark.parametrize(
@@ -531,7 +533,7 @@ def test_one_remote_host_is_not_run_here(tmp_path: Path) -> None:
 )
 def test_words_reach_the_remote_shell_unchanged(word: str) -> None:
     # what DeepSpeed's PDSHRunner.parse_user_args does to each word
-    sent = launch.for_pdsh(word)
+    sent = processes.for_pdsh(word)
     if " " in sent:
         sent = '"{}"'.format(sent.replace('"', '\\"'))
     shown = subprocess.run(["/bin/sh", "-c", f"printf %s {sent}"], capture_output=True, text=True, check=True)
@@ -547,22 +549,22 @@ def environments(count: int) -> list[dict[str, str]]:
 
 
 def test_the_status_is_that_of_the_first_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "FAILED_GRACE_S", 0.0)
-    assert launch.run_processes(python("pass"), environments(2)) == 0
+    monkeypatch.setattr(processes, "FAILED_GRACE_S", 0.0)
+    assert processes.run_processes(python("pass"), environments(2)) == 0
     # the other one would wait for ever
     code = "if os.environ['RANK'] == '1': sys.exit(17)\ntime.sleep(600)"
-    assert launch.run_processes(python(code), environments(2)) == 17
+    assert processes.run_processes(python(code), environments(2)) == 17
 
 
 def test_a_rank_killed_by_a_signal_counts_as_a_shell_counts() -> None:
-    assert launch.run_processes(python("os.kill(os.getpid(), signal.SIGKILL)"), environments(1)) == 128 + 9
+    assert processes.run_processes(python("os.kill(os.getpid(), signal.SIGKILL)"), environments(1)) == 128 + 9
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_once_another_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "FAILED_GRACE_S", 0.2)
-    monkeypatch.setattr(launch, "TERMINATED_GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "FAILED_GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "TERMINATED_GRACE_S", 0.2)
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.environ['RANK'] == '0': time.sleep(600)\nsys.exit(3)"
-    assert launch.run_processes(python(code), environments(2)) == 3
+    assert processes.run_processes(python(code), environments(2)) == 3
 
 
 def test_local_ranks_know_their_place_and_find_the_package(
@@ -573,18 +575,18 @@ def test_local_ranks_know_their_place_and_find_the_package(
         "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR DS_ACCELERATOR'.split()\n"
         "os.write(1, (' '.join(os.environ[name] for name in names) + '\\n').encode())"
     )
-    monkeypatch.setattr(launch, "train_command", lambda plan: python(code))
-    plan = launch.preflight(tiny("--data-path", dataset, data_parallel_size=2))
-    assert launch.launch(plan) == 0
+    monkeypatch.setattr(processes, "train_command", lambda plan: python(code))
+    plan = preflight.preflight(tiny("--data-path", dataset, data_parallel_size=2))
+    assert processes.launch(plan) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 0 2 2 127.0.0.1 cpu", "1 1 2 2 127.0.0.1 cpu"]
 
 
 LAUNCHER = """
 import os, sys
-from tools import launch
+from tools import processes
 code = sys.argv[1]
 environments = [dict(os.environ) | {"RANK": str(rank)} for rank in range(2)]
-sys.exit(launch.run_processes([sys.executable, "-u", "-c", code], environments))
+sys.exit(processes.run_processes([sys.executable, "-u", "-c", code], environments))
 """
 
 # says its process id and that of a child, then waits; a signal ends it with status 0 after a moment
@@ -608,7 +610,7 @@ def started(preexec_fn: Callable[[], object] | None = None) -> tuple[subprocess.
         [sys.executable, "-c", LAUNCHER, RANK],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=launch.REPOSITORY,
+        cwd=preflight.REPOSITORY,
         preexec_fn=preexec_fn,
     )
     assert launcher.stdout is not None
@@ -675,9 +677,9 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
 # Several hosts, in place of which a fake pdsh runs its command here
 
 
-def over_two_hosts(tmp_path: Path) -> launch.Plan:
+def over_two_hosts(tmp_path: Path) -> preflight.Plan:
     hostsfile = hosts_of(tmp_path, "10.0.0.1 slots=8", "10.0.0.2 slots=8")
-    return launch.preflight(tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True))
+    return preflight.preflight(tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True))
 
 
 @pytest.fixture
@@ -691,10 +693,10 @@ def _fake_pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_ranks_of_a_run_are_known_by_their_command_line(tmp_path: Path) -> None:
     plan, other = over_two_hosts(tmp_path), over_two_hosts(tmp_path)
-    pattern = launch.rank_pattern(plan)
-    assert re.search(pattern, " ".join(launch.train_command(plan)))
-    assert not re.search(pattern, " ".join(launch.train_command(other)))
-    assert not re.search(pattern, " ".join(launch.remote_command(plan)))
+    pattern = processes.rank_pattern(plan)
+    assert re.search(pattern, " ".join(processes.train_command(plan)))
+    assert not re.search(pattern, " ".join(processes.train_command(other)))
+    assert not re.search(pattern, " ".join(processes.remote_command(plan)))
     assert shlex.split(pattern) == [pattern]
 
 
@@ -705,7 +707,7 @@ def test_the_first_host_that_fails_is_noted(of_host: int, status: int, capsys: p
         b"pdsh@here: 10.0.0.2: ssh exited with exit code %d\n"
         b"pdsh@here: me@10.0.0.1: ssh exited with exit code 7\n" % of_host
     )
-    output = launch.PdshOutput(io.BytesIO(shown))
+    output = processes.PdshOutput(io.BytesIO(shown))
     output.run()
     assert output.failed == ("10.0.0.2", status)
     assert capsys.readouterr().err == shown.decode()
@@ -726,15 +728,15 @@ rank.wait()
 def test_ranks_on_other_hosts_are_ended_once_one_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "FAILED_GRACE_S", 0.5)
-    monkeypatch.setattr(launch, "TERMINATED_GRACE_S", 0.5)
+    monkeypatch.setattr(processes, "FAILED_GRACE_S", 0.5)
+    monkeypatch.setattr(processes, "TERMINATED_GRACE_S", 0.5)
     plan = over_two_hosts(tmp_path)
     rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     failed = "pdsh@here: 10.0.0.2: ssh exited with exit code 3\n"
     command = [sys.executable, "-c", RUNNER, plan.run_id, rank, failed]
-    assert launch.run_on_hosts(command, os.environ, plan) == 3
+    assert processes.run_on_hosts(command, os.environ, plan) == 3
     assert "host 10.0.0.2 ended with status 3; ending the ranks that still run" in capfd.readouterr().err
-    assert not launch.signal_ranks(plan, signal.SIGKILL)
+    assert not processes.signal_ranks(plan, signal.SIGKILL)
 
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
@@ -744,10 +746,10 @@ def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) 
     # the signal comes before there is a rank to take it
     runner = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(1.5)\n{RUNNER}"
     command = [sys.executable, "-c", runner, plan.run_id, "import time; time.sleep(600)", ""]
-    assert launch.run_on_hosts(command, os.environ, plan) == 0
-    assert not launch.signal_ranks(plan, signal.SIGKILL)
+    assert processes.run_on_hosts(command, os.environ, plan) == 0
+    assert not processes.signal_ranks(plan, signal.SIGKILL)
 
 
 def test_the_network_interface_travels_to_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert "GLOO_SOCKET_IFNAME=ib0" in launch.remote_command(over_two_hosts(tmp_path))
+    assert "GLOO_SOCKET_IFNAME=ib0" in processes.remote_command(over_two_hosts(tmp_path))
