@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
     """Losses and gradient norms of `steps` steps, then the validation loss."""
     engine, task = build(arguments)
     training = engine.config.training
-    losses, norms = [], []
+    losses, norms, scales = [], [], []
     for step in range(steps):
         result = engine.train_step(
             step_batches(engine, task, step),
@@ -71,9 +72,29 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
         )
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
+        scales.append(engine.loss_scale)
     held_out = step_batches(engine, task, 10_000)
     count = training.global_batch_size // training.micro_batch_size // engine.ctx.data_size
-    return {"losses": losses, "norms": norms, "validation": float(engine.evaluate(held_out, count)[0])}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "scales": scales,
+        "skipped": engine.deepspeed.skipped_steps,
+        "validation": float(engine.evaluate(held_out, count)[0]),
+    }
+
+
+def train_fp16(arguments: str, steps: int) -> dict[str, Any]:
+    """`train` in float16, which torch computes on any CPU, though DeepSpeed allows it on few."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    with (
+        patch.object(get_accelerator(), "is_fp16_supported", lambda: True),
+        patch.object(get_accelerator(), "supported_dtypes", lambda: dtypes),
+    ):
+        return train(f"{arguments} --fp16", steps)
 
 
 def train_sizes(arguments: str, sizes: list[int]) -> list[float]:

@@ -138,6 +138,28 @@ def test_bf16_stays_near_float32(ranks: RankPools, reference: Any, model: str, l
     assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
 
 
+@pytest.mark.parametrize("layout", ["111", "211", "112", "121s"])
+def test_fp16_stays_near_float32(ranks: RankPools, reference: Any, layout: str) -> None:
+    """Tied weights on two stages too, whose gradients are summed in another place than the others'."""
+    expected = reference("bloom_learned")
+    world_size, flags = arguments(layout)
+    flags = f"{layouts.MODELS['bloom_learned']} {flags} --initial-loss-scale 1024"
+    result = ranks(world_size)(layouts.train_fp16, flags, STEPS)[0]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+    assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-3)
+    assert result["skipped"] == 0
+
+
+def test_fp16_skips_the_steps_that_overflow_and_lowers_the_scale(ranks: RankPools) -> None:
+    flags = f"{layouts.MODELS['bloom_learned']} {arguments('211')[1]} --initial-loss-scale 33554432 --hysteresis 1"
+    results = ranks(2)(layouts.train_fp16, flags, 12)
+    assert results[0]["skipped"] == results[1]["skipped"] > 0
+    scales = results[0]["scales"]
+    assert scales == sorted(scales, reverse=True)
+    assert scales[-1] < 33554432
+    assert results[0]["losses"][-1] < results[0]["losses"][0]
+
+
 @pytest.mark.parametrize(
     ("layout", "extra"),
     [
