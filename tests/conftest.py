@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from tests.ranks import RankPools
 
 # before torch is imported: ranks of one machine share its cores
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# a shell's background job ignores SIGINT and hands that on; the processes of the tests must start as in a terminal
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # a busy machine is no failure: no deadline an example, no complaint about slow data
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
