@@ -15,9 +15,11 @@ from tests.ranks import RankPools
 # before torch is imported: ranks of one machine share its cores
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# a shell's background job ignores SIGINT and hands that on; the processes of the tests must start as in a terminal
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# a background job ignores SIGINT, one under nohup SIGHUP, and both hand that on; the processes of the tests must start
+# as in a terminal
+for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
 
 # a busy machine is no failure: no deadline an example, no complaint about slow data
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -48,7 +48,7 @@ def test_stopped_and_resumed_run_equals_the_uninterrupted_one(
 def test_loss_falls_and_perplexity_is_its_exponential(ranks: RankPools, tmp_path: Path, data: Path) -> None:
     results = tmp_path / "results"
     flags = f"--data-path {data} --train-iters 40 --lr-warmup-iters 4 --results-dir {results}"
-    flags += " --tensor-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0"
+    flags += " --tensor-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0 --profile --profile-steps 2 3"
     assert ranks(2)(runs.train, flags) == ["", ""]
     valid = runs.rows(results, "valid")
     assert valid[-1]["lm_loss"] < 0.6 * valid[0]["lm_loss"]
@@ -58,6 +58,7 @@ def test_loss_falls_and_perplexity_is_its_exponential(ranks: RankPools, tmp_path
     assert row["tokens_per_second"] > 0
     assert (results / "config.yaml").is_file()
     assert list((results / "tensorboard").iterdir())
+    assert b"traceEvents" in (results / "profile.json").read_bytes()
 
 
 def test_kill_switch_saves_and_stops_all_ranks_and_blocks_the_next_start(
