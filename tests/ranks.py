@@ -7,6 +7,7 @@ collective, is killed and started anew for the next test.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -53,6 +54,7 @@ def _serve(pipe: Connection, rank: int, world_size: int) -> None:
         os.environ["MASTER_PORT"] = str(port)
         try:
             result = function(*arguments, **options)
+            gc.collect()  # engines hang in cycles, and hold on to their process groups
             _leave_world()
             pipe.send((True, result))
         except BaseException:  # whatever it is, the test must see it
