@@ -11,27 +11,35 @@
            modes        int8[S]    optional: multimodal datasets
 
 All numbers are little-endian. What tools/preprocess_data.py writes has one sequence for each document.
+
+Beside them, where our builder wrote them, PREFIX.sha256 holds the checksums of both in the format of `sha256sum`, and
+notes about the data, such as its tokenizer, in comment lines `# NAME: JSON`. Nothing but verification needs it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import mmap
 import os
+import re
 import uuid
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 Tokens = NDArray[Any]
 """Token ids, of whichever integer type the file has."""
+
+Progress = Callable[[int], object]
+"""Told how many bytes were handled since the last time."""
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -66,19 +74,23 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path):
         self.prefix = str(prefix)
         self._idx_path, self._bin_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
-        idx = _map(self._idx_path, self.prefix)
+        self._idx = idx = _map(self._idx_path, self.prefix)
         self._bin = _map(self._bin_path, self.prefix)
         self.dtype, num_sequences, num_document_entries = self._read_header(idx)
+        self.has_modes = len(idx) > HEADER_BYTES + 12 * num_sequences + 8 * num_document_entries
+        """Whether the index is a multimodal one, with a mode for each sequence."""
         at = HEADER_BYTES
         self.lengths: NDArray[np.int32] = np.frombuffer(idx, "<i4", num_sequences, at)
         """Tokens in each sequence."""
         at += 4 * num_sequences
-        self._pointers: NDArray[np.int64] = np.frombuffer(idx, "<i8", num_sequences, at)
+        self.pointers: NDArray[np.int64] = np.frombuffer(idx, "<i8", num_sequences, at)
+        """Where each sequence starts in the .bin, in bytes. A view of the file, not aligned."""
         at += 8 * num_sequences
         self.document_index: NDArray[np.int64] = np.frombuffer(idx, "<i8", num_document_entries, at)
         """Sequence at which each document starts; the number of sequences at the end."""
         self._check_tables()
-        self._tokens: Tokens = np.frombuffer(self._bin, self.dtype)
+        self.tokens: Tokens = np.frombuffer(self._bin, self.dtype)
+        """All of the .bin: the tokens of all sequences."""
 
     def _read_header(self, idx: mmap.mmap) -> tuple[np.dtype[Any], int, int]:
         path, size = self._idx_path, len(idx)
@@ -121,11 +133,11 @@ class IndexedDataset:
                 f"{self._idx_path}: the document index runs from {first} to {last}, not from 0 to the {num_sequences} "
                 "sequences; the file is damaged, copy it anew"
             )
-        if self._pointers[0] != 0:
+        if self.pointers[0] != 0:
             raise DataError(
-                f"{self._idx_path}: the first sequence starts at byte {self._pointers[0]}, not 0; the file is damaged"
+                f"{self._idx_path}: the first sequence starts at byte {self.pointers[0]}, not 0; the file is damaged"
             )
-        end = int(self._pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if end != bin_bytes:
             advice = "the two belong to different datasets, or one was cut off; copy both anew"
             if bin_bytes - end == self.num_documents * self.dtype.itemsize:
@@ -148,6 +160,11 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return len(self._bin) // self.dtype.itemsize
 
+    def release_memory(self) -> None:
+        """Let go of the pages read so far; the next read fetches them again. For those who pass over everything."""
+        self._idx.madvise(mmap.MADV_DONTNEED)
+        self._bin.madvise(mmap.MADV_DONTNEED)
+
     @cached_property
     def fingerprint(self) -> str:
         """Tells datasets apart by content, wherever they lie: all lengths, and a sample of the tokens."""
@@ -162,7 +179,7 @@ class IndexedDataset:
         """Tokens in a contiguous range of sequences. Raises DataError if lengths and pointers disagree about it."""
         if len(sequences) == 0:
             return 0
-        begin, last = int(self._pointers[sequences.start]), int(self._pointers[sequences.stop - 1])
+        begin, last = int(self.pointers[sequences.start]), int(self.pointers[sequences.stop - 1])
         lengths = self.lengths[sequences.start : sequences.stop]
         num_tokens = int(lengths.sum(dtype=np.int64))
         spanned_bytes = last - begin + int(lengths[-1]) * self.dtype.itemsize
@@ -187,13 +204,13 @@ class IndexedDataset:
             raise IndexError(
                 f"tokens {offset} to {offset + count} are outside the {whole} of sequence {sequence} of {self.prefix}"
             )
-        start, rest = divmod(int(self._pointers[sequence]), self.dtype.itemsize)
-        if rest or start < 0 or start + whole > len(self._tokens):
+        start, rest = divmod(int(self.pointers[sequence]), self.dtype.itemsize)
+        if rest or start < 0 or start + whole > len(self.tokens):
             raise DataError(
-                f"{self._idx_path}: sequence {sequence} lies at byte {self._pointers[sequence]} with {whole} tokens, "
+                f"{self._idx_path}: sequence {sequence} lies at byte {self.pointers[sequence]} with {whole} tokens, "
                 f"outside the {len(self._bin)} bytes of {self._bin_path}; the file is damaged, copy it anew"
             )
-        return self._tokens[start + offset : start + offset + count]
+        return self.tokens[start + offset : start + offset + count]
 
 
 def _map(path: Path, prefix: str) -> mmap.mmap:
@@ -201,64 +218,261 @@ def _map(path: Path, prefix: str) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        stem, suffix = os.path.splitext(prefix)
-        hint = "give PREFIX for PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py prints it"
-        if suffix in (".bin", ".idx"):
-            hint = f"give the prefix without {suffix}: {stem}"
-        raise DataError(f"{path} does not exist; {hint}") from None
+        raise DataError(f"{path} does not exist; {_missing_hint(path, prefix)}") from None
     except ValueError:  # an empty file cannot be mapped
         raise DataError(f"{path} is empty; preprocess the text anew, or copy the file anew") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-class IndexedDatasetBuilder:
-    """Writes PREFIX.bin and PREFIX.idx, which appear under these names only in `finalize`, whole.
+def _missing_hint(path: Path, prefix: str) -> str:
+    stem, suffix = os.path.splitext(prefix)
+    if suffix in (".bin", ".idx"):
+        return f"give the prefix without {suffix}: {stem}"
+    other = Path(prefix + (".idx" if path.suffix == ".bin" else ".bin"))
+    if other.exists():
+        return f"{other} does: a dataset is both files, copy them together"
+    if os.path.isdir(prefix):
+        names = sorted(file.stem for file in Path(prefix).glob("*.idx"))
+        return f"{prefix} is a folder, " + (
+            f"give a dataset in it, such as {Path(prefix, names[0])}" if names else "without datasets"
+        )
+    return "give PREFIX for PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py prints it"
 
-    A context manager: leaving it without `finalize` removes what was written. Tokens go to disk as they come; memory
-    grows by 12 bytes a document.
+
+@dataclass(frozen=True)
+class BuilderState:
+    """How much of a dataset was safely on disk at some moment: what `IndexedDatasetBuilder.resume` goes on from."""
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    num_documents: int = 0
+    num_listed_documents: int = 0
+    """Entries of the file of document ends: num_documents, or 0 while every document had one sequence."""
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> BuilderState:
+        """Raises DataError if anything is missing, unknown, or no count."""
+        names = [field.name for field in fields(cls)]
+        if sorted(content) != sorted(names) or not all(type(i) is int and i >= 0 for i in content.values()):
+            raise DataError(f"{dict(content)} is no saved state of a dataset: it must hold counts named {names}")
+        return cls(**content)
+
+
+SEALED_NAME = "dataset"
+"""A sealed work folder holds a dataset of this name, which can be read there before it is published."""
+# The .idx gets its name last in `seal`, and leaves last in `publish`: a folder that holds it is sealed.
+_BIN, _SHA256, _IDX = (SEALED_NAME + suffix for suffix in (".bin", ".sha256", ".idx"))
+_LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX = "lengths.int32", "document_ends.int64", "idx.unsealed"
+_WORK_FILES = (_BIN, _SHA256, _IDX, _LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX)
+
+BLOCK_ENTRIES = 1 << 20
+"""Entries of a table handled at a time: memory does not grow with the dataset."""
+COPY_BYTES = 4 << 20
+
+
+class IndexedDatasetBuilder:
+    """Writes PREFIX.bin, PREFIX.idx and PREFIX.sha256, which appear under these names only in `finalize`, whole.
+
+    Everything is written to a work folder first, tokens and lengths as they come: memory does not grow with the data.
+    Without `work_dir` that folder is PREFIX.partial-<12 hex digits>, and goes when the context manager is left. With
+    `work_dir`, which must lie on the file system of PREFIX, leaving the context manager keeps what was written, and a
+    later process can `resume` from it; `abandon` removes it.
+
+    `notes` are JSON values, written into PREFIX.sha256 under their names. Raises DataError, OSError.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike):
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: DTypeLike,
+        *,
+        notes: Mapping[str, Any] | None = None,
+        work_dir: str | Path | None = None,
+    ):
+        self._set_up(prefix, dtype, notes, work_dir)
+        self.work_dir.mkdir(parents=not self._removed_on_exit, exist_ok=not self._removed_on_exit)
+        self._check_file_system()
+        present = [name for name in _WORK_FILES if (self.work_dir / name).exists()]
+        if present:
+            raise DataError(
+                f"{self.work_dir} already holds an unfinished dataset ({', '.join(present)}); resume it, or remove it"
+            )
+        self._bin = _HashedFile((self.work_dir / _BIN).open("xb"))
+        self._lengths: IO[bytes] = (self.work_dir / _LENGTHS).open("xb")
+
+    def _set_up(
+        self, prefix: str | Path, dtype: DTypeLike, notes: Mapping[str, Any] | None, work_dir: str | Path | None
+    ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in DTYPES.items() if known == self.dtype]
         if not codes:
             raise DataError(f"dtype {self.dtype} cannot be stored; use one of {', '.join(map(str, DTYPES.values()))}")
         self._dtype_code = codes[0]
-        self._lengths = array("i")
-        self._document_index = array("q", [0])
+        self._notes = dict(notes or {})
+        _note_lines(self._notes)  # raises now rather than after hours of work
+        self._removed_on_exit = work_dir is None
+        self.work_dir = Path(work_dir) if work_dir else Path(f"{self.prefix}.partial-{uuid.uuid4().hex[:12]}")
+        """The folder of everything that is not whole yet."""
         self.num_tokens = 0
         """Tokens written so far."""
-        unique = f".partial-{uuid.uuid4().hex[:12]}"
-        self._partial_paths = (Path(self.prefix + ".bin" + unique), Path(self.prefix + ".idx" + unique))
-        self._bin: IO[bytes] | None = self._partial_paths[0].open("xb")
+        self.num_sequences = 0
+        self.num_documents = 0
+        # None while every document has one sequence: their ends are then 1, 2, 3, ...
+        self._document_ends: IO[bytes] | None = None
+        self._state: Literal["open", "sealed", "published", "closed"] = "open"
 
-    @property
-    def num_documents(self) -> int:
-        return len(self._document_index) - 1
+    def _check_file_system(self) -> None:
+        target = Path(self.prefix).parent
+        if self.work_dir.stat().st_dev != target.stat().st_dev:
+            raise DataError(
+                f"{self.work_dir} and {target} lie on different file systems, so finished files could not be renamed "
+                "from one to the other; put the work folder beside the output"
+            )
+
+    @classmethod
+    def resume(
+        cls,
+        prefix: str | Path,
+        dtype: DTypeLike,
+        state: BuilderState,
+        *,
+        notes: Mapping[str, Any] | None = None,
+        work_dir: str | Path,
+    ) -> IndexedDatasetBuilder:
+        """Go on from what `save_state` returned: whatever was written after it is cut off.
+
+        Reads the tokens once, for their checksum. Raises DataError if less than `state` is there.
+        """
+        builder = cls.__new__(cls)
+        builder._set_up(prefix, dtype, notes, work_dir)
+        if is_sealed(work_dir):
+            raise DataError(
+                f"{work_dir} holds a sealed dataset, to which nothing can be added; publish it, or remove it"
+            )
+        sizes = {_BIN: state.num_tokens * builder.dtype.itemsize, _LENGTHS: 4 * state.num_sequences}
+        if state.num_listed_documents:
+            sizes[_DOCUMENT_ENDS] = 8 * state.num_listed_documents
+        for name, size in sizes.items():
+            path = builder.work_dir / name
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                raise DataError(f"{path} has {found} bytes, less than the {size} that were saved; start anew")
+        builder.work_dir.mkdir(parents=True, exist_ok=True)
+        builder._check_file_system()
+        for name in set(_WORK_FILES) - sizes.keys():
+            (builder.work_dir / name).unlink(missing_ok=True)
+        opened = {name: _open_cut(builder.work_dir / name, size) for name, size in sizes.items()}
+        builder._bin, builder._lengths = _HashedFile(opened[_BIN]), opened[_LENGTHS]
+        builder._document_ends = opened.get(_DOCUMENT_ENDS)
+        for block in _file_blocks(builder.work_dir / _BIN, sizes[_BIN]):
+            builder._bin.digest.update(block)
+        builder.num_tokens, builder.num_sequences = state.num_tokens, state.num_sequences
+        builder.num_documents = state.num_documents
+        return builder
+
+    def save_state(self) -> BuilderState:
+        """Bring everything written so far safely to disk, and say how much that is."""
+        self._check_open()
+        self._sync()
+        listed = 0 if self._document_ends is None else self.num_documents
+        return BuilderState(self.num_tokens, self.num_sequences, self.num_documents, listed)
 
     def add_document(self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | None = None) -> None:
         """One document, of one sequence or of sequences with these lengths. Raises DataError; then nothing is added."""
         flat = np.asarray(tokens)
         self._write(flat, [len(flat)] if lengths is None else lengths)
-        self._document_index.append(len(self._lengths))
+        if self._document_ends is None and self.num_sequences == self.num_documents + 1:
+            self.num_documents += 1
+        else:
+            self._end_documents(np.array([self.num_sequences]))
 
     def add_documents(self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | Tokens) -> None:
-        """Documents of one sequence each, laid end to end in `tokens`. Raises DataError; then nothing is added."""
-        before = len(self._lengths)
+        """Documents of one sequence each, laid end to end in `tokens`. Raises DataError; then nothing is added.
+
+        Tokens of the builder's own dtype are written as they are, neither checked nor copied.
+        """
+        before = self.num_sequences
         self._write(np.asarray(tokens), lengths)
-        self._document_index.extend(range(before + 1, len(self._lengths) + 1))
+        self._end_documents(np.arange(before + 1, self.num_sequences + 1))
+
+    def append_dataset(self, dataset: IndexedDataset, progress: Progress | None = None) -> None:
+        """All documents of a finished dataset of the same dtype.
+
+        Raises DataError if its index is damaged, or if it is not what its PREFIX.sha256 says, where it has one. What
+        was added before that was met stays: abandon the builder then.
+        """
+        self._check_joins(dataset.prefix, dataset.dtype)
+        if dataset.has_modes:
+            raise DataError(f"{dataset.prefix}.idx has modes: multimodal datasets are read, but not written")
+        checksums = read_checksums(dataset.prefix)
+        if checksums:
+            checksums.compare(dataset.prefix, ".idx", file_sha256(dataset.prefix + ".idx"))
+        before, end = self.num_sequences, 0
+        for start in range(0, len(dataset), BLOCK_ENTRIES):
+            lengths = dataset.lengths[start : start + BLOCK_ENTRIES]
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            wrong = np.flatnonzero(dataset.pointers[start + 1 : start + len(ends)] != ends[:-1])
+            if dataset.pointers[start] != end or len(wrong) or lengths.min() < 0:
+                raise DataError(
+                    f"{dataset.prefix}.idx: lengths and pointers disagree within its sequences {start} to "
+                    f"{start + len(lengths)}; the file is damaged, copy it anew (tools/inspect_dataset.py --verify "
+                    "says more)"
+                )
+            self._write_lengths(lengths)
+            end = int(ends[-1])
+            dataset.release_memory()
+        digest = hashlib.sha256() if checksums else None
+        for block in _file_blocks(Path(dataset.prefix + ".bin"), dataset.num_tokens * self.dtype.itemsize):
+            self._bin.write(block)
+            if digest:
+                digest.update(block)
+            if progress:
+                progress(len(block))
+        self.num_tokens += dataset.num_tokens
+        if checksums and digest:
+            checksums.compare(dataset.prefix, ".bin", digest.hexdigest())
+        for start in range(0, dataset.num_documents, BLOCK_ENTRIES):
+            bounds = dataset.document_index[start : start + BLOCK_ENTRIES + 1]
+            if (np.diff(bounds) < 0).any():
+                raise DataError(
+                    f"{dataset.prefix}.idx: the document index decreases within its entries {start} to "
+                    f"{start + len(bounds)}; the file is damaged, copy it anew"
+                )
+            self._end_documents(before + bounds[1:])
+            dataset.release_memory()
+
+    def absorb(self, other: IndexedDatasetBuilder) -> None:
+        """All that another builder of the same dtype, not sealed yet, has written so far. It is left as it is."""
+        self._check_open()
+        other._check_open()
+        self._check_joins(other.prefix, other.dtype)
+        other._flush()
+        before = self.num_sequences
+        for lengths in _file_blocks(other.work_dir / _LENGTHS, 4 * other.num_sequences):
+            self._write_lengths(np.frombuffer(lengths, "<i4"))
+        for block in _file_blocks(other.work_dir / _BIN, other.num_tokens * self.dtype.itemsize):
+            self._bin.write(block)
+        self.num_tokens += other.num_tokens
+        for ends in other._document_end_blocks():
+            self._end_documents(before + np.frombuffer(ends, "<i8"))
+
+    def _check_joins(self, prefix: str, dtype: np.dtype[Any]) -> None:
+        if dtype != self.dtype:
+            raise DataError(f"{prefix} holds {dtype}, {self.prefix} {self.dtype}; they cannot be joined")
 
     def _write(self, tokens: Tokens, lengths: Sequence[int] | Tokens) -> None:
-        if self._bin is None:
-            raise RuntimeError(f"{self.prefix} is already sealed")
+        self._check_open()
         counts = np.asarray(lengths, dtype=np.int64)
         if int(counts.sum()) != len(tokens) or (counts.size and counts.min() < 0):
             raise DataError(f"{self.prefix}: lengths add up to {counts.sum()}, but {len(tokens)} tokens are given")
         if counts.size and counts.max() > LARGEST_LENGTH:
             raise DataError(f"{self.prefix}: a sequence of {counts.max()} tokens; the format ends at {LARGEST_LENGTH}")
-        if len(tokens) and self.dtype.kind in "iu":
+        if tokens.dtype != self.dtype and len(tokens) and self.dtype.kind in "iu":
             if tokens.dtype.kind not in "iu":
                 raise DataError(f"{self.prefix}: tokens are {tokens.dtype}, not integers; give token ids")
             smallest, largest, limits = tokens.min(), tokens.max(), np.iinfo(self.dtype)
@@ -269,56 +483,96 @@ class IndexedDatasetBuilder:
                     "choose the dtype by best_dtype(vocab_size)"
                 )
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-        self._lengths.frombytes(counts.astype(np.int32).tobytes())
         self.num_tokens += len(tokens)
+        self._write_lengths(counts)
+
+    def _write_lengths(self, lengths: Tokens) -> None:
+        self._lengths.write(lengths.astype("<i4").data)
+        self.num_sequences += len(lengths)
+
+    def _end_documents(self, ends: Tokens) -> None:
+        """Further documents, which end before these sequences. They are listed only where that says something."""
+        before = self.num_documents
+        if self._document_ends is None:
+            if np.array_equal(ends, np.arange(before + 1, before + 1 + len(ends))):
+                self.num_documents += len(ends)
+                return
+            self._document_ends = (self.work_dir / _DOCUMENT_ENDS).open("xb")
+            for block in _count_to(before):
+                self._document_ends.write(block)
+        self._document_ends.write(ends.astype("<i8").data)
+        self.num_documents += len(ends)
 
     def seal(self) -> None:
-        """Write all that is left to write, still under the temporary names.
+        """Write all that is left to write, still in the work folder.
 
         So that several datasets appear together: seal each, then finalize each. Raises DataError if there is no token
         at all.
         """
-        if self._bin is None:
-            raise RuntimeError(f"{self.prefix} is already sealed")
+        self._check_open()
         if self.num_tokens == 0:
             raise DataError(f"{self.prefix}: no tokens to write; give text that is not empty")
-        _sync_and_close(self._bin)
-        self._bin = None
-        with self._partial_paths[1].open("xb") as idx:
+        self._sync()
+        with (self.work_dir / _UNSEALED_IDX).open("wb") as file:
+            idx = _HashedFile(file)
             self._write_index(idx)
-            _sync_and_close(idx)
+            idx.sync()
+        name = Path(self.prefix).name
+        with (self.work_dir / _SHA256).open("wb") as file:
+            file.write(_note_lines(self._notes))
+            file.write(_checksum_line(self._bin.digest.hexdigest(), name + ".bin"))
+            file.write(_checksum_line(idx.digest.hexdigest(), name + ".idx"))
+            _sync(file)
+        os.replace(self.work_dir / _UNSEALED_IDX, self.work_dir / _IDX)
+        _sync_folder(self.work_dir)
+        self._close_files()
+        self._state = "sealed"
+        (self.work_dir / _LENGTHS).unlink()
+        (self.work_dir / _DOCUMENT_ENDS).unlink(missing_ok=True)
 
-    def finalize(self) -> None:
-        """Give both files their names, sealing first where that was not done. Raises as `seal` does."""
-        if self._bin is not None:
-            self.seal()
-        final_bin, final_idx = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
-        # Never an old index beside a new .bin: at every moment the pair is whole, or the .idx is missing.
-        final_idx.unlink(missing_ok=True)
-        os.replace(self._partial_paths[0], final_bin)
-        os.replace(self._partial_paths[1], final_idx)
-
-    def _write_index(self, idx: IO[bytes]) -> None:
-        lengths = np.frombuffer(self._lengths, np.int32)
+    def _write_index(self, idx: _HashedFile) -> None:
         idx.write(MAGIC + VERSION.to_bytes(8, "little") + bytes([self._dtype_code]))
-        idx.write(len(lengths).to_bytes(8, "little") + len(self._document_index).to_bytes(8, "little"))
-        idx.write(lengths.astype("<i4", copy=False).data)
-        position, block = 0, 1 << 20
-        for start in range(0, len(lengths), block):
-            sizes = lengths[start : start + block].astype(np.int64) * self.dtype.itemsize
+        idx.write(self.num_sequences.to_bytes(8, "little") + (self.num_documents + 1).to_bytes(8, "little"))
+        for block in self._length_blocks():
+            idx.write(block)
+        position = 0
+        for block in self._length_blocks():
+            sizes = np.frombuffer(block, "<i4").astype(np.int64) * self.dtype.itemsize
             ends = position + np.cumsum(sizes)
             idx.write((ends - sizes).astype("<i8", copy=False).data)
             position = int(ends[-1])
-        idx.write(np.frombuffer(self._document_index, np.int64).astype("<i8", copy=False).data)
+        idx.write(bytes(8))  # the first document starts at sequence 0
+        for block in self._document_end_blocks():
+            idx.write(block)
+
+    def _length_blocks(self) -> Iterator[memoryview]:
+        return _file_blocks(self.work_dir / _LENGTHS, 4 * self.num_sequences)
+
+    def _document_end_blocks(self) -> Iterator[memoryview]:
+        if self._document_ends is None:
+            return _count_to(self.num_documents)
+        return _file_blocks(self.work_dir / _DOCUMENT_ENDS, 8 * self.num_documents)
+
+    def finalize(self) -> None:
+        """Give the files their names, sealing first where that was not done. Raises as `seal` does."""
+        if self._state != "sealed":
+            self.seal()
+        publish(self.work_dir, self.prefix)
+        self._state = "published"
+
+    def close(self) -> None:
+        """Stop, and leave the work folder as it is: for `resume`, or, if sealed, for `publish`."""
+        if self._state == "open":
+            with contextlib.suppress(OSError):  # a full disk again; what was saved before is safe
+                self._close_files()
+        if self._state != "published":
+            self._state = "closed"
 
     def abandon(self) -> None:
         """Remove what was written. Nothing happens after `finalize`."""
-        if self._bin is not None:
-            with contextlib.suppress(OSError):  # a full disk again; the file goes anyway
-                self._bin.close()
-            self._bin = None
-        for path in self._partial_paths:
-            path.unlink(missing_ok=True)
+        if self._state != "published":
+            self.close()
+            _remove_work_files(self.work_dir)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -326,10 +580,204 @@ class IndexedDatasetBuilder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.abandon()
+        if self._removed_on_exit:
+            self.abandon()
+        else:
+            self.close()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise RuntimeError(f"{self.prefix} is already {self._state}")
+
+    def _open_files(self) -> list[IO[bytes]]:
+        return [file for file in (self._bin.file, self._lengths, self._document_ends) if file is not None]
+
+    def _flush(self) -> None:
+        for file in self._open_files():
+            file.flush()
+
+    def _sync(self) -> None:
+        for file in self._open_files():
+            _sync(file)
+
+    def _close_files(self) -> None:
+        with contextlib.ExitStack() as stack:  # each of them, even where one cannot write its rest
+            for file in self._open_files():
+                stack.callback(file.close)
 
 
-def _sync_and_close(file: IO[bytes]) -> None:
+def is_sealed(work_dir: str | Path) -> bool:
+    """Whether a builder's work folder holds a whole dataset that has yet to be published."""
+    return (Path(work_dir) / _IDX).exists()
+
+
+def is_open(work_dir: str | Path) -> bool:
+    """Whether a builder's work folder holds a dataset that can still be added to: neither sealed nor published."""
+    return (Path(work_dir) / _BIN).exists() and not is_sealed(work_dir)
+
+
+def publish(work_dir: str | Path, prefix: str | Path) -> None:
+    """Move a sealed dataset to PREFIX.bin, .sha256 and .idx, over an older one if need be, and remove its work folder.
+
+    At every moment the pair is whole, or the .idx is missing. A process killed in here can be followed by another that
+    calls this again. Raises DataError if the folder is not sealed, or if there is neither a folder nor a dataset.
+    """
+    work, base = Path(work_dir), str(prefix)
+    targets = {name: Path(base + name.removeprefix(SEALED_NAME)) for name in (_BIN, _SHA256, _IDX)}
+    if not is_sealed(work):
+        if (work / _BIN).exists() or not targets[_IDX].exists():
+            raise DataError(f"{work} holds no finished dataset to publish as {base}; finish it first, or start anew")
+    elif (work / _BIN).exists():
+        # an old index or checksum beside a new .bin would be taken for its own
+        for name in (_IDX, _SHA256):
+            targets[name].unlink(missing_ok=True)
+        _sync_folder(targets[_IDX].parent)
+    for name, target in targets.items():
+        if (work / name).exists():
+            os.replace(work / name, target)
+            _sync_folder(target.parent)  # in this order even if the power fails
+    _remove_work_files(work)
+
+
+def _remove_work_files(work_dir: Path) -> None:
+    for name in _WORK_FILES:
+        (work_dir / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # gone already, or the caller keeps something of his own in it
+        work_dir.rmdir()
+
+
+class _HashedFile:
+    """A file being written, and the SHA-256 of what it holds."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, content: bytes | memoryview) -> None:
+        self.file.write(content)
+        self.digest.update(content)
+
+    def sync(self) -> None:
+        _sync(self.file)
+
+
+def _count_to(last: int) -> Iterator[memoryview]:
+    """1, 2, ..., last as int64, in blocks."""
+    for start in range(1, last + 1, BLOCK_ENTRIES):
+        yield np.arange(start, min(start + BLOCK_ENTRIES, last + 1), dtype="<i8").data
+
+
+def _file_blocks(path: Path, size: int) -> Iterator[memoryview]:
+    """The first `size` bytes of a file, in blocks that are good until the next is asked for."""
+    buffer = memoryview(bytearray(min(COPY_BYTES, size)))
+    with path.open("rb") as file:
+        while size:
+            count = file.readinto(buffer[:size])
+            if not count:
+                raise DataError(f"{path} ends {size} bytes too early; it was changed while it was read")
+            yield buffer[:count]
+            size -= count
+
+
+def _open_cut(path: Path, size: int) -> IO[bytes]:
+    """A file to append to, cut to its first `size` bytes, which are there."""
+    file = path.open("r+b" if path.exists() else "xb")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-    file.close()
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot, and keep the order in their own way
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What PREFIX.sha256 says of a dataset."""
+
+    sha256: dict[str, str]
+    """Hexadecimal digests, of ".bin" and ".idx"."""
+    notes: dict[str, Any]
+    """What the builder was told about the data, such as its tokenizer."""
+
+    def compare(self, prefix: str, suffix: str, found: str) -> None:
+        """Raises DataError if the SHA-256 found of that file is not the one noted."""
+        if found != self.sha256[suffix]:
+            raise DataError(
+                f"{prefix}{suffix} has the SHA-256 {found[:12]}…, not {self.sha256[suffix][:12]}… as {prefix}.sha256 "
+                "says: it was changed, or belongs to another dataset; copy all three files anew"
+            )
+
+
+def file_sha256(path: str | Path, progress: Progress | None = None) -> str:
+    """SHA-256 of a whole file, in hexadecimal."""
+    digest = hashlib.sha256()
+    for block in _file_blocks(Path(path), os.path.getsize(path)):
+        digest.update(block)
+        if progress:
+            progress(len(block))
+    return digest.hexdigest()
+
+
+_CHECKSUM_LINE = re.compile(r"\\?([0-9a-f]{64}) [ *].*(\.bin|\.idx)")
+_NOTE_LINE = re.compile(r"# ([A-Za-z_][A-Za-z0-9_]*): (.*)")
+
+
+def read_checksums(prefix: str | Path) -> Checksums | None:
+    """PREFIX.sha256, in the format of `sha256sum`; None where there is none, as for datasets that Megatron wrote.
+
+    Only the suffixes of the names in it matter: the dataset may have been renamed. Raises DataError naming the line.
+    """
+    path = Path(f"{prefix}.sha256")
+    try:
+        text = os.fsdecode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    remedy = "delete it, or copy it anew"
+    digests: dict[str, str] = {}
+    notes: dict[str, Any] = {}
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+        place = f"{path}:{number}"
+        if line.startswith("#"):
+            note = _NOTE_LINE.fullmatch(line)
+            if note:  # any other comment is somebody else's
+                try:
+                    notes[note[1]] = json.loads(note[2])
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"{place}: the note {note[1]!r} is no JSON ({error}); {remedy}") from None
+            continue
+        entry = _CHECKSUM_LINE.fullmatch(line)
+        if not entry or entry[2] in digests:
+            problem = "is no line of sha256sum for a .bin or .idx" if not entry else f"is a second one for {entry[2]}"
+            raise DataError(f"{place}: {line[:80]!r} {problem}; {remedy}")
+        digests[entry[2]] = entry[1]
+    for suffix in (".bin", ".idx"):
+        if suffix not in digests:
+            raise DataError(f"{path} has no line for the {suffix}; {remedy}")
+    return Checksums(digests, notes)
+
+
+def _note_lines(notes: Mapping[str, Any]) -> bytes:
+    lines = [f"# {name}: {json.dumps(value)}\n" for name, value in notes.items()]
+    wrong = [name for name, line in zip(notes, lines, strict=True) if not _NOTE_LINE.fullmatch(line.rstrip("\n"))]
+    if wrong:
+        raise ValueError(f"note {wrong[0]!r} cannot be written; its name must be letters, digits and underscores")
+    return "".join(lines).encode()
+
+
+def _checksum_line(digest: str, name: str) -> bytes:
+    """As sha256sum writes it: odd characters of the name are escaped, and a leading backslash says so."""
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return os.fsencode(f"{'' if escaped == name else chr(92)}{digest}  {escaped}\n")

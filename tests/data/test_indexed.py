@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import random
+import shutil
 import struct
+import subprocess
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.data.indexed import DTYPES, DataError, IndexedDataset, IndexedDatasetBuilder, best_dtype
+from megatron.data import indexed
+from megatron.data.indexed import (
+    DTYPES,
+    BuilderState,
+    DataError,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    best_dtype,
+    is_sealed,
+    publish,
+    read_checksums,
+)
 from tests.data.datasets import open_dataset, write_dataset
 
 
@@ -32,7 +51,7 @@ def test_builder_writes_the_format_byte_for_byte(tmp_path: Path) -> None:
         builder.finalize()
     assert (tmp_path / "d.bin").read_bytes() == struct.pack("<10H", 1, 2, 65535, 4, 5, 6, 7, 8, 9, 10)
     assert (tmp_path / "d.idx").read_bytes() == idx_bytes([3, 1, 3, 2, 1], 2, 8, [0, 1, 3, 4, 5])
-    assert sorted(os.listdir(tmp_path)) == ["d.bin", "d.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["d.bin", "d.idx", "d.sha256"]
 
 
 @pytest.mark.parametrize(("code", "dtype"), DTYPES.items())
@@ -46,6 +65,10 @@ def test_reader_reads_hand_made_bytes_of_every_dtype(tmp_path: Path, code: int, 
     assert data.read(2, offset=3).tolist() == [6]
     assert data.lengths.tolist() == [2, 0, 4]
     assert data.document_index.tolist() == [0, 1, 3]
+    assert data.pointers.tolist() == [0, 2 * dtype.itemsize, 2 * dtype.itemsize]
+    assert data.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    data.release_memory()
+    assert data.read(2).tolist() == [3, 4, 5, 6]
 
 
 def test_modes_of_a_multimodal_index_are_passed_over(tmp_path: Path) -> None:
@@ -187,7 +210,7 @@ def test_a_builder_without_tokens_leaves_the_old_dataset_alone(tmp_path: Path) -
         builder.add_document([])
         with pytest.raises(DataError, match="no tokens"):
             builder.finalize()
-    assert sorted(os.listdir(tmp_path)) == ["d.bin", "d.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["d.bin", "d.idx", "d.sha256"]
     assert len(IndexedDataset(tmp_path / "d")) == 2
 
 
@@ -199,3 +222,303 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
     assert open_dataset(tmp_path / "e", [2, 3], np.int32).fingerprint != first.fingerprint
     overwrite(write_dataset(tmp_path / "f", [2, 3]).with_suffix(".bin"), 4, b"\x09")
     assert IndexedDataset(tmp_path / "f").fingerprint != first.fingerprint
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The builder's work folder
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks so small that tiny datasets cross many of their borders."""
+    monkeypatch.setattr(indexed, "BLOCK_ENTRIES", 3)
+    monkeypatch.setattr(indexed, "COPY_BYTES", 8)
+
+
+def files(folder: Path, name: str = "d") -> dict[str, bytes]:
+    return {suffix: (folder / f"{name}.{suffix}").read_bytes() for suffix in ("bin", "idx", "sha256")}
+
+
+ADDITIONS: list[Callable[[IndexedDatasetBuilder], None]] = [
+    lambda b: b.add_documents(np.arange(9), [2, 0, 3, 4]),
+    lambda b: b.add_document([1, 2, 3]),
+    lambda b: b.add_document([7, 8, 9], lengths=[1, 2]),
+    lambda b: b.add_document([], lengths=[]),
+    lambda b: b.add_documents(np.arange(5, dtype=np.uint16), [5]),
+    lambda b: b.add_document([6, 6], lengths=[0, 2]),
+]
+ADDED_LENGTHS = [2, 0, 3, 4, 3, 1, 2, 5, 0, 2]
+ADDED_DOCUMENTS = [0, 1, 2, 3, 4, 5, 7, 7, 8, 10]
+
+
+def test_blocks_leave_no_seams(tmp_path: Path, small_blocks: None) -> None:
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
+        for add in ADDITIONS:
+            add(builder)
+        builder.finalize()
+    assert (tmp_path / "d.idx").read_bytes() == idx_bytes(ADDED_LENGTHS, 2, 8, ADDED_DOCUMENTS)
+    assert (builder.num_documents, builder.num_sequences, builder.num_tokens) == (9, 10, 22)
+
+
+def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "BLOCK_ENTRIES", 1 << 10)
+    monkeypatch.setattr(indexed, "COPY_BYTES", 1 << 12)
+    tokens, lengths = np.zeros(1000, np.uint16), np.ones(1000, np.int64)
+    tracemalloc.start()
+    try:
+        with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
+            for _ in range(500):
+                builder.add_documents(tokens, lengths)
+            builder.add_document([1, 2], lengths=[1, 1])  # from here on the ends are listed, too
+            builder.finalize()
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert builder.num_documents == 500_001
+    assert peak_bytes < 2 * 500_001  # less than 2 bytes a document, where a length alone takes 4
+
+
+@pytest.mark.parametrize("saved_after", range(len(ADDITIONS) + 1))
+def test_a_killed_builder_resumed_writes_the_same_files(tmp_path: Path, small_blocks: None, saved_after: int) -> None:
+    notes = {"tokenizer": {"type": "X"}}
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16, notes=notes) as builder:
+        for add in ADDITIONS:
+            add(builder)
+        builder.finalize()
+    whole = files(tmp_path)
+
+    (tmp_path / "again").mkdir()
+    prefix, work = tmp_path / "again" / "d", tmp_path / "again" / "work"
+    killed = IndexedDatasetBuilder(prefix, np.uint16, notes=notes, work_dir=work)
+    for add in ADDITIONS[:saved_after]:
+        add(killed)
+    state = BuilderState.from_json(json.loads(json.dumps(killed.save_state().to_json())))
+    for add in ADDITIONS[saved_after:]:
+        add(killed)
+    killed.save_state()
+    killed.close()
+    with (work / "dataset.bin").open("ab") as file:
+        file.write(b"torn")
+
+    with IndexedDatasetBuilder.resume(prefix, np.uint16, state, notes=notes, work_dir=work) as resumed:
+        assert resumed.save_state() == state
+        for add in ADDITIONS[saved_after:]:
+            add(resumed)
+        resumed.finalize()
+    assert files(tmp_path / "again") == whole
+    assert sorted(os.listdir(tmp_path / "again")) == ["d.bin", "d.idx", "d.sha256"]
+
+
+def test_a_work_folder_that_lost_something_is_not_resumed(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16, work_dir=work) as builder:
+        builder.add_document([1, 2, 3], lengths=[1, 2])
+        state = builder.save_state()
+    for name in ("dataset.bin", "lengths.int32", "document_ends.int64"):
+        path = work / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        with pytest.raises(DataError, match=f"{name} has {len(content) - 1} bytes, less than the {len(content)}"):
+            IndexedDatasetBuilder.resume(tmp_path / "d", np.uint16, state, work_dir=work)
+        path.write_bytes(content)
+    with IndexedDatasetBuilder.resume(tmp_path / "d", np.uint16, state, work_dir=work) as builder:
+        builder.seal()
+    assert is_sealed(work)
+    with pytest.raises(DataError, match="sealed"):
+        IndexedDatasetBuilder.resume(tmp_path / "d", np.uint16, state, work_dir=work)
+
+
+@pytest.mark.parametrize("change", [{"num_tokens": -1}, {"num_tokens": 1.0}, {"num_tokens": None}, {"more": 1}])
+def test_a_saved_state_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    for content in ({}, BuilderState(1, 1, 1).to_json() | change):
+        with pytest.raises(DataError, match="no saved state"):
+            BuilderState.from_json(content)
+
+
+def test_a_given_work_folder_survives_an_exception_until_abandoned(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+
+    def fail_halfway() -> None:
+        with IndexedDatasetBuilder(tmp_path / "d", np.uint16, work_dir=work) as builder:
+            builder.add_document([1])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_halfway()
+    assert os.listdir(tmp_path) == ["work"]
+    with pytest.raises(DataError, match="already holds an unfinished dataset"):
+        IndexedDatasetBuilder(tmp_path / "d", np.uint16, work_dir=work)
+    IndexedDatasetBuilder.resume(tmp_path / "d", np.uint16, BuilderState(), work_dir=work).abandon()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_work_folder_on_another_file_system_is_refused(tmp_path: Path) -> None:
+    other = Path("/dev/shm")
+    if not os.access(other, os.W_OK) or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs a second file system at /dev/shm")
+    work = other / f"indexed-test-{os.getpid()}"
+    try:
+        with pytest.raises(DataError, match="different file systems"):
+            IndexedDatasetBuilder(tmp_path / "d", np.uint16, work_dir=work)
+    finally:
+        shutil.rmtree(work)
+
+
+def test_absorbing_builders_equals_adding_their_documents(tmp_path: Path, small_blocks: None) -> None:
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as whole:
+        for add in [*ADDITIONS, *ADDITIONS[:2], *ADDITIONS[:2]]:
+            add(whole)
+        whole.finalize()
+    (tmp_path / "parts").mkdir()
+    with (
+        IndexedDatasetBuilder(tmp_path / "parts" / "d", np.uint16) as joined,
+        IndexedDatasetBuilder(tmp_path / "parts" / "a", np.uint16) as irregular,
+        IndexedDatasetBuilder(tmp_path / "parts" / "b", np.uint16) as regular,
+        IndexedDatasetBuilder(tmp_path / "parts" / "c", np.int32) as wide,
+    ):
+        for add in ADDITIONS:
+            add(irregular)
+        for add in ADDITIONS[:2]:
+            add(regular)
+        for part in (irregular, regular, regular):
+            joined.absorb(part)
+        with pytest.raises(DataError, match="cannot be joined"):
+            joined.absorb(wide)
+        regular.add_document([5])  # the absorbed one goes on as if nothing had happened
+        regular.finalize()
+        joined.finalize()
+    assert files(tmp_path / "parts") == files(tmp_path)
+    assert IndexedDataset(tmp_path / "parts" / "b").lengths.tolist() == [2, 0, 3, 4, 3, 1]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("steps", range(13))
+def test_publishing_killed_at_any_step_leaves_no_false_pair_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    write_dataset(tmp_path / "d", [2, 3, 4])
+    old = files(tmp_path)
+    work = tmp_path / "work"
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16, work_dir=work) as builder:
+        builder.add_document([9] * 9)  # as many bytes: an old .idx would fit it
+        builder.seal()
+    left = iter(range(steps))
+
+    def killing(real: Callable[..., None]) -> Callable[..., None]:
+        def step(*arguments: Any, **options: Any) -> None:
+            if next(left, None) is None:
+                raise Killed
+            real(*arguments, **options)
+
+        return step
+
+    with monkeypatch.context() as patched:
+        for owner, name in ((os, "replace"), (Path, "unlink"), (Path, "rmdir")):
+            patched.setattr(owner, name, killing(getattr(owner, name)))
+        try:
+            publish(work, tmp_path / "d")
+        except Killed:
+            pass
+        else:
+            assert steps == 12
+    if (tmp_path / "d.idx").exists():
+        assert (tmp_path / "d.bin").read_bytes() == (old["bin"] if is_sealed(work) else b"\x09\x00" * 9)
+    elif (tmp_path / "d.sha256").exists():
+        checksums = read_checksums(tmp_path / "d")
+        assert checksums is not None
+        assert checksums.sha256[".bin"] == hashlib.sha256((tmp_path / "d.bin").read_bytes()).hexdigest()
+    publish(work, tmp_path / "d")
+    publish(work, tmp_path / "d")
+    assert IndexedDataset(tmp_path / "d").read(0).tolist() == [9] * 9
+    assert sorted(os.listdir(tmp_path)) == ["d.bin", "d.idx", "d.sha256"]
+
+
+def test_an_unfinished_or_missing_work_folder_is_not_published(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "d", [2, 3])
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16, work_dir=tmp_path / "work") as builder:
+        builder.add_document([1])
+    for work, prefix in ((tmp_path / "work", "d"), (tmp_path / "none", "never")):
+        with pytest.raises(DataError, match="no finished dataset to publish"):
+            publish(work, tmp_path / prefix)
+    assert len(IndexedDataset(tmp_path / "d")) == 2
+    assert (tmp_path / "work" / "dataset.bin").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checksums
+
+
+def test_the_checksum_file_is_sha256sums_and_carries_notes(tmp_path: Path) -> None:
+    notes = {"tokenizer": {"type": "Ünï\n# code", "vocab_size": 7}, "append_eod": True}
+    name = "odd\\na\nme"
+    with IndexedDatasetBuilder(tmp_path / name, np.uint16, notes=notes) as builder:
+        builder.add_documents(np.arange(1000), [400, 600])
+        builder.finalize()
+    found = read_checksums(tmp_path / name)
+    assert found is not None
+    assert found.notes == notes
+    assert found.sha256 == {
+        suffix: hashlib.sha256((tmp_path / (name + suffix)).read_bytes()).hexdigest() for suffix in (".bin", ".idx")
+    }
+    if shutil.which("sha256sum"):
+        check = ["sha256sum", "--check", "--strict", f"{name}.sha256"]
+        assert subprocess.run(check, cwd=tmp_path, capture_output=True).returncode == 0
+        (tmp_path / f"{name}.bin").write_bytes(b"other")
+        assert subprocess.run(check, cwd=tmp_path, capture_output=True).returncode == 1
+
+
+def test_a_renamed_dataset_keeps_its_checksums_and_one_without_them_is_fine(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "d", [2, 3])
+    for suffix in (".bin", ".idx", ".sha256"):
+        (tmp_path / f"d{suffix}").rename(tmp_path / f"e{suffix}")
+    found = read_checksums(tmp_path / "e")
+    assert found is not None
+    found.compare("e", ".bin", hashlib.sha256((tmp_path / "e.bin").read_bytes()).hexdigest())
+    (tmp_path / "e.sha256").unlink()
+    assert read_checksums(tmp_path / "e") is None
+    assert len(IndexedDataset(tmp_path / "e")) == 2
+
+
+DIGEST = "0" * 64
+MALFORMED_CHECKSUMS = {
+    "empty": ("", ":1: ''"),
+    "no digest": (f"{DIGEST}  d.bin\nhello\n", ":2: 'hello' is no line of sha256sum"),
+    "short digest": (f"{DIGEST[1:]}  d.bin\n", ":1: .* is no line"),
+    "another file": (f"{DIGEST}  d.txt\n", ":1: .* is no line"),
+    "twice": (f"{DIGEST}  d.bin\n{DIGEST}  d.idx\n{DIGEST}  e.bin\n", r":3: .* is a second one for \.bin"),
+    "half": (f"{DIGEST}  d.bin\n", r"no line for the \.idx"),
+    "note": (f"# tokenizer: {{\n{DIGEST}  d.bin\n{DIGEST}  d.idx\n", ":1: the note 'tokenizer' is no JSON"),
+    "binary": ("\x00\x01\udcff", ":1: "),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED_CHECKSUMS)
+def test_a_malformed_checksum_file_is_refused_with_its_line(tmp_path: Path, fault: str) -> None:
+    content, message = MALFORMED_CHECKSUMS[fault]
+    (tmp_path / "d.sha256").write_bytes(os.fsencode(content))
+    with pytest.raises(DataError, match=r"d\.sha256.*" + message):
+        read_checksums(tmp_path / "d")
+
+
+def test_appending_a_dataset_follows_its_documents(tmp_path: Path, small_blocks: None) -> None:
+    draw = random.Random(0)
+    parts: list[list[list[int]]] = []
+    for number in range(3):  # documents as lists of the lengths of their sequences
+        most = 1 if number == 1 else 3
+        parts.append([[draw.randrange(5) for _ in range(draw.randrange(1, most + 1))] for _ in range(11)])
+        with IndexedDatasetBuilder(tmp_path / str(number), np.int32) as builder:
+            for lengths in parts[-1]:
+                builder.add_document(list(range(number, number + sum(lengths))), lengths)
+            builder.finalize()
+    with IndexedDatasetBuilder(tmp_path / "d", np.int32) as builder:
+        for number in range(3):
+            builder.append_dataset(IndexedDataset(tmp_path / str(number)))
+        builder.finalize()
+    documents = [lengths for part in parts for lengths in part]
+    lengths = [length for document in documents for length in document]
+    bounds = np.cumsum([0, *map(len, documents)]).tolist()
+    assert (tmp_path / "d.idx").read_bytes() == idx_bytes(lengths, 4, 4, bounds)
+    assert (tmp_path / "d.bin").read_bytes() == b"".join((tmp_path / f"{n}.bin").read_bytes() for n in range(3))
