@@ -19,6 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder, installed or not
 
+from tools.text_flags import add_input_flags, check_input_flags, find_input, separator
+
 NUM_BYTE_SYMBOLS = 256
 
 
@@ -26,37 +28,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a byte-level BPE tokenizer (GPT-2's kind) on text.", allow_abbrev=False
     )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="files, folders or globs; .jsonl and .json hold a JSON object a line, a .txt file is one document",
-    )
-    parser.add_argument(
-        "--text-files",
-        metavar="PATTERN",
-        help="files of this name, such as '*.py', are one document of text each; folders are searched for these alone",
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys whose text is learned from (default: text)",
-    )
-    parser.add_argument(
-        "--on-bad-line",
-        choices=("fail", "skip"),
-        default="fail",
-        help="what to do with a document that cannot be used (default: fail)",
-    )
+    add_input_flags(parser, "keys whose text is learned from (default: text)")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="entries, <|endoftext|> included")
     parser.add_argument(
         "--min-frequency", type=int, default=2, metavar="N", help="rarer pairs are not merged (default: 2)"
     )
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the tokenizer's files")
     arguments = parser.parse_args(argv)
+    check_input_flags(parser, arguments)
     if arguments.vocab_size <= NUM_BYTE_SYMBOLS:
         parser.error(f"--vocab-size {arguments.vocab_size} must be at least 257: 256 bytes and <|endoftext|>")
     return arguments
@@ -66,11 +45,11 @@ def run(arguments: argparse.Namespace) -> None:
     """The whole command. Raises DataError or OSError, with no final file written."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from megatron.data.documents import find_sources, read_texts
+    from megatron.data.documents import read_texts
     from megatron.data.indexed import DataError
     from megatron.data.tokenizer import END_OF_TEXT
 
-    sources = find_sources(arguments.input, arguments.text_files)
+    sources = find_input(arguments)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = byte_level
@@ -80,7 +59,8 @@ def run(arguments: argparse.Namespace) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    learner.train_from_iterator(read_texts(sources, arguments.json_keys, arguments.on_bad_line), trainer)
+    texts = read_texts(sources, arguments.json_keys, arguments.on_bad_line, separator(arguments))
+    learner.train_from_iterator(texts, trainer)
     learned = json.loads(learner.to_str())["model"]
     vocab: dict[str, int] = learned["vocab"]
     merges: list[tuple[str, str]] = [tuple(pair) for pair in learned["merges"]]
