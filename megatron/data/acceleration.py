@@ -1,0 +1,212 @@
+"""gigatoken as the workhorse of a tokenizer: the same ids, many times faster, or none at all.
+
+gigatoken 0.10 reimplements other libraries' tokenizers. It gives their ids for the kinds that are let through here.
+What it was found to get wrong without a word is refused by name, and `check_equal` compares ids on the caller's text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.tokenizer import (
+    LibraryTokenizer,
+    SentencePieceTokenizer,
+    TikTokenizer,
+    TokenBatch,
+    Tokenizer,
+    any_of,
+    refusal,
+)
+
+if TYPE_CHECKING:
+    import gigatoken
+
+# ours -> gigatoken's. Llama 3's pattern is GPT-4's but for white space at the very end of a text, where no vocabulary
+# made with either has a token that could show it.
+TIKTOKEN_PATTERNS = {"r50k": "gpt2", "cl100k": "gpt4", "llama3": "gpt4", "o200k": "o200k"}
+
+SHOWN_IDS = 8
+SHOWN_CHARACTERS = 60
+
+
+class NotAccelerated(Exception):
+    """This tokenizer keeps its own library. Says why, in one line."""
+
+
+class AcceleratedTokenizer:
+    """A tokenizer whose text gigatoken encodes. Who it is and how it decodes is the reference's."""
+
+    def __init__(self, reference: Tokenizer, inner: gigatoken.Tokenizer, apart: re.Pattern[str] | None = None):
+        """Texts that `apart` finds something in are left to the reference."""
+        self._reference = reference
+        self._inner = inner
+        self._apart = apart
+
+    @property
+    def vocab_size(self) -> int:
+        return self._reference.vocab_size
+
+    @property
+    def eod(self) -> int | None:
+        return self._reference.eod
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self._reference.identity
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.encode_batch([text]).ids.tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        left = [i for i, text in enumerate(texts) if self._apart.search(text)] if self._apart else []
+        if not left:
+            return self._encode(list(texts))
+        # an empty text has no ids; the reference's go where it stands
+        rest = list(texts)
+        for i in left:
+            rest[i] = ""
+        ids, lengths = self._encode(rest)
+        left_ids, left_lengths = self._reference.encode_batch([texts[i] for i in left])
+        starts = np.cumsum(lengths) - lengths
+        ids = np.insert(ids, np.repeat(starts[left], left_lengths), left_ids)
+        lengths[left] = left_lengths
+        return TokenBatch(ids, lengths)
+
+    def _encode(self, texts: list[str]) -> TokenBatch:
+        try:
+            # on this thread: the callers have threads of their own
+            rows = self._inner.encode_batch(texts, parallel=False)
+        except Exception as error:  # TypeError for a lone surrogate
+            raise refusal(texts, error) from error
+        offsets: NDArray[np.int64] = rows.layout.offsets.data
+        return TokenBatch(rows.layout.content.data, np.diff(offsets))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._reference.decode(ids)
+
+
+def accelerate(tokenizer: Tokenizer) -> Tokenizer:
+    """A twin of `tokenizer` that gigatoken encodes for. Raises NotAccelerated with the reason."""
+    try:
+        import gigatoken
+        from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+    except ImportError as error:
+        raise NotAccelerated(f"gigatoken cannot be used ({error}); pip install gigatoken") from None
+    try:
+        if isinstance(tokenizer, LibraryTokenizer):
+            content = _library_json(tokenizer)
+            return AcceleratedTokenizer(tokenizer, gigatoken.Tokenizer.from_json(content))
+        if isinstance(tokenizer, SentencePieceTokenizer):
+            described = json.loads(sentencepiece_to_tokenizer_json(tokenizer.model_proto))
+            content, apart = _sentencepiece_json(tokenizer, described)
+            return AcceleratedTokenizer(tokenizer, gigatoken.Tokenizer.from_json(content), apart)
+        if isinstance(tokenizer, TikTokenizer):
+            pattern = TIKTOKEN_PATTERNS[tokenizer.pattern]
+            inner = gigatoken.Tokenizer.from_tiktoken(tokenizer.path, pattern, tokenizer.special_tokens)
+            return AcceleratedTokenizer(tokenizer, inner)
+    except NotAccelerated:
+        raise
+    except Exception as error:  # gigatoken raises RuntimeError, ValueError and what its parsers raise
+        raise NotAccelerated(
+            f"gigatoken refuses the model: {' '.join(str(error).split('Location:')[0].split())}"
+        ) from None
+    raise NotAccelerated(f"gigatoken has no {type(tokenizer).__name__}")
+
+
+def _library_json(tokenizer: LibraryTokenizer) -> str:
+    """The tokenizer.json for gigatoken, which always parses the special tokens it is told of."""
+    content = json.loads(tokenizer.to_json())
+    if not tokenizer.parse_special_tokens:
+        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+    model = content["model"]
+    if model["type"] != "BPE":
+        raise NotAccelerated(f"gigatoken has no {model['type']} models")
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise NotAccelerated(f"gigatoken ignores the model's {name}={model[name]!r}")
+    for token in content["added_tokens"]:
+        for name in ("single_word", "rstrip"):
+            if token[name]:
+                raise NotAccelerated(f"gigatoken ignores {name} of the added token {token['content']!r}")
+        if token["normalized"] and content["normalizer"]:
+            raise NotAccelerated(f"gigatoken looks for the added token {token['content']!r} before normalizing")
+    if not model.get("byte_fallback"):
+        _check_pre_tokenizer(content["pre_tokenizer"])
+    return json.dumps(content)
+
+
+def _check_pre_tokenizer(pre_tokenizer: dict[str, Any] | None) -> None:
+    """Let through what gigatoken implements for byte-level models; some others it takes for one of them."""
+    if pre_tokenizer is None:
+        raise NotAccelerated("gigatoken needs a pre-tokenizer")
+    if pre_tokenizer["type"] == "ByteLevel":
+        if not pre_tokenizer["use_regex"]:
+            raise NotAccelerated("gigatoken always cuts ByteLevel text into words; this model does not")
+        return
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    *splits, last = steps
+    if last["type"] != "ByteLevel" or last["add_prefix_space"] or any(step["type"] != "Split" for step in splits):
+        raise NotAccelerated(f"gigatoken has no pre-tokenizer of {' + '.join(step['type'] for step in steps)}")
+    for step in splits:
+        if (step["behavior"], step["invert"]) not in (("Isolated", False), ("Removed", True)):
+            raise NotAccelerated(f"gigatoken ignores the behavior={step['behavior']} of the pre-tokenizer's Split")
+
+
+def _sentencepiece_json(
+    tokenizer: SentencePieceTokenizer, content: dict[str, Any]
+) -> tuple[str, re.Pattern[str] | None]:
+    """The tokenizer.json for gigatoken, and what it must not see.
+
+    User-defined pieces are among these: gigatoken puts a space before the text after one.
+    """
+    steps = content["normalizer"]["normalizers"]
+    if any(step["type"] in ("Precompiled", "Strip") for step in steps):
+        raise NotAccelerated("gigatoken gives other ids than SentencePiece under its normalizer; only identity is sure")
+    defined = [token["content"] for token in content["added_tokens"] if not token["special"]]
+    if any("\u2581" in piece for piece in defined):
+        raise NotAccelerated("gigatoken misses user-defined pieces with a space in them")
+    unused, reserved = tokenizer.pieces_beyond_text()
+    if unused:
+        raise NotAccelerated(f"gigatoken uses pieces that the model marks as unused, such as {unused[0]!r}")
+    # `</` and `s>` may both be pieces, but text never becomes the control piece
+    barred = set(reserved)
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "".join(pair) not in barred]
+    content["added_tokens"] = []
+    return json.dumps(content), any_of([*defined, *tokenizer.special_tokens])
+
+
+def check_equal(fast: Tokenizer, reference: Tokenizer, texts: Sequence[str]) -> None:
+    """Raise NotAccelerated, naming the text, unless both give the same ids for each of `texts`.
+
+    A text that the reference refuses proves nothing: its error is passed on.
+    """
+    expected = reference.encode_batch(texts)
+    try:
+        found = fast.encode_batch(texts)
+    except Exception as error:
+        raise NotAccelerated(f"the accelerated tokenizer refuses text that the reference encodes: {error}") from error
+    if np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.ids, expected.ids):
+        return
+    found_ends, expected_ends = np.cumsum(found.lengths), np.cumsum(expected.lengths)
+    for i, text in enumerate(texts):
+        ours = found.ids[found_ends[i] - found.lengths[i] : found_ends[i]]
+        theirs = expected.ids[expected_ends[i] - expected.lengths[i] : expected_ends[i]]
+        if not np.array_equal(ours, theirs):
+            raise NotAccelerated(_difference(text, ours.tolist(), theirs.tolist()))
+    raise AssertionError("batches differ, no text does")
+
+
+def _difference(text: str, ours: list[int], theirs: list[int]) -> str:
+    same = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    shown = repr(text[:SHOWN_CHARACTERS]) + ("..." if len(text) > SHOWN_CHARACTERS else "")
+    return (
+        f"ids of the text {shown} differ from token {same} on: {ours[same : same + SHOWN_IDS]}, "
+        f"where the reference gives {theirs[same : same + SHOWN_IDS]}"
+    )
