@@ -30,6 +30,10 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
+LARGEST_BLEND = 2**15 - 1
+"""Datasets in a blend: their number is stored in 16 bits."""
+
+
 class ConfigError(ValueError):
     """The config breaks a rule. Carries every fault found, one a line."""
 
@@ -239,21 +243,44 @@ class DataConfig:
     """What is trained on."""
 
     data_path: tuple[str, ...] = ()
-    """Prefix of an indexed dataset (`PREFIX.bin`, `PREFIX.idx`), or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."""
+    """Prefix of an indexed dataset (`PREFIX.bin`, `PREFIX.idx`), or a blend: WEIGHT PREFIX WEIGHT PREFIX ..., or
+    prefixes alone, which are mixed by size and read once, without a second epoch."""
     split: str = "969,30,1"
-    """Parts of the documents for training, validation and test, in proportion."""
+    """Parts of the documents of data_path for training, validation and test, in proportion. Paths of their own
+    (train_data_path) are taken whole."""
+    train_data_path: tuple[str, ...] = ()
+    """Training data of its own, written as data_path is, which it replaces."""
+    valid_data_path: tuple[str, ...] = ()
+    """Validation data, beside train_data_path. Unset: none."""
+    test_data_path: tuple[str, ...] = ()
+    """Test data, beside train_data_path. Unset: none."""
     data_cache_path: str | None = None
     """Folder for the index arrays. Unset: `cache/` beside the dataset."""
-    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "SentencePieceTokenizer", "NullTokenizer"] | None = None
+    tokenizer_type: (
+        Literal[
+            "GPT2BPETokenizer",
+            "HFTokenizer",
+            "HuggingFaceTokenizer",
+            "SentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = None
     """Kind of tokenizer, where one is needed (eod_mask_loss, reset_*)."""
     tokenizer_model: str | None = None
-    """The tokenizer's file: a tokenizer.json or its folder, or a SentencePiece model."""
+    """The tokenizer's file: a tokenizer.json or its folder, a SentencePiece model, or a tiktoken rank file."""
     vocab_file: str | None = None
     """GPT2BPETokenizer: vocab.json."""
     merge_file: str | None = None
     """GPT2BPETokenizer: merges.txt."""
+    tiktoken_pattern: Literal["r50k", "cl100k", "o200k", "llama3"] | None = None
+    """TikTokenizer: pattern and special tokens of the rank file. Unset: told by its number of ranks."""
+    eod_token: str | None = None
+    """Token that ends a document, such as `<|endoftext|>`. Unset: the tokenizer's."""
     eod_token_id: NonNegative | None = None
-    """Id that ends a document. Unset: the tokenizer's."""
+    """Id that ends a document. Unset: eod_token, or the tokenizer's."""
     reset_position_ids: bool = False
     """Count positions anew after each end of document."""
     reset_attention_mask: bool = False
@@ -267,6 +294,27 @@ class DataConfig:
     eval_iters: NonNegative = 10
     """Global batches in one validation. 0: none."""
 
+    @property
+    def per_split(self) -> bool:
+        """Whether training, validation and test have paths of their own."""
+        return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
+
+    @property
+    def paths(self) -> list[tuple[str, tuple[str, ...]]]:
+        """For training, validation and test, the option that names the data, and its words."""
+        if not self.per_split:
+            return [("data_path", self.data_path)] * 3
+        return [
+            ("train_data_path", self.train_data_path),
+            ("valid_data_path", self.valid_data_path),
+            ("test_data_path", self.test_data_path),
+        ]
+
+    @property
+    def prefixes(self) -> list[str]:
+        """Every dataset that the paths name, once. Raises ValueError where they are no such list."""
+        return list(dict.fromkeys(prefix for _, words in self.paths if words for prefix in parse_data_path(words)[0]))
+
 
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
@@ -279,6 +327,8 @@ class CheckpointConfig:
     load: str | None = None
     """Folder to resume from. A missing or empty folder starts a new run; anything else that holds no checkpoint is
     an error."""
+    allow_data_change: bool = False
+    """Resume although the data, or the order of its samples, is not what the checkpoint was saved with."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -364,6 +414,27 @@ def batch_sizes(training: TrainingConfig) -> list[int]:
         return [training.global_batch_size]
     start, increment, _ = training.rampup_batch_size
     return [*range(start, training.global_batch_size, increment), training.global_batch_size]
+
+
+def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Prefixes and their weights; None for a single prefix, or prefixes alone. Raises ValueError, saying the rule."""
+    numbers = [_number(word) for word in words]
+    if words and (len(words) == 1 or all(number is None for number in numbers)):
+        prefixes, weights = list(words), None
+    else:
+        prefixes, weights = list(words[1::2]), [0.0 if number is None else number for number in numbers[::2]]
+        if not words or len(words) % 2 or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError("must be one prefix, prefixes alone, or WEIGHT PREFIX pairs with weights above 0")
+    if len(prefixes) > LARGEST_BLEND:
+        raise ValueError(f"names {len(prefixes)} datasets; blend at most {LARGEST_BLEND}, merge some of them")
+    return prefixes, weights
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.config import Config, batch_sizes, parse_split
+from megatron.config import Config, batch_sizes, parse_data_path, parse_split
 
 
 def check(config: Config, world_size: int) -> list[str]:
@@ -236,19 +236,19 @@ def _check_data(config: Config) -> Iterator[str]:
         parse_split(data.split)
     except ValueError:
         yield f"split={data.split!r} must be one to three shares, not all zero, such as 949,50,1"
-    if not data.data_path:
+    if data.data_path and data.per_split:
+        option = next(option for option, words in data.paths if words)
+        yield f"data_path and {option} are both given; keep data_path with split, or give each split a path of its own"
+    elif data.per_split and not data.train_data_path:
+        yield "train_data_path is not given, but a path for validation or test; give it, or data_path for all three"
+    elif not data.data_path and not data.per_split:
         yield "data_path is not given; pass the prefix that tools/preprocess_data.py wrote (--data-path)"
-    elif len(data.data_path) > 1 and (len(data.data_path) % 2 or not all(map(_is_weight, data.data_path[::2]))):
-        yield (
-            f"data_path={' '.join(data.data_path)!r} must be one prefix, or WEIGHT PREFIX pairs with weights above 0"
-        )
-
-
-def _is_weight(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False
+    for option, words in [("data_path", data.data_path), *(data.paths if data.per_split else [])]:
+        try:
+            if words:
+                parse_data_path(words)
+        except ValueError as rule:
+            yield f"{option}={' '.join(words)!r} {rule}"
 
 
 def _check_tokenizer(config: Config) -> Iterator[str]:
@@ -260,8 +260,15 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
         yield f"{needs_eod[0]} must know the end-of-document id; give eod_token_id, or a tokenizer_type"
     if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
         yield "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file; give both"
-    if data.tokenizer_type in ("HFTokenizer", "SentencePieceTokenizer") and not data.tokenizer_model:
+    needs_no_model = (None, "GPT2BPETokenizer", "NullTokenizer")
+    if data.tokenizer_type not in needs_no_model and not data.tokenizer_model:
         yield f"tokenizer_type={data.tokenizer_type} needs tokenizer_model; give the file"
+    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
+        yield f"tiktoken_pattern={data.tiktoken_pattern} is for tokenizer_type=TikTokenizer; leave it out"
+    if data.eod_token is not None and data.tokenizer_type is None:
+        yield f"eod_token={data.eod_token} is looked up in a tokenizer; give tokenizer_type, or eod_token_id"
+    if data.eod_token is not None and data.eod_token_id is not None:
+        yield f"eod_token={data.eod_token} and eod_token_id={data.eod_token_id} say the same; give one of them"
     if data.eod_token_id is not None and data.eod_token_id >= vocab_size:
         yield f"eod_token_id={data.eod_token_id} is outside vocab_size={vocab_size}; use an id below {vocab_size}"
 

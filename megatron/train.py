@@ -50,7 +50,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
     from megatron.training.faults import together
     from megatron.training.loop import train
     from megatron.training.metrics import MetricsLog
-    from megatron.training.progress import Progress, find_checkpoint, read_progress
+    from megatron.training.progress import Progress, check_data, find_checkpoint, read_progress
     from megatron.training.schedule import global_batch_size, total_iterations
     from megatron.training.stop import StopDecision
 
@@ -60,11 +60,15 @@ def run(config: Config, ctx: ParallelContext) -> None:
             announce(ctx, reason)
             return
         checkpoint = together(ctx, lambda: find_checkpoint(config.checkpoint.load))
-        progress, saved_data = Progress(), ""
+        progress, saved_data = Progress(), None
         if checkpoint is not None:
             progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config, ctx))
         datasets = together(ctx, lambda: open_data(config))
         fingerprint = datasets[0].fingerprint
+        if saved_data is not None:
+            change = together(ctx, lambda: check_data(saved_data, config, fingerprint))
+            if change is not None:
+                announce(ctx, f"allow_data_change: {change}")
         task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
         engine = build_engine(
             config,
@@ -76,8 +80,6 @@ def run(config: Config, ctx: ParallelContext) -> None:
         if checkpoint is not None:
             engine.load(str(checkpoint.parent), checkpoint.name)
             announce(ctx, f"resumed {checkpoint}: iteration {progress.iteration}, {progress.consumed_samples} samples")
-            if saved_data != fingerprint:
-                announce(ctx, "WARNING: the data, or its split, differs from what this run was saved with")
         write_config(config, ctx)
         with MetricsLog(
             config,
@@ -94,21 +96,35 @@ def open_data(config: Config) -> tuple[Any, Any, Any]:
     """Training, validation and test samples; the last two None where the config leaves none. Raises DataError."""
     from megatron.data.gpt import build_datasets
     from megatron.data.indexed import DataError
-    from megatron.training.schedule import total_samples
 
-    training, data = config.training, config.data
-    eval_samples = data.eval_iters * training.global_batch_size
+    training, data, asked = config.training, config.data, samples_needed(config)
     datasets = build_datasets(
         data,
         seq_length=training.seq_length,
         seed=training.seed,
-        num_samples=(total_samples(training), eval_samples, eval_samples),
+        num_samples=asked,
         vocab_size=config.model.vocab_size,
     )
     if datasets[0] is None:
         raise DataError(f"split={data.split} leaves no documents to train on; raise its first share")
+    for dataset, (option, words), needed, length in zip(
+        datasets, data.paths, asked, ("train_samples or train_iters", "eval_iters", "eval_iters"), strict=True
+    ):
+        if dataset is not None and len(dataset) < needed:
+            raise DataError(
+                f"{option}={' '.join(words)!r} has no weights, so it is read once: {len(dataset)} samples, but "
+                f"{needed} are asked for; give weights, which repeat the data as needed, or lower {length}"
+            )
     datasets[0][0]  # a dataset of another tokenizer's ids fails here, before anything is built or written
     return datasets
+
+
+def samples_needed(config: Config) -> tuple[int, int, int]:
+    """Samples that the run takes from its training, validation and test data."""
+    from megatron.training.schedule import total_samples
+
+    eval_samples = config.data.eval_iters * config.training.global_batch_size
+    return total_samples(config.training), eval_samples, eval_samples
 
 
 def check_deepspeed(config: Config) -> None:
@@ -129,7 +145,13 @@ def end_of_document(config: Config) -> int | None:
     if data.eod_token_id is not None or data.tokenizer_type is None:
         return data.eod_token_id
     tokenizer = build_tokenizer(
-        data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, config.model.vocab_size
+        data.tokenizer_type,
+        data.tokenizer_model,
+        data.vocab_file,
+        data.merge_file,
+        config.model.vocab_size,
+        eod_token=data.eod_token,
+        tiktoken_pattern=data.tiktoken_pattern,
     )
     if tokenizer.vocab_size > config.model.vocab_size:
         raise DataError(
@@ -138,7 +160,7 @@ def end_of_document(config: Config) -> int | None:
         )
     needs = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
     if needs and tokenizer.eod is None:
-        raise DataError(f"tokenizer_type={data.tokenizer_type} has no end-of-document token; give eod_token_id")
+        raise DataError(f"tokenizer_type={data.tokenizer_type} has no end-of-document token; give eod_token")
     return tokenizer.eod
 
 

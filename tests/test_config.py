@@ -526,7 +526,15 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "split of nothing": ("--split nan", 1, "split='nan'", "such as 949,50,1"),
     "no data": ("--data-path", 1, "data_path is not given", "tools/preprocess_data.py"),
     "odd blend": ("--data-path 1 a 2", 1, "data_path='1 a 2'", "WEIGHT PREFIX pairs"),
-    "blend of paths": ("--data-path a b", 1, "data_path='a b'", "weights above 0"),
+    "weights for some": ("--data-path 1 a b c", 1, "data_path='1 a b c'", "weights above 0"),
+    "a split's odd blend": ("--train-data-path 1 a 2", 1, "train_data_path='1 a 2'", "WEIGHT PREFIX"),
+    "two kinds of paths": (
+        "--data-path d --valid-data-path v",
+        1,
+        "data_path and valid_data_path are both given",
+        "keep data_path",
+    ),
+    "no training data": ("--test-data-path t", 1, "train_data_path is not given", "give it"),
     "weight of nothing": ("--data-path 0 a 1 b", 1, "data_path='0 a 1 b'", "weights above 0"),
     "no end of document": ("--reset-attention-mask", 1, "reset_attention_mask must know", "give eod_token_id"),
     "gpt2 files": (
@@ -536,6 +544,14 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "give both",
     ),
     "hf file": ("--tokenizer-type HFTokenizer", 1, "tokenizer_type=HFTokenizer needs tokenizer_model", "give the file"),
+    "tiktoken pattern": ("--tiktoken-pattern r50k", 1, "is for tokenizer_type=TikTokenizer", "leave it out"),
+    "eod of nothing": ("--eod-token E", 1, "eod_token=E is looked up in a tokenizer", "give tokenizer_type"),
+    "eod twice": (
+        "--tokenizer-type Llama2Tokenizer --tokenizer-model m --eod-token E --eod-token-id 2",
+        1,
+        "eod_token=E and eod_token_id=2",
+        "give one of them",
+    ),
     "eod": ("--eod-token-id 50257", 1, "eod_token_id=50257 is outside vocab_size=50257", "below 50257"),
     "profile": ("--profile", 1, "results_dir, which is not given", "turn it off"),
     "profile steps": ("--profile-steps 4 3", 1, "profile_steps=4 3 ends before it starts", "give FIRST LAST"),
@@ -546,7 +562,7 @@ def faults_of_case(name: str) -> list[str]:
     words, world_size, _, _ = BROKEN_RULES[name]
     if words == "--data-path":
         return check(from_dict({"training": {"train_iters": 100}}), world_size)
-    given = VALID if "--data-path" not in words else VALID[2:]
+    given = VALID if "data-path" not in words else VALID[2:]
     return faults_of([*given, *words.split()], world_size)
 
 

@@ -502,7 +502,11 @@ def _data(given: Mapping[str, str], script: Script, preset: str, reader: _Reader
 
     kind, model = given.get("HL_TOKENIZER_TYPE"), given.get("HL_TOKENIZER_MODEL")
     if kind is not None and kind not in TOKENIZERS:
-        more = "; for Llama 3 use HFTokenizer with its tokenizer.json" if kind == "Llama3Tokenizer" else ""
+        more = (
+            "; for Llama 3 use HFTokenizer with its tokenizer.json, or TikTokenizer with its tokenizer.model"
+            if kind == "Llama3Tokenizer"
+            else ""
+        )
         reader.fault(f"HL_TOKENIZER_TYPE={kind} must be {_one_of(TOKENIZERS)}{more}")
         return
     gpt2 = [Path(root or ".", name) for name in ("gpt2-vocab.json", "gpt2-merges.txt")]

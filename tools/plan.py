@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(
                 [f"num_devices={num_devices} and devices_per_node={options.devices_per_node} must be 1 up"]
             )
-        if not config.data.data_path:
+        if not config.data.data_path and not config.data.per_split:
             flags += ["--data-path", "DATASET"]  # a plan needs none
         config = load_config(flags, num_devices)
     except ConfigError as error:

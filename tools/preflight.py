@@ -214,7 +214,7 @@ def preflight(request: Request) -> Plan:
         found.faults += _check_product(request, t, p, devices_per_node)
         world_size = t * p * request.data_parallel_size
 
-    lacks_data = not (config.data.data_path if config is not None else asked.data_path)
+    lacks_data = not (config.data.paths[0][1] if config is not None else asked.data_path or asked.train_data_path)
     if lacks_data and request.dry_run:
         flags += ["--data-path", "DATASET"]
         found.warnings.append("no dataset is given; the run itself will need --data-path")
@@ -347,8 +347,10 @@ def _run_folder(config: Config, data_parallel_size: int) -> str:
 def _check_data_files(config: Config, dry_run: bool) -> Findings:
     """Whether the dataset and the tokenizer's files are there; a dry run does without."""
     data = config.data
-    # a blend is WEIGHT PREFIX WEIGHT PREFIX ...
-    prefixes = data.data_path if len(data.data_path) == 1 else data.data_path[1::2]
+    try:
+        prefixes = data.prefixes
+    except ValueError:  # the rules of the config say so
+        prefixes = []
     faults = []
     for prefix in prefixes:
         if prefix.endswith((".bin", ".idx")) and not Path(prefix + ".idx").exists():

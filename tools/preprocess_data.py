@@ -350,7 +350,7 @@ class Job:
         inputs = [[source.path.name, source.path.stat().st_size] for source in self.sources]
         return {"tokenizer": self.tokenizer.identity, "append_eod": self.eod is not None, "input": digest(inputs)}
 
-    def blocks(self, start: Position) -> Iterator[Block]:
+    def blocks(self, start: Position, tokenizer: Tokenizer) -> Iterator[Block]:
         from megatron.data.documents import read_blocks
 
         return read_blocks(
@@ -359,6 +359,7 @@ class Job:
             separator=self.separator,
             start=start,
             largest_document_bytes=self.arguments.max_document_mb << 20,
+            block_bytes=getattr(tokenizer, "batch_bytes", None),
         )
 
 
@@ -487,7 +488,9 @@ def encode_input(job: Job, work: UnfinishedWork, datasets: Datasets, tokenizer: 
     report = ProgressReport(sum(source.path.stat().st_size for source in job.sources), totals, arguments.log_interval)
     saved_s = time.monotonic()
     with ThreadPoolExecutor(arguments.workers, thread_name_prefix="encode") as pool:
-        encoded = map_in_order(pool, encoder.encode, job.blocks(datasets.position), arguments.workers + BLOCKS_AHEAD)
+        encoded = map_in_order(
+            pool, encoder.encode, job.blocks(datasets.position, tokenizer), arguments.workers + BLOCKS_AHEAD
+        )
         try:
             for block in encoded:
                 if block.faults and arguments.on_bad_line == "fail":

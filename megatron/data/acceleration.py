@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 # made with either has a token that could show it.
 TIKTOKEN_PATTERNS = {"r50k": "gpt2", "cl100k": "gpt4", "llama3": "gpt4", "o200k": "o200k"}
 
+BATCH_BYTES = 8 << 20
+SENTENCEPIECE_BATCH_BYTES = 16 << 20
+"""Its cache lives as long as a batch."""
+
 SHOWN_IDS = 8
 SHOWN_CHARACTERS = 60
 
@@ -42,11 +47,22 @@ class NotAccelerated(Exception):
 class AcceleratedTokenizer:
     """A tokenizer whose text gigatoken encodes. Who it is and how it decodes is the reference's."""
 
-    def __init__(self, reference: Tokenizer, inner: gigatoken.Tokenizer, apart: re.Pattern[str] | None = None):
-        """Texts that `apart` finds something in are left to the reference."""
+    def __init__(
+        self,
+        reference: Tokenizer,
+        load: Callable[[], gigatoken.Tokenizer],
+        apart: re.Pattern[str] | None = None,
+        batch_bytes: int = BATCH_BYTES,
+    ):
+        """`load` makes gigatoken's tokenizer. Texts that `apart` finds something in are left to the reference."""
         self._reference = reference
-        self._inner = inner
+        self._load = load
         self._apart = apart
+        self.batch_bytes = batch_bytes
+        """How much text at once it is fast with."""
+        # One for each thread that encodes at the same time: those that share one wait for each other at its cache.
+        # A list's pop and append are atomic.
+        self._idle = [load()]
 
     @property
     def vocab_size(self) -> int:
@@ -81,10 +97,16 @@ class AcceleratedTokenizer:
 
     def _encode(self, texts: list[str]) -> TokenBatch:
         try:
+            inner = self._idle.pop()
+        except IndexError:
+            inner = self._load()
+        try:
             # on this thread: the callers have threads of their own
-            rows = self._inner.encode_batch(texts, parallel=False)
+            rows = inner.encode_batch(texts, parallel=False)
         except Exception as error:  # TypeError for a lone surrogate
             raise refusal(texts, error) from error
+        finally:
+            self._idle.append(inner)
         offsets: NDArray[np.int64] = rows.layout.offsets.data
         return TokenBatch(rows.layout.content.data, np.diff(offsets))
 
@@ -92,7 +114,7 @@ class AcceleratedTokenizer:
         return self._reference.decode(ids)
 
 
-def accelerate(tokenizer: Tokenizer) -> Tokenizer:
+def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
     """A twin of `tokenizer` that gigatoken encodes for. Raises NotAccelerated with the reason."""
     try:
         import gigatoken
@@ -102,15 +124,16 @@ def accelerate(tokenizer: Tokenizer) -> Tokenizer:
     try:
         if isinstance(tokenizer, LibraryTokenizer):
             content = _library_json(tokenizer)
-            return AcceleratedTokenizer(tokenizer, gigatoken.Tokenizer.from_json(content))
+            return AcceleratedTokenizer(tokenizer, partial(gigatoken.Tokenizer.from_json, content))
         if isinstance(tokenizer, SentencePieceTokenizer):
             described = json.loads(sentencepiece_to_tokenizer_json(tokenizer.model_proto))
             content, apart = _sentencepiece_json(tokenizer, described)
-            return AcceleratedTokenizer(tokenizer, gigatoken.Tokenizer.from_json(content), apart)
+            load = partial(gigatoken.Tokenizer.from_json, content)
+            return AcceleratedTokenizer(tokenizer, load, apart, SENTENCEPIECE_BATCH_BYTES)
         if isinstance(tokenizer, TikTokenizer):
             pattern = TIKTOKEN_PATTERNS[tokenizer.pattern]
-            inner = gigatoken.Tokenizer.from_tiktoken(tokenizer.path, pattern, tokenizer.special_tokens)
-            return AcceleratedTokenizer(tokenizer, inner)
+            load = partial(gigatoken.Tokenizer.from_tiktoken, tokenizer.path, pattern, tokenizer.special_tokens)
+            return AcceleratedTokenizer(tokenizer, load)
     except NotAccelerated:
         raise
     except Exception as error:  # gigatoken raises RuntimeError, ValueError and what its parsers raise

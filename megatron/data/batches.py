@@ -6,9 +6,10 @@ on any number of ranks.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 STEPS_AHEAD = 2
 """Steps read ahead of the one in use. Bounds the memory."""
+LOOK_S = 1.0
+"""How often a step that waits for its samples looks whether the threads that read them are still there."""
 
 
 class Batches(Generic[T]):
@@ -33,7 +36,7 @@ class Batches(Generic[T]):
     other places than the step that uses them, so both must be pure.
 
     num_workers threads read ahead; 0: read when asked. A fault while reading is raised by the `next` it belongs to,
-    and by every later one. Close it, or use it as a context manager, to end the threads.
+    and by every later one; so is the death of a thread. Close it, or use it as a context manager, to end the threads.
     """
 
     def __init__(
@@ -58,7 +61,12 @@ class Batches(Generic[T]):
         self._ahead: deque[tuple[int, list[Future[T]]]] = deque()
         self._fault: BaseException | None = None
         self._closed = False
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="batches") if num_workers else None
+        self._threads: list[threading.Thread] = []
+        self._pool = None
+        if num_workers:
+            self._pool = ThreadPoolExecutor(
+                num_workers, "batches", initializer=lambda: self._threads.append(threading.current_thread())
+            )
 
     def __iter__(self) -> Iterator[list[T]]:
         return self
@@ -92,7 +100,15 @@ class Batches(Generic[T]):
             return None
         size, futures = self._ahead.popleft()
         self._read_ahead(pool)
-        return size, [future.result() for future in futures]
+        return size, [self._wait_for(future) for future in futures]
+
+    def _wait_for(self, future: Future[T]) -> T:
+        """The microbatch, once it is read. Raises what reading it raised."""
+        while not wait([future], LOOK_S).done:
+            # a thread ends where the executor itself is out of memory; all of them, where this process was forked
+            if not all(thread.is_alive() for thread in self._threads):
+                raise RuntimeError("a thread that reads batches has died; make new ones from consumed_samples")
+        return future.result()
 
     def _read_ahead(self, pool: ThreadPoolExecutor) -> None:
         while len(self._ahead) < STEPS_AHEAD:
@@ -118,7 +134,7 @@ class Batches(Generic[T]):
         return size, list(range(begin, consumed_samples + size, per_microbatch))
 
     def _microbatch(self, start: int) -> T:
-        return self._collate(np.stack([self._dataset[start + i] for i in range(self._micro_batch_size)]))
+        return self._collate(self._dataset.get_batch(range(start, start + self._micro_batch_size)))
 
     def close(self) -> None:
         """Drop what was read ahead and wait for the threads to end."""

@@ -1,4 +1,4 @@
-"""Several datasets as one, mixed by weight, sample for sample as megatron-core mixes them."""
+"""Several datasets as one, mixed by weight or by size, sample for sample as megatron-core mixes them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays
+from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths
+from megatron.data.indexed import DataError
 
 SURPLUS = 0.005
 """Each dataset is built this much longer than its share: the blend may draw a little more of it. megatron-core's."""
@@ -25,6 +26,27 @@ class TokenDataset(Protocol):
     def fingerprint(self) -> str: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+    def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """Several samples at once: [len(indices), seq_length + 1]."""
+
+
+class BlendMember(TokenDataset, Protocol):
+    """What a blend asks of its datasets besides."""
+
+    @property
+    def seq_length(self) -> int: ...
+    def read_into(self, indices: NDArray[np.int64], out: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Sample indices[i] into row rows[i] of `out`, [any, seq_length + 1]."""
+
+
+def digest(*described: Any) -> str:
+    """A name for what JSON can write."""
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
+
+
+def content_of(fingerprint: str) -> str:
+    """The part of a fingerprint that tells the data from other data, whatever the number of epochs."""
+    return fingerprint.partition("-")[0]
 
 
 def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
@@ -44,54 +66,118 @@ def with_surplus(share: int) -> int:
 
 
 class BlendedDataset:
-    """Sample i comes from the dataset furthest behind its weight at i.
+    """Sample i is sample dataset_sample_index[i] of datasets[dataset_index[i]].
 
-    `build(d, num_samples)` makes dataset d with at least that many samples. The blend's length is the sum of the
-    rounded-up shares, at least num_samples.
+    Made by blend_by_weight or blend_by_size. `mixture` names the rule and the weights, for the fingerprint.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[float],
-        num_samples: int,
-        build: Callable[[int, int], TokenDataset],
-        cache_dir: Path | None = None,
-    ):
-        due = shares(weights, num_samples)
-        self._size = sum(due)
-        # normalised a second time, as megatron-core does: the last bit decides between equals
-        self._weights = normalize(normalize(weights).tolist())
-        description = json.dumps(["blend", 1, self._weights.tolist(), self._size])
-        specs = {
-            "dataset_index": ArraySpec((self._size,), np.dtype(np.int16)),
-            "dataset_sample_index": ArraySpec((self._size,), np.dtype(np.int64)),
-        }
-        key = "blend-" + hashlib.sha256(description.encode()).hexdigest()[:32]
-        arrays = cached_arrays(cache_dir, key, specs, self._build_index)
+    def __init__(self, datasets: Sequence[BlendMember], arrays: Arrays, cache_paths: list[Path], *mixture: Any):
+        self.datasets = list(datasets)
         self.dataset_index: NDArray[np.int16] = arrays["dataset_index"]
         """The dataset each sample comes from."""
         self.dataset_sample_index: NDArray[np.int64] = arrays["dataset_sample_index"]
         """Which of that dataset's samples it is."""
-        drawn = np.bincount(self.dataset_index, minlength=len(due)).tolist()
-        self.datasets: list[TokenDataset] = []
-        for d, share in enumerate(due):
-            dataset = build(d, with_surplus(share))
-            # Many small weights can outrun the surplus, where megatron-core fails at that sample, hours in.
-            self.datasets.append(dataset if drawn[d] <= len(dataset) else build(d, drawn[d]))
-        members = [description, *(dataset.fingerprint for dataset in self.datasets)]
-        self.fingerprint = hashlib.sha256("\n".join(members).encode()).hexdigest()
-        """Equal where every sample is."""
-
-    def _build_index(self) -> Arrays:
-        from megatron.data import helpers  # late: gpt.py, which makes every blend, says what to do if it is missing
-
-        dataset_index, dataset_sample_index = helpers.build_blend_index(self._weights, self._size)
-        return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
+        self.cache_paths = cache_paths
+        """Where the blend's own arrays are kept; none without a cache."""
+        content = digest("blend", 2, mixture, [content_of(dataset.fingerprint) for dataset in self.datasets])
+        self.fingerprint = content + "-" + digest([dataset.fingerprint for dataset in self.datasets])
+        """Equal where every sample is, up to the end of the shorter blend."""
 
     def __len__(self) -> int:
-        return self._size
+        return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        if not 0 <= index < self._size:
-            raise IndexError(f"sample {index} is outside the {self._size} of the blend")
+        if not 0 <= index < len(self):
+            raise self._outside(index)
         return self.datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
+
+    def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """Several samples at once: [len(indices), seq_length + 1]. Raises as the datasets do."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        for index in (chosen.min(initial=0), chosen.max(initial=0)):
+            if len(chosen) and not 0 <= index < len(self):
+                raise self._outside(int(index))
+        sources, numbers = self.dataset_index[chosen], self.dataset_sample_index[chosen]
+        samples = np.empty((len(chosen), self.datasets[0].seq_length + 1), dtype=np.int64)
+        for source in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == source)
+            self.datasets[source].read_into(numbers[rows], samples, rows)
+        return samples
+
+    def _outside(self, index: int) -> IndexError:
+        return IndexError(f"sample {index} is outside the {len(self)} of the blend")
+
+
+def blend_by_weight(
+    weights: Sequence[float],
+    num_samples: int,
+    build: Callable[[int, int], BlendMember],
+    cache_dir: Path | None = None,
+) -> BlendedDataset:
+    """Each sample comes from the dataset furthest behind its weight.
+
+    `build(d, num_samples)` makes dataset d with at least that many samples. The blend's length is the sum of the
+    rounded-up shares, at least num_samples.
+    """
+    due = shares(weights, num_samples)
+    # normalised a second time, as megatron-core does: the last bit decides between equals
+    normalized = normalize(normalize(weights).tolist())
+
+    def build_index() -> Arrays:
+        return _named(_helpers().build_blend_index(normalized, sum(due)))
+
+    key = "blend-" + digest("weights", 2, normalized.tolist(), sum(due))
+    arrays, paths = _cached(cache_dir, key, sum(due), build_index)
+    drawn = _count_drawn(arrays, len(due), paths)
+    datasets: list[BlendMember] = []
+    for d, share in enumerate(due):
+        dataset = build(d, with_surplus(share))
+        # Many small weights can outrun the surplus, where megatron-core fails at that sample, hours in.
+        datasets.append(dataset if drawn[d] <= len(dataset) else build(d, drawn[d]))
+    return BlendedDataset(datasets, arrays, paths, "weights", normalized.tolist())
+
+
+def blend_by_size(
+    datasets: Sequence[BlendMember], num_samples: int | None = None, cache_dir: Path | None = None
+) -> BlendedDataset:
+    """Every sample of every dataset once, each dataset spread evenly over the whole.
+
+    num_samples cuts the blend short; it is never longer than all the samples there are.
+    """
+    sizes = np.array([len(dataset) for dataset in datasets], dtype=np.int64)
+    size = min(int(sizes.sum()), int(sizes.sum()) if num_samples is None else num_samples)
+
+    def build_index() -> Arrays:
+        return _named(_helpers().build_exhaustive_blend_index(sizes, size))
+
+    key = "blend-" + digest("sizes", 1, sizes.tolist(), size)
+    arrays, paths = _cached(cache_dir, key, size, build_index)
+    _count_drawn(arrays, len(sizes), paths)
+    return BlendedDataset(datasets, arrays, paths, "sizes")
+
+
+def _helpers() -> Any:
+    from megatron.data import helpers  # late: gpt.py, which makes every blend, says what to do if it is missing
+
+    return helpers
+
+
+def _named(index: tuple[NDArray[np.int16], NDArray[np.int64]]) -> Arrays:
+    return {"dataset_index": index[0], "dataset_sample_index": index[1]}
+
+
+def _cached(folder: Path | None, key: str, size: int, build: Callable[[], Arrays]) -> tuple[Arrays, list[Path]]:
+    specs = {
+        "dataset_index": ArraySpec((size,), np.dtype(np.int16)),
+        "dataset_sample_index": ArraySpec((size,), np.dtype(np.int64)),
+    }
+    return cached_arrays(folder, key, specs, build), cached_paths(folder, key, specs)
+
+
+def _count_drawn(arrays: Arrays, num_datasets: int, paths: list[Path]) -> list[int]:
+    """Samples that the blend draws from each dataset. Raises DataError if the arrays name others."""
+    index = arrays["dataset_index"]
+    if not 0 <= index.min(initial=0) <= index.max(initial=0) < num_datasets:
+        raise DataError(f"{paths[0]} names datasets outside the {num_datasets} of the blend; it is damaged, delete it")
+    drawn: list[int] = np.bincount(index, minlength=num_datasets).tolist()
+    return drawn

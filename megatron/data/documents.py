@@ -232,22 +232,23 @@ def read_blocks(
     separator: str | None = None,
     start: Position | None = None,
     largest_document_bytes: int = LARGEST_DOCUMENT_BYTES,
+    block_bytes: int | None = None,
 ) -> Iterator[Block]:
-    """All documents from `start` on, in order, in blocks of about BLOCK_BYTES.
+    """All documents from `start` on, in order, in blocks of about block_bytes, by default BLOCK_BYTES.
 
     `separator` stands between the documents of a text file; None: each is one document. What is damaged or too long
     becomes a block with a fault, and reading goes on behind it: at the next document, or at the next file. Raises
     DataError where a file cannot be opened.
     """
-    start = start or Position()
+    start, block_bytes = start or Position(), block_bytes or BLOCK_BYTES
     documents = start.documents
     for number, source in itertools.islice(enumerate(sources), start.source, None):
         at = start if number == start.source else Position(source=number, documents=documents)
         if source.kind == "parquet":
-            blocks = _parquet_blocks(source, keys, at)
+            blocks = _parquet_blocks(source, keys, at, block_bytes)
         else:
             delimiter = b"\n" if source.kind == "jsonl" else (separator or "").encode()
-            blocks = _delimited_blocks(source, delimiter, at, largest_document_bytes)
+            blocks = _delimited_blocks(source, delimiter, at, largest_document_bytes, block_bytes)
         for block in blocks:
             documents = block.end.documents
             yield block
@@ -260,13 +261,13 @@ class _Damage(Exception):
 class _Reader:
     """A file's content, decompressed, and how much of the file was read for it."""
 
-    def __init__(self, source: Source, file: IO[bytes]):
-        self._source, self._file = source, file
+    def __init__(self, source: Source, file: IO[bytes], block_bytes: int):
+        self._source, self._file, self._block_bytes = source, file, block_bytes
         self._counted_bytes = 0
         self._content_bytes = 0
 
     def chunks(self, skip_bytes: int) -> Iterator[bytes]:
-        """The content in pieces of about BLOCK_BYTES, without its first skip_bytes. Raises _Damage."""
+        """The content in pieces of about block_bytes, without its first skip_bytes. Raises _Damage."""
         if self._source.compression == "":
             self._file.seek(skip_bytes)
             skip_bytes = 0
@@ -303,12 +304,12 @@ class _Reader:
             )
 
     def _plain(self) -> Iterator[bytes]:
-        while piece := self._file.read(BLOCK_BYTES):
+        while piece := self._file.read(self._block_bytes):
             yield piece
 
     def _gzip(self) -> Iterator[bytes]:
         with gzip.GzipFile(fileobj=self._file) as content:
-            while piece := content.read(BLOCK_BYTES):
+            while piece := content.read(self._block_bytes):
                 yield piece
 
     def _zstd(self) -> Iterator[bytes]:
@@ -324,7 +325,7 @@ class _Reader:
                     held += frame.decompress(raw)
                     raw = frame.unused_data if frame.eof else b""
                     frame = None if frame.eof else frame
-                if len(held) >= BLOCK_BYTES:
+                if len(held) >= self._block_bytes:
                     yield bytes(held)
                     held.clear()
             yield bytes(held)
@@ -337,7 +338,9 @@ class _Reader:
             raise _Damage(f"the zstd file is cut off after {self._content_bytes} bytes of content; copy it anew")
 
 
-def _delimited_blocks(source: Source, delimiter: bytes, start: Position, largest_bytes: int) -> Iterator[Block]:
+def _delimited_blocks(
+    source: Source, delimiter: bytes, start: Position, largest_bytes: int, block_bytes: int
+) -> Iterator[Block]:
     """Blocks of a file whose documents end with `delimiter`; empty: the file is one document."""
     try:
         file = source.path.open("rb", buffering=0)
@@ -346,7 +349,7 @@ def _delimited_blocks(source: Source, delimiter: bytes, start: Position, largest
     at = start
     held = bytearray()  # read, and in no block yet
     is_too_long = False  # of the document being read; it is thrown away up to its end
-    reader = _Reader(source, file)
+    reader = _Reader(source, file, block_bytes)
 
     def take(num_bytes: int, num_documents: int, fault: str | None = None) -> Block:
         """A block of the first bytes held; of none of them where they cannot be used."""
@@ -446,7 +449,7 @@ def _open_parquet(source: Source, keys: Sequence[str]) -> Any:
     return file
 
 
-def _parquet_blocks(source: Source, keys: Sequence[str], start: Position) -> Iterator[Block]:
+def _parquet_blocks(source: Source, keys: Sequence[str], start: Position, block_bytes: int) -> Iterator[Block]:
     import pyarrow
 
     file = _open_parquet(source, keys)
@@ -463,7 +466,7 @@ def _parquet_blocks(source: Source, keys: Sequence[str], start: Position) -> Ite
                     for c in range(file.metadata.num_columns)
                     if file.metadata.row_group(group).column(c).path_in_schema in keys
                 )
-                batch_size = max(1, rows_of_group * BLOCK_BYTES // max(1, group_bytes))
+                batch_size = max(1, rows_of_group * block_bytes // max(1, group_bytes))
                 row = first_row
                 for rows in file.iter_batches(batch_size=batch_size, row_groups=[group], columns=list(keys)):
                     row += len(rows)

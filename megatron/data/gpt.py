@@ -12,20 +12,19 @@ A "document" is one sequence of the .idx, as in megatron-core; the two differ on
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from megatron.config import DataConfig, parse_split
-from megatron.data.blend import BlendedDataset, TokenDataset
-from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays
-from megatron.data.indexed import DataError, IndexedDataset, Tokens
+from megatron.config import DataConfig, parse_data_path, parse_split
+from megatron.data.blend import TokenDataset, blend_by_size, blend_by_weight, digest
+from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths
+from megatron.data.indexed import DataError, IndexedDataset
 
 try:
     from megatron.data import helpers
@@ -81,8 +80,8 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
 class GPTDataset:
     """Samples of `documents` of a dataset: at least num_samples of them, repeating the documents as needed.
 
-    vocab_size, where given, is what ids are checked against when they are read. Raises DataError if the documents
-    hold no token.
+    num_samples=None: as many as one epoch holds. vocab_size, where given, is what ids are checked against when they
+    are read. Raises DataError if the documents hold no token.
     """
 
     def __init__(
@@ -90,24 +89,27 @@ class GPTDataset:
         data: IndexedDataset,
         documents: range,
         *,
-        num_samples: int,
+        num_samples: int | None,
         seq_length: int,
         seed: int,
         vocab_size: int | None = None,
         cache_dir: Path | None = None,
     ):
         self._data, self._documents = data, documents
-        self._seq_length, self._seed, self._vocab_size = seq_length, seed, vocab_size
-        tokens_per_epoch = data.count_tokens(documents)
-        if tokens_per_epoch == 0:
+        self.seq_length, self._seed = seq_length, seed
+        self.tokens_per_epoch = data.count_tokens(documents)
+        if self.tokens_per_epoch == 0:
             raise DataError(
                 f"documents {documents.start} to {documents.stop} of {data.prefix} hold no tokens; "
                 "enlarge their part of split, or give more text"
             )
-        self._plan = plan_epochs(tokens_per_epoch, num_samples, seq_length)
-        description = ["gpt", 1, data.fingerprint, documents.start, documents.stop, num_samples, seq_length, seed]
-        self.fingerprint = hashlib.sha256(json.dumps(description).encode()).hexdigest()
-        """Equal where every sample is: the content, not the place, of the data, and all that orders the samples."""
+        if num_samples is None:
+            num_samples = (self.tokens_per_epoch - 1) // seq_length
+        self._plan = plan_epochs(self.tokens_per_epoch, num_samples, seq_length)
+        content = digest("gpt", 2, data.fingerprint, documents.start, documents.stop, seq_length, seed)
+        self.fingerprint = content + "-" + digest(self._plan.num_epochs, self._plan.num_samples_before_last)
+        """Equal where every sample is: the content, not the place, of the data, and all that orders the samples. The
+        second part tells how often the documents are repeated."""
         num_positions = self._plan.num_epochs * len(documents)
         offsets = np.dtype(np.int32 if num_positions < 2**31 else np.int64)
         sample_ids = np.dtype(np.uint32 if self._plan.num_samples < UINT32_MAX - 1 else np.int64)
@@ -116,10 +118,23 @@ class GPTDataset:
             "sample_index": ArraySpec((self._plan.num_samples + 1, 2), offsets),
             "shuffle_index": ArraySpec((self._plan.num_samples,), sample_ids),
         }
-        arrays = cached_arrays(cache_dir, "gpt-" + self.fingerprint[:32], self._specs, self._build_index)
+        key = "gpt-" + digest(self.fingerprint)
+        arrays = cached_arrays(cache_dir, key, self._specs, self._build_index)
+        self.cache_paths = cached_paths(cache_dir, key, self._specs)
+        """Where the three arrays are kept; none without a cache."""
         self.document_index: NDArray[np.int32] = arrays["document_index"]
         self.sample_index: NDArray[np.signedinteger] = arrays["sample_index"]
         self.shuffle_index: NDArray[np.integer] = arrays["shuffle_index"]
+        self._reader = helpers.SampleReader(
+            data.tokens,
+            data.lengths,
+            data.pointers,
+            self.document_index,
+            self.sample_index,
+            self.shuffle_index,
+            seq_length,
+            vocab_size,
+        )
 
     def _build_index(self) -> Arrays:
         plan = self._plan
@@ -130,9 +145,7 @@ class GPTDataset:
         boundary = len(document_index) - (len(one_epoch) if plan.separate_last_epoch else 0)
         shuffler.shuffle(document_index[:boundary])
         shuffler.shuffle(document_index[boundary:])
-        sample_index = helpers.build_sample_index(
-            self._data.lengths, document_index, self._seq_length, plan.num_samples
-        )
+        sample_index = helpers.build_sample_index(self._data.lengths, document_index, self.seq_length, plan.num_samples)
         shuffle_index = np.arange(plan.num_samples, dtype=self._specs["shuffle_index"].dtype)
         shuffler.shuffle(shuffle_index[: plan.num_samples_before_last])
         shuffler.shuffle(shuffle_index[plan.num_samples_before_last :])
@@ -141,39 +154,57 @@ class GPTDataset:
     def __len__(self) -> int:
         return self._plan.num_samples
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index`: seq_length + 1 token ids. Raises DataError on an id outside the vocabulary."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is outside the {len(self)} of {self._data.prefix}")
-        row = int(self.shuffle_index[index])
-        (first, first_offset), (last, last_offset) = self.sample_index[row : row + 2].tolist()
-        documents = self.document_index[first : last + 1].tolist()
-        parts: list[Tokens] = []
-        for document in documents:
-            begin = first_offset if not parts else 0
-            # one more than the next sample's beginning: the shared token
-            length = last_offset + 1 - begin if len(parts) == last - first else None
-            parts.append(self._data.read(document, begin, length))
-        sample = parts[0].astype(np.int64) if len(parts) == 1 else np.concatenate(parts, dtype=np.int64)
-        if len(sample) != self._seq_length + 1:
-            raise DataError(
-                f"sample {index} of {self._data.prefix} has {len(sample)} tokens, not {self._seq_length + 1}: the "
-                "index cache does not fit the data; delete it (data_cache_path) and start again"
-            )
-        if self._vocab_size is not None and not 0 <= sample.min() <= sample.max() < self._vocab_size:
-            raise self._outside_vocabulary(documents)
-        return sample
+    @property
+    def num_epochs(self) -> int:
+        return self._plan.num_epochs
 
-    def _outside_vocabulary(self, documents: list[int]) -> DataError:
-        for document in documents:
-            tokens = self._data.read(document)
-            wrong = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
-            if len(wrong):
-                return DataError(
-                    f"{self._data.prefix}: token {wrong[0]} of document {document} is {tokens[wrong[0]]}, outside "
-                    f"vocab_size={self._vocab_size}; use the tokenizer the data was made with, or set vocab_size to its"
-                )
-        raise AssertionError("the sample had such an id")
+    @property
+    def num_documents(self) -> int:
+        """Documents in one epoch."""
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Sample `index`: seq_length + 1 token ids.
+
+        Raises DataError on an id outside the vocabulary, or where the files contradict each other.
+        """
+        try:
+            return self._reader.read_one(index)
+        except (ValueError, IndexError) as error:
+            raise self._named(error) from None
+
+    def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """Several samples at once: [len(indices), seq_length + 1]. Raises as reading one does."""
+        try:
+            return self._reader.read(np.asarray(indices, dtype=np.int64))
+        except (ValueError, IndexError) as error:
+            raise self._named(error) from None
+
+    def read_into(self, indices: NDArray[np.int64], out: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Sample indices[i] into row rows[i] of `out`, [any, seq_length + 1]. Raises as reading one does."""
+        try:
+            self._reader.read_into(indices, out, rows)
+        except (ValueError, IndexError) as error:
+            raise self._named(error) from None
+
+    def _named(self, error: ValueError | IndexError) -> DataError | IndexError:
+        """The reader's error as one of this dataset."""
+        kind = IndexError if isinstance(error, IndexError) else DataError
+        return kind(f"{self._data.prefix}: {error}")
+
+
+@dataclass(frozen=True)
+class Member:
+    """The documents of one dataset that a split takes."""
+
+    data: IndexedDataset
+    documents: range
+    weight: float | None
+    """Its part of the blend; None where the split is no blend, or one by size."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.data.count_tokens(self.documents)
 
 
 def build_datasets(
@@ -181,63 +212,92 @@ def build_datasets(
 ) -> tuple[TokenDataset | None, TokenDataset | None, TokenDataset | None]:
     """Training, validation and test samples: at least num_samples of each, repeating documents as needed.
 
-    None where no samples are asked for, or where the split leaves no documents to validation or test. Training
-    documents must hold at least one sample. Raises DataError.
+    Several prefixes without weights are not repeated: they give one epoch at most. None where no samples are asked
+    for, or where there are no documents for validation or test. Training documents must hold at least one sample.
+    Raises DataError.
     """
-    prefixes, weights = parse_data_path(data.data_path)
-    opened = {prefix: IndexedDataset(prefix) for prefix in prefixes}
-    for dataset in opened.values():
-        check_vocabulary(dataset, vocab_size)
-    ranges = {prefix: split_documents(len(dataset), data.split) for prefix, dataset in opened.items()}
-    if parse_split(data.split)[0] > 0 and num_samples[0] > 0:
-        for prefix in opened:
-            _check_training_size(opened[prefix], ranges[prefix][0], data.split, seq_length)
+    opened: dict[str, IndexedDataset] = {}
+
+    def open_dataset(prefix: str) -> IndexedDataset:
+        if prefix not in opened:
+            opened[prefix] = IndexedDataset(prefix)
+            check_vocabulary(opened[prefix], vocab_size)
+        return opened[prefix]
 
     def build_split(split: int) -> TokenDataset | None:
-        asked = num_samples[split]
-        members = [
-            (prefix, weight)
-            for prefix, weight in zip(prefixes, weights or [1.0] * len(prefixes), strict=True)
-            if opened[prefix].count_tokens(ranges[prefix][split]) > 0
-        ]
-        if asked == 0 or not members:
+        members, blended = split_members(data, split, open_dataset)
+        if num_samples[split] == 0 or not members:
             return None
-        if len(members) < len(prefixes):
-            absent = sorted(set(prefixes) - {prefix for prefix, _ in members})
-            logger.warning("no %s documents in %s (split=%s); left out", SPLITS[split], ", ".join(absent), data.split)
+        if split == 0:
+            check_training_size(members, data, seq_length)
+        by_size = blended and members[0].weight is None
+        kept = [member for member in members if member.num_tokens > (seq_length if by_size else 0)]
+        if not kept:
+            return None
+        if len(kept) < len(members):
+            absent = ", ".join(sorted({member.data.prefix for member in members if member not in kept}))
+            what = "samples" if by_size else "documents"
+            logger.warning("no %s %s in %s%s; left out", SPLITS[split], what, absent, said_split(data))
 
-        def build(member: int, count: int) -> GPTDataset:
-            prefix = members[member][0]
+        def build(member: int, count: int | None) -> GPTDataset:
             return GPTDataset(
-                opened[prefix],
-                ranges[prefix][split],
+                kept[member].data,
+                kept[member].documents,
                 num_samples=count,
                 seq_length=seq_length,
                 seed=seed,
                 vocab_size=vocab_size,
-                cache_dir=cache_folder(data, prefix),
+                cache_dir=cache_folder(data, kept[member].data.prefix),
             )
 
-        if weights is None:
-            return build(0, asked)
-        return BlendedDataset([weight for _, weight in members], asked, build, cache_folder(data, prefixes[0]))
+        if not blended:
+            return build(0, num_samples[split])
+        cache_dir = cache_folder(data, members[0].data.prefix)
+        if by_size:
+            return blend_by_size([build(i, None) for i in range(len(kept))], num_samples[split], cache_dir)
+        weights = [member.weight for member in kept if member.weight is not None]
+        return blend_by_weight(weights, num_samples[split], build, cache_dir)
 
     return build_split(0), build_split(1), build_split(2)
 
 
-def parse_data_path(data_path: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and their weights; no weights where data_path is a single prefix. Raises DataError."""
-    if len(data_path) == 1:
-        return [data_path[0]], None
+def split_members(
+    data: DataConfig, split: int, open_dataset: Callable[[str], IndexedDataset]
+) -> tuple[list[Member], bool]:
+    """The datasets of a split, none where it has none, and whether they are blended. Raises DataError."""
+    option, words = data.paths[split]
+    if data.per_split and not words:
+        return [], False
     try:
-        weights = [float(word) for word in data_path[::2]]
-    except ValueError:
-        weights = []
-    if not data_path or len(data_path) % 2 or not weights or not all(0 < weight < math.inf for weight in weights):
-        raise DataError(
-            f"data_path={' '.join(data_path)!r} must be one prefix, or WEIGHT PREFIX pairs with weights above 0"
-        )
-    return list(data_path[1::2]), weights
+        prefixes, weights = parse_data_path(words)
+    except ValueError as error:
+        raise DataError(f"{option}={' '.join(words)!r} {error}") from None
+    if not data.per_split and parse_split(data.split)[split] == 0:
+        return [], False
+    members = []
+    for prefix, weight in zip_longest(prefixes, weights or []):
+        dataset = open_dataset(prefix)
+        whole = range(len(dataset))
+        documents = whole if data.per_split else split_documents(len(dataset), data.split)[split]
+        members.append(Member(dataset, documents, weight))
+    # a single dataset with a weight is a blend of one, but not in a path of its own: as in megatron-core
+    return members, len(members) > 1 or (weights is not None and not data.per_split)
+
+
+def check_training_size(members: Sequence[Member], data: DataConfig, seq_length: int) -> None:
+    """Raises DataError for a member without even one training sample."""
+    for member in members:
+        if member.num_tokens <= seq_length:
+            raise DataError(
+                f"{member.data.prefix}: the {len(member.documents)} training documents{said_split(data)} of "
+                f"{len(member.data)} hold {member.num_tokens} tokens, less than one sample of seq_length + 1 = "
+                f"{seq_length + 1}; give more text, a larger training part in split, or a shorter seq_length"
+            )
+
+
+def said_split(data: DataConfig) -> str:
+    """The split, where there is one, as a message has it."""
+    return "" if data.per_split else f" (split={data.split})"
 
 
 def cache_folder(data: DataConfig, prefix: str) -> Path:
@@ -253,14 +313,4 @@ def check_vocabulary(data: IndexedDataset, vocab_size: int) -> None:
         raise DataError(
             f"{data.prefix} stores ids as {data.dtype}, up to {largest}, but vocab_size={vocab_size}: it was made with "
             "another tokenizer; preprocess the text with this model's tokenizer, or set vocab_size to the data's"
-        )
-
-
-def _check_training_size(data: IndexedDataset, documents: range, split: str, seq_length: int) -> None:
-    num_tokens = data.count_tokens(documents)
-    if num_tokens <= seq_length:
-        raise DataError(
-            f"{data.prefix}: the {len(documents)} training documents (split={split} of {len(data)}) hold {num_tokens} "
-            f"tokens, less than one sample of seq_length + 1 = {seq_length + 1}; give more text, a larger training "
-            "part in split, or a shorter seq_length"
         )

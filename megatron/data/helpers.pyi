@@ -1,5 +1,7 @@
 """Types of the C++ extension built from helpers.cpp."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +19,43 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> tuple[NDArray[
 
     Each goes to the dataset furthest behind its weight, the first of equals. Weights sum to 1. Raises ValueError.
     """
+
+def build_exhaustive_blend_index(sizes: NDArray[np.int64], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """The same for the first `size` samples of a blend that holds each of the sizes[d] samples of dataset d once.
+
+    The weights are the sizes; a dataset whose samples are all dealt takes no further part. Raises ValueError.
+    """
+
+class SampleReader:
+    """Reads samples of seq_length + 1 tokens; vocab_size=None: ids are not checked. Raises ValueError.
+
+    `tokens` is the whole .bin, `pointers` and `lengths` place each document in it (bytes, tokens). The three indices
+    are GPTDataset's. For any number of threads at once.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        lengths: NDArray[np.int32],
+        pointers: NDArray[np.int64],
+        document_index: NDArray[np.int32],
+        sample_index: NDArray[np.signedinteger],
+        shuffle_index: NDArray[np.integer],
+        seq_length: int,
+        vocab_size: int | None,
+    ) -> None: ...
+    def read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those samples of the shuffled order: [len(indices), seq_length + 1].
+
+        Raises IndexError for a sample that does not exist, ValueError for an id outside the vocabulary, or where one
+        of the arrays points outside another.
+        """
+
+    def read_into(self, indices: NDArray[np.int64], out: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """The same, each into its row of `out`, [any, seq_length + 1]. After an error `out` is partly written."""
+
+    def read_one(self, index: int) -> NDArray[np.int64]:
+        """One of them: [seq_length + 1]."""
 
 class Shuffler:
     """Shuffles as numpy.random.RandomState(seed) does, draw for draw. Not for two threads at once."""

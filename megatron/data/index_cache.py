@@ -40,7 +40,7 @@ def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec],
     """
     if folder is None:
         return build()
-    paths = {name: folder / f"{key}-{name}.npy" for name in specs}
+    paths = dict(zip(specs, cached_paths(folder, key, specs), strict=True))
     arrays = _load(paths, specs)
     if arrays is not None:
         return arrays
@@ -64,12 +64,17 @@ def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec],
     return _load(paths, specs) or arrays
 
 
+def cached_paths(folder: Path | None, key: str, specs: Mapping[str, ArraySpec]) -> list[Path]:
+    """Where cached_arrays keeps the arrays."""
+    return [] if folder is None else [folder / f"{key}-{name}.npy" for name in specs]
+
+
 def _load(paths: Mapping[str, Path], specs: Mapping[str, ArraySpec]) -> Arrays | None:
     arrays: Arrays = {}
     for name, path in paths.items():
         try:
             mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, EOFError, OSError) as error:
             logger.warning("%s cannot be used (%s); it is built anew", path, error)
@@ -92,8 +97,9 @@ def _store(path: Path, content: NDArray[Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
 
 

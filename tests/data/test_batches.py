@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from megatron.data import batches as batches_module
 from megatron.data.batches import STEPS_AHEAD, Batches
 from megatron.data.indexed import DataError
 
@@ -30,6 +36,9 @@ class Counting:
             raise self.fault
         self.read.add(index)
         return np.array([index, index])
+
+    def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
+        return np.stack([self[index] for index in np.asarray(indices).tolist()])
 
 
 def ids(tokens: NDArray[np.int64]) -> list[int]:
@@ -115,7 +124,7 @@ def test_reading_ahead_is_bounded_and_does_not_count_as_consumed() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("fault", [OSError("the disk is gone"), StopIteration(), KeyError("x")])
+@pytest.mark.parametrize("fault", [OSError("the disk is gone"), StopIteration(), KeyError("x"), MemoryError()])
 def test_a_fault_while_reading_is_raised_by_its_step(workers: int, fault: Exception) -> None:
     expected = RuntimeError if isinstance(fault, StopIteration) else type(fault)
     with make(Counting(40, broken=13, fault=fault), workers=workers) as batches:
@@ -143,3 +152,120 @@ def test_a_batch_size_that_does_not_divide_is_refused() -> None:
         pytest.raises(DataError, match=r"global_batch_size=8 .* use a multiple of 6"),
     ):
         next(batches)
+
+
+def test_a_microbatch_is_read_in_one_call() -> None:
+    asked: list[list[int]] = []
+
+    class Asked(Counting):
+        def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
+            asked.append(np.asarray(indices).tolist())
+            return super().get_batch(indices)
+
+    with make(Asked(8), micro=4, batch=8) as batches:
+        next(batches)
+    assert asked == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_the_death_of_a_thread_is_an_error_of_the_step_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory even for the news that memory is out: the executor's thread ends, its future never does."""
+    monkeypatch.setattr(batches_module, "LOOK_S", 0.05)
+    with make(Counting(40, broken=13), workers=2) as batches:
+        with monkeypatch.context() as patch:
+
+            def no_memory(self: Future[object], exception: BaseException | None) -> None:
+                raise MemoryError
+
+            patch.setattr(Future, "set_exception", no_memory)
+            assert next(batches) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="a thread that reads batches has died"):
+                    next(batches)
+        assert batches.consumed_samples == 8
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_slow_reading_is_waited_for(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches_module, "LOOK_S", 0.01)
+    wait = threading.Event()
+
+    class Slow(Counting):
+        def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
+            wait.wait(0.05)
+            return super().get_batch(indices)
+
+    with make(Slow(8), workers=workers) as batches:
+        assert next(batches) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_reader_that_times_out_is_a_fault_and_no_reason_to_wait() -> None:
+    dataset = Counting(40, broken=3, fault=TimeoutError("the server does not answer"))
+    with make(dataset, workers=1) as batches, pytest.raises(TimeoutError, match="does not answer"):
+        next(batches)
+
+
+PROGRAM = """
+import os, sys
+import numpy as np
+from megatron.data import batches as module
+module.LOOK_S = 0.05
+
+class Data:
+    fingerprint = "f"
+    def __len__(self): return 800
+    def get_batch(self, indices): return np.zeros((len(indices), 2), np.int64)
+
+batches = module.Batches(Data(), collate=len, micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1,
+                         global_batch_size=lambda _: 8, num_workers=2)
+print(next(batches), flush=True)
+"""
+
+FORK = """
+if os.fork() == 0:
+    try:
+        for _ in range(5): next(batches)
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("", "[2, 2, 2, 2]\n"),  # never closed: the interpreter ends all the same
+        (FORK, "[2, 2, 2, 2]\na thread that reads batches has died; make new ones from consumed_samples\n"),
+        ("raise SystemExit", "[2, 2, 2, 2]\n"),
+    ],
+    ids=["end", "fork", "exit"],
+)
+def test_no_end_of_a_process_hangs(then: str, said: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM + then],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    )
+    assert (run.stdout, run.returncode) == (said, 0), run.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_at_any_step_and_size_continues_with_the_next_sample(workers: int) -> None:
+    """Samples dealt, step by step, on 1, 2, 4 and 8 ranks in turn, with a batch size that grows."""
+
+    def size_at(consumed: int) -> int:
+        return 8 if consumed < 24 else 16
+
+    consumed, dealt = 0, list[set[int]]()
+    for ranks in (1, 2, 4, 8, 4, 1):
+        step = set[int]()
+        for rank in range(ranks):
+            with make(Counting(88), rank, ranks, micro=1, batch=size_at, consumed=consumed, workers=workers) as batches:
+                step |= {sample for microbatch in next(batches) for sample in microbatch}
+                end = batches.consumed_samples
+        dealt.append(step)
+        consumed = end
+    ends = [0, 8, 16, 24, 40, 56, 72]
+    assert dealt == [set(range(begin, end)) for begin, end in pairwise(ends)]

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,33 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.config import DataConfig
-from megatron.data import helpers
-from megatron.data.blend import BlendedDataset
+from megatron.data.blend import content_of
 from megatron.data.gpt import GPTDataset, build_datasets, plan_epochs, split_documents
 from megatron.data.indexed import DataError
 from tests.data.datasets import open_dataset, write_dataset
-
-
-def numpy_sample_index(
-    lengths: NDArray[np.int32], document_index: NDArray[np.int32], seq_length: int, num_samples: int
-) -> NDArray[np.int64]:
-    """Twin of helpers.build_sample_index: sample k begins in the document that holds token k * seq_length."""
-    ends = np.cumsum(lengths[document_index], dtype=np.int64)
-    boundaries = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    positions = np.searchsorted(ends, boundaries, side="right")
-    positions[0] = 0  # an empty first document is where the stream begins all the same
-    begins = np.concatenate(([0], ends))[positions]
-    offsets = boundaries - begins
-    offsets[0] = 0
-    return np.stack((positions, offsets), axis=1)
-
-
-def walked_sample_index(
-    lengths: list[int], document_index: list[int], seq_length: int, num_samples: int
-) -> list[list[int]]:
-    """The same, token by token, as the format describes it."""
-    stream = [(p, o) for p, document in enumerate(document_index) for o in range(lengths[document])]
-    return [[0, 0]] + [list(stream[k * seq_length]) for k in range(1, num_samples + 1)]
+from tests.data.twins import numpy_sample_index
 
 
 def numpy_index(
@@ -70,98 +47,6 @@ def numpy_index(
         shuffle_parts.append(part_ids)
     sample_index = numpy_sample_index(lengths, document_index, seq_length, total)
     return document_index, sample_index, np.concatenate(shuffle_parts), epochs, separate
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=20),
-    seq_length=st.integers(1, 25),
-    epochs=st.integers(1, 5),
-    data=st.data(),
-)
-def test_cpp_sample_index_equals_numpy(lengths: list[int], seq_length: int, epochs: int, data: st.DataObject) -> None:
-    document_index = data.draw(st.permutations(list(range(len(lengths))) * epochs))
-    num_samples = max(0, (sum(lengths) * epochs - 1) // seq_length)
-    sizes, order = np.array(lengths, np.int32), np.array(document_index, np.int32)
-    built = helpers.build_sample_index(sizes, order, seq_length, num_samples)
-    assert built.dtype == np.int32
-    assert built.tolist() == walked_sample_index(lengths, document_index, seq_length, num_samples)
-    assert built.tolist() == numpy_sample_index(sizes, order, seq_length, num_samples).tolist()
-
-
-def test_cpp_sample_index_reads_unaligned_lengths() -> None:
-    raw = b"??" + np.array([3, 4, 5], np.int32).tobytes()
-    lengths = np.frombuffer(raw, np.int32, 3, 2)
-    built = helpers.build_sample_index(lengths, np.array([2, 0, 1], np.int32), 4, 2)
-    assert built.tolist() == [[0, 0], [0, 4], [2, 0]]
-
-
-def test_cpp_sample_index_counts_beyond_32_bits() -> None:
-    """Six documents of the largest length: 12.9e9 tokens."""
-    largest = 2**31 - 1
-    lengths, order = np.array([largest], np.int32), np.zeros(6, np.int32)
-    built = helpers.build_sample_index(lengths, order, 2**32, 2)
-    assert built.tolist() == [[0, 0], [2, 2], [4, 4]]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "document_index", "seq_length", "num_samples", "message"),
-    [
-        ([3, 4], [0, 2], 2, 3, "outside the 2 documents"),
-        ([3, 4], [0, -1], 2, 3, "outside the 2 documents"),
-        ([3, -4], [0, 1], 2, 3, "impossible length -4"),
-        ([3, 4], [0, 1], 2, 4, "too few"),
-        ([3, 4], [0, 1], 0, 1, "seq_length=0"),
-        ([3, 4], [0, 1], 1, -1, "num_samples=-1"),
-        ([3, 4], [0, 1], 2**40, 2**40, "beyond 64 bits"),
-        ([3, 4], [], 1, 1, "empty"),
-    ],
-)
-def test_cpp_sample_index_raises_on_impossible_input(
-    lengths: list[int], document_index: list[int], seq_length: int, num_samples: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        helpers.build_sample_index(
-            np.array(lengths, np.int32), np.array(document_index, np.int32), seq_length, num_samples
-        )
-
-
-def test_cpp_sample_index_takes_no_silent_copies() -> None:
-    good = np.array([3, 4], np.int32)
-    wrong_arrays: list[Any] = [good.astype(np.int64), np.array([3, 0, 4, 0], np.int32)[::2]]
-    for wrong in wrong_arrays:
-        with pytest.raises(TypeError):
-            helpers.build_sample_index(wrong, good, 2, 1)
-
-
-@pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 64, 65, 66, 1000, 70000])
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
-def test_cpp_shuffle_equals_numpy(seed: int, size: int, dtype: type[np.integer]) -> None:
-    ours, theirs = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
-    shuffler, random = helpers.Shuffler(seed), np.random.RandomState(seed)
-    for _ in range(2):  # the second goes on from the first's state
-        shuffler.shuffle(ours)
-        random.shuffle(theirs)
-        assert np.array_equal(ours, theirs)
-
-
-def test_cpp_shuffle_refuses_what_it_cannot_shuffle_in_place() -> None:
-    read_only = np.arange(4)
-    read_only.flags.writeable = False
-    shuffler = helpers.Shuffler(1)
-    wrong_arrays: list[Any] = [
-        np.arange(8)[::2],
-        np.zeros((2, 2), np.int64),
-        np.zeros(3),
-        np.zeros(3, np.int16),
-        read_only,
-    ]
-    for wrong in wrong_arrays:
-        with pytest.raises(ValueError):
-            shuffler.shuffle(wrong)
-    with pytest.raises(ValueError, match="seed=-1"):
-        helpers.Shuffler(-1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -281,7 +166,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_document(tmp_path: Path)
     write_dataset(tmp_path / "d", [10] * 10)
     train = build_train(config(tmp_path / "d", split="1"), vocab_size=73)
     everything = range(len(train))
-    with pytest.raises(DataError, match=r"d: token 3 of document 7 is 73, outside vocab_size=73"):
+    with pytest.raises(DataError, match=r"d: token (\d) of document (\d) is \2\1, outside vocab_size=73"):
         [train[i] for i in everything]
 
 
@@ -356,77 +241,63 @@ def test_racing_processes_share_one_whole_cache(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path / "cache") if "partial" in name]
 
 
-@settings(max_examples=60, deadline=None)
-@given(weights=st.lists(st.floats(0.001, 10), min_size=1, max_size=8), size=st.integers(0, 300))
-def test_cpp_blend_index_equals_numpy(weights: list[float], size: int) -> None:
-    normalized = np.array(weights) / np.sum(weights)
-    drawn = np.zeros(len(weights))
-    expected = []
-    for i in range(size):
-        neediest = int(np.argmax(normalized * max(i, 1) - drawn))  # argmax: the first of equals
-        expected.append((neediest, int(drawn[neediest])))
-        drawn[neediest] += 1
-    dataset_index, sample_index = helpers.build_blend_index(normalized, size)
-    assert dataset_index.dtype == np.int16
-    assert sample_index.dtype == np.int64
-    assert list(zip(dataset_index.tolist(), sample_index.tolist(), strict=True)) == expected
+def test_the_fingerprint_follows_the_order_not_the_number_asked_for(tmp_path: Path) -> None:
+    """24 samples an epoch; the last of several is shuffled apart where fewer than 19 of it are needed."""
+    data = open_dataset(tmp_path / "d", [10] * 10)
+
+    def dataset(count: int | None, seq_length: int = 4, seed: int = 1, stop: int = 10) -> GPTDataset:
+        return GPTDataset(data, range(stop), num_samples=count, seq_length=seq_length, seed=seed)
+
+    assert len({dataset(count).fingerprint for count in (None, 1, 24)}) == 1
+    assert len({dataset(count).fingerprint for count in (25, 30, 42)}) == 1  # two epochs, the second apart
+    assert len({dataset(count).fingerprint for count in (44, 49)}) == 1  # two epochs together
+    others = [dataset(24), dataset(30), dataset(49), dataset(24, 5), dataset(24, seed=2), dataset(24, stop=9)]
+    assert len({other.fingerprint for other in others}) == len(others)
+    assert len({content_of(other.fingerprint) for other in others}) == 4  # the first three differ in epochs alone
 
 
-@pytest.mark.parametrize("weights", [[], [0.5, -0.5], [float("nan")], [float("inf")], [0.1] * 32768])
-def test_cpp_blend_index_raises_on_impossible_weights(weights: list[float]) -> None:
-    with pytest.raises(ValueError):
-        helpers.build_blend_index(np.array(weights), 3)
+def test_one_epoch_is_what_no_number_asks_for(tmp_path: Path) -> None:
+    data = open_dataset(tmp_path / "d", [10] * 10)
+    assert len(GPTDataset(data, range(10), num_samples=None, seq_length=4, seed=1)) == 24
+    with pytest.raises(DataError, match="hold no tokens"):
+        GPTDataset(data, range(3, 3), num_samples=None, seq_length=4, seed=1)
 
 
-def test_a_blend_mixes_by_weight_and_in_each_datasets_order(tmp_path: Path) -> None:
-    write_dataset(tmp_path / "a", [10] * 50)
-    write_dataset(tmp_path / "b", [10] * 50, np.int32)
-    path = ("3", str(tmp_path / "a"), "1", str(tmp_path / "b"))
-    train, valid, _ = build_datasets(config(*path), seq_length=4, seed=1, num_samples=(101, 10, 0), vocab_size=60000)
-    assert isinstance(train, BlendedDataset)
-    assert valid is not None
-    assert len(train) == 76 + 26  # each share rounded up
-    assert np.bincount(train.dataset_index[:100]).tolist() == [75, 25]
-    for d in (0, 1):
-        picked = train.dataset_sample_index[train.dataset_index == d]
-        assert picked.tolist() == list(range(len(picked)))
-    i = int(np.flatnonzero(train.dataset_index == 1)[5])
-    assert np.array_equal(train[i], train.datasets[1][5])
-    with pytest.raises(IndexError):
-        train[len(train)]
+def test_a_file_of_floats_is_no_text(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "d", [10] * 10, np.float32)
+    with pytest.raises(DataError, match="holds float32, not token ids"):
+        build_train(config(tmp_path / "d"))
 
 
-def test_every_sample_of_a_blend_of_many_small_weights_exists(tmp_path: Path) -> None:
-    """Rounding can draw more from a dataset than its surplus: megatron-core then fails at that sample."""
-    path: list[str] = []
-    weights = np.random.default_rng(0).dirichlet(np.full(40, 0.3))
-    for d, weight in enumerate(weights):
-        write_dataset(tmp_path / str(d), [5, 4])
-        path += [str(weight + 1e-6), str(tmp_path / str(d))]
-    train, _, _ = build_datasets(
-        config(*path, split="1", cache=tmp_path / "c"), seq_length=3, seed=1, num_samples=(333, 0, 0), vocab_size=999
-    )
-    assert isinstance(train, BlendedDataset)
-    assert len(train) >= 333
-    for i in range(len(train)):
-        assert len(train[i]) == 4
+@pytest.mark.parametrize(("place", "value"), [(1, 7), (2, -20), (1, 2**40)])
+def test_a_pointer_inside_the_index_that_is_wrong_is_an_error_when_read(tmp_path: Path, place: int, value: int) -> None:
+    """Opening checks the first and the last pointer only; the split's sum does not see this one."""
+    write_dataset(tmp_path / "d", [10] * 10)
+    idx = tmp_path / "d.idx"
+    raw = bytearray(idx.read_bytes())
+    begin = 34 + 4 * 10 + 8 * place
+    raw[begin : begin + 8] = value.to_bytes(8, "little", signed=True)
+    idx.write_bytes(raw)
+    train = build_train(config(tmp_path / "d", split="1"))
+    with pytest.raises(DataError, match=f"document {place} lies at byte {value} .*damaged"):
+        train.get_batch(range(len(train)))
 
 
-def test_a_blend_leaves_out_members_without_validation_documents(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_dataset(tmp_path / "large", [10] * 100)
-    write_dataset(tmp_path / "small", [10] * 2)
-    path = ("1", str(tmp_path / "large"), "1", str(tmp_path / "small"))
-    _, valid, _ = build_datasets(
-        config(*path, split="9,1"), seq_length=4, seed=1, num_samples=(9, 9, 0), vocab_size=9999
-    )
-    assert isinstance(valid, BlendedDataset)
-    assert set(valid.dataset_index.tolist()) == {0}
-    assert "no valid documents in" in caplog.text
+def test_an_index_cache_of_other_samples_is_an_error_when_read(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "d", [10] * 10)
+    build_train(config(tmp_path / "d", split="1"))
+    (path,) = (tmp_path / "cache").glob("*sample_index.npy")
+    wrong = np.load(path)
+    wrong[:, 0] = 0
+    np.save(path, wrong)
+    train = build_train(config(tmp_path / "d", split="1"))
+    with pytest.raises(DataError, match=r"sample_index\[\d+\] .*delete the cache"):
+        train.get_batch(range(len(train)))
 
 
-@pytest.mark.parametrize("path", [(), ("a", "b"), ("1", "a", "2"), ("0", "a"), ("-1", "a", "1", "b"), ("nan", "a")])
+@pytest.mark.parametrize(
+    "path", [(), ("1", "a", "b", "c"), ("1", "a", "2"), ("0", "a"), ("-1", "a", "1", "b"), ("nan", "a")]
+)
 def test_a_data_path_that_is_no_blend_is_refused(path: tuple[str, ...]) -> None:
     with pytest.raises(DataError, match="WEIGHT PREFIX"):
         build_datasets(config(*path), seq_length=4, seed=1, num_samples=(1, 0, 0), vocab_size=9)
