@@ -48,8 +48,6 @@ class UnfinishedWork:
         self._identity = json.loads(json.dumps(identity))
         self._sources = sources
         self._lock: IO[bytes] | None = None
-        self.is_saved = False
-        """Whether there is anything to go on from."""
 
     def __enter__(self) -> UnfinishedWork:
         """Raises DataError if another process has it."""
@@ -78,6 +76,11 @@ class UnfinishedWork:
             self._state_path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is anything to go on from."""
+        return self._state_path.exists()
+
     def work_dir(self, name: str) -> Path:
         return self.folder / name
 
@@ -87,8 +90,7 @@ class UnfinishedWork:
 
     def start(self) -> None:
         """Begin with an empty folder. Raises DataError if there is work to go on from."""
-        if self._state_path.exists():
-            self.is_saved = True
+        if self.is_saved:
             try:
                 done = f"{self._read()['position']['documents']} documents"
             except DataError:
@@ -102,7 +104,6 @@ class UnfinishedWork:
     def clear(self) -> None:
         """Throw away what is there, and begin with an empty folder."""
         self._state_path.unlink(missing_ok=True)
-        self.is_saved = False
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -124,13 +125,11 @@ class UnfinishedWork:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, self._state_path)
-        self.is_saved = True
 
     def load(self) -> State | None:
         """What was saved; None: nothing. Raises DataError where this run differs from the one that saved it."""
-        if not self._state_path.exists():
+        if not self.is_saved:
             return None
-        self.is_saved = True
         content = self._read()
         for name, now in self._identity.items():
             before = content["identity"].get(name)

@@ -149,6 +149,87 @@ def test_a_text_file_that_is_no_utf8_is_a_bad_document(tmp_path: Path, capsys: p
     assert "in.txt: byte 3 is not UTF-8" in capsys.readouterr().err
 
 
+def test_a_line_of_a_gigabyte_costs_neither_memory_nor_the_rest(tmp_path: Path) -> None:
+    with (tmp_path / "in.jsonl").open("wb") as file:
+        file.write(b'{"text": "1"}\n')
+        file.truncate(1 << 30)  # a hole: zeros that take no disk
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"text": "2"}\n')
+    program = (
+        "import resource, sys; from tools import preprocess_data; status = preprocess_data.main(sys.argv[1:]);"
+        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
+    )
+    command = [sys.executable, "-c", program, "--input", "in.jsonl", "--output-prefix", "out", *NULL]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for policy, status in (("fail", 1), ("skip", 0)):
+        done = subprocess.run(
+            [*command, "--on-bad-line", policy],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == status
+        assert f"in.jsonl:2: longer than {64 << 20} bytes" in done.stderr
+        assert int(done.stdout.split()[-1]) < 400_000  # KiB
+    assert documents(tmp_path / "out_text_document") == [[1], [2]]
+
+
+def test_a_file_that_the_disk_does_not_give_up_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.jsonl").symlink_to("/proc/self/mem")  # opens, and answers reads with EIO
+    assert preprocess("--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", *NULL) == 1
+    assert "in.jsonl:1: the file cannot be read on: Input/output error" in capsys.readouterr().err
+
+
+def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in.jsonl", [{"text": "65535 65536 69999"}])
+    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "70000", "--append-eod")
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "out", *null) == 0
+    assert documents(tmp_path / "out_text_document") == [[65535, 65536, 69999, 69999]]
+    assert IndexedDataset(tmp_path / "out_text_document").dtype == np.int32
+
+
+@pytest.mark.parametrize("partitions", [2, 3, 7])
+def test_partitions_order_documents_as_megatrons_do(tmp_path: Path, partitions: int) -> None:
+    """Line i goes to partition i mod N, and the partitions are merged in order."""
+    source = jsonl(tmp_path / "in.jsonl", [{"text": str(i), "padding": "x" * 1000} for i in range(100)])
+    more = ("--partitions", str(partitions))
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "out", *more, *NULL) == 0
+    expected = [[i] for first in range(partitions) for i in range(first, 100, partitions)]
+    assert documents(tmp_path / "out_text_document") == expected
+    assert (
+        preprocess("--input", source, "--output-prefix", tmp_path / "out", *more, "--keep-sequential-samples", *NULL)
+        == 0
+    )
+    assert documents(tmp_path / "out_text_document") == [[i] for i in range(100)]
+
+
+@pytest.mark.parametrize("form", ["jsonl.gz", "jsonl.zst", "parquet", "txt"])
+def test_every_form_of_text_gives_the_same_dataset(tmp_path: Path, form: str) -> None:
+    import gzip
+
+    import pyarrow
+    import pyarrow.parquet
+    import zstandard
+
+    values = [f"{i} {i % 7}" for i in range(500)]
+    lines = "".join(json.dumps({"text": value}) + "\n" for value in values).encode()
+    place = tmp_path / f"in.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": values}), place)
+    else:
+        contents = {
+            "jsonl.gz": gzip.compress(lines),
+            "jsonl.zst": zstandard.compress(lines),
+            "txt": "<|endoftext|>\n".join(values).encode(),
+        }
+        place.write_bytes(contents[form])
+    more = ("--document-separator", "<|endoftext|>\\n")
+    assert preprocess("--input", place, "--output-prefix", tmp_path / "out", *more, *NULL) == 0
+    assert documents(tmp_path / "out_text_document") == [[i, i % 7] for i in range(500)]
+
+
 Setup = Callable[[Path], list[str]]
 USER_FAULTS: dict[str, tuple[Setup, str]] = {
     "missing file": (lambda t: ["--input", str(t / "none.jsonl"), *NULL], "does not exist"),

@@ -104,7 +104,7 @@ def test_a_kill_before_any_change_of_the_file_system_can_be_resumed(
 ) -> None:
     monkeypatch.setattr(documents, "BLOCK_BYTES", 400)
     (tmp_path / "whole").mkdir()
-    write_rows(tmp_path / "whole" / "in.jsonl", 40)
+    write_rows(tmp_path / "whole" / "in.jsonl", 12)
     assert preprocess_data.main(command(tmp_path / "whole")) == 0
     expected = outputs(tmp_path / "whole")
     assert sorted(expected) == [f"out_{key}_document{suffix}" for key in "ab" for suffix in SUFFIXES]
@@ -112,7 +112,7 @@ def test_a_kill_before_any_change_of_the_file_system_can_be_resumed(
     for call in range(1, 1000):
         folder = tmp_path / str(call)
         folder.mkdir()
-        write_rows(folder / "in.jsonl", 40)
+        write_rows(folder / "in.jsonl", 12)
         was_killed = run_and_die_at(call, command(folder))
         looked_finished.add(whole_pairs(folder))
         if was_killed:
