@@ -324,9 +324,31 @@ class CheckpointConfig:
     """Folder to save checkpoints in. Unset: none are saved."""
     save_interval: Positive = 1000
     """Steps between two checkpoints."""
+    save_interval_in_mins: PositiveFloat | None = None
+    """Minutes between two checkpoints, beside save_interval."""
+    async_save: bool = True
+    """Write in the background: training waits only until its state is copied, which takes as much host memory."""
+    keep_last: Positive | None = None
+    """Remove all but so many newest checkpoints. Unset: keep all."""
+    save_retain_interval: Positive | None = None
+    """Iterations whose multiples keep_last never removes."""
+    no_save_optim: bool = False
+    """Save the weights alone."""
+    verify_checkpoint: bool = False
+    """Before saving, compare bit by bit what several ranks hold copies of."""
     load: str | None = None
     """Folder to resume from. A missing or empty folder starts a new run; anything else that holds no checkpoint is
     an error."""
+    ckpt_step: NonNegative | None = None
+    """Iteration of the checkpoint to load. Unset: the newest."""
+    load_fallback: bool = True
+    """Pass over a damaged checkpoint for the newest that is whole."""
+    finetune: bool = False
+    """Load the weights alone and begin at iteration 0."""
+    no_load_optim: bool = False
+    """Begin with a fresh optimizer."""
+    no_load_rng: bool = False
+    """Draw dropout by this run's seed, not by that of the checkpoint."""
     allow_data_change: bool = False
     """Resume although the data, or the order of its samples, is not what the checkpoint was saved with."""
 

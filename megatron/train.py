@@ -46,11 +46,12 @@ def run(config: Config, ctx: ParallelContext) -> None:
     """Build everything, restore what was saved, and train. Collective."""
     from megatron import accelerator
     from megatron.tasks.registry import TASKS
+    from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
     from megatron.training.loop import train
     from megatron.training.metrics import MetricsLog
-    from megatron.training.progress import Progress, check_data, find_checkpoint, read_progress
+    from megatron.training.progress import Progress, check_data
     from megatron.training.schedule import global_batch_size, total_iterations
     from megatron.training.stop import StopDecision
 
@@ -59,10 +60,10 @@ def run(config: Config, ctx: ParallelContext) -> None:
         if reason := stop.before_start():
             announce(ctx, reason)
             return
-        checkpoint = together(ctx, lambda: find_checkpoint(config.checkpoint.load))
+        checkpoint = find_checkpoint(config.checkpoint, ctx)
         progress, saved_data = Progress(), None
         if checkpoint is not None:
-            progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config, ctx))
+            progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config.checkpoint))
         datasets = together(ctx, lambda: open_data(config))
         fingerprint = datasets[0].fingerprint
         if saved_data is not None:
@@ -70,6 +71,8 @@ def run(config: Config, ctx: ParallelContext) -> None:
             if change is not None:
                 announce(ctx, f"allow_data_change: {change}")
         task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
+        # nothing is written before the data and what is resumed were found good
+        checkpoints = Checkpoints(config, ctx) if config.checkpoint.save is not None else None
         engine = build_engine(
             config,
             ctx,
@@ -78,8 +81,8 @@ def run(config: Config, ctx: ParallelContext) -> None:
             global_batch_size=global_batch_size(training, progress.consumed_samples),
         )
         if checkpoint is not None:
-            engine.load(str(checkpoint.parent), checkpoint.name)
-            announce(ctx, f"resumed {checkpoint}: iteration {progress.iteration}, {progress.consumed_samples} samples")
+            restored = together(ctx, lambda: restore(engine, checkpoint, progress))
+            announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
         write_config(config, ctx)
         with MetricsLog(
             config,
@@ -89,7 +92,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
             total_iterations=total_iterations(training),
             resumed_iteration=progress.iteration,
         ) as log:
-            train(engine, task, datasets, fingerprint, progress, log, stop)
+            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints)
 
 
 def open_data(config: Config) -> tuple[Any, Any, Any]:

@@ -49,7 +49,7 @@ def test_run_in_five_commands_works_as_written(checkout: Path) -> None:
     assert "iteration       40/      40" in done.stdout
     assert "validation loss at iteration 40" in done.stdout
     assert (checkout / "out" / "run.png").stat().st_size > 10_000
-    assert (checkout / "out" / "run" / "checkpoints" / "latest").read_text() == "global_step40"
+    assert (checkout / "out" / "run" / "checkpoints" / "latest").read_text().strip() == "global_step40"
 
 
 def test_every_link_of_the_documentation_leads_somewhere() -> None:

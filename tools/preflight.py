@@ -416,21 +416,15 @@ def _check_outputs(config: Config) -> Iterator[str]:
 
 
 def _check_load(config: Config) -> Iterator[str]:
+    """What can be told without reading: the run itself finds and checks the checkpoint."""
     load = config.checkpoint.load
     if load is None or not os.path.lexists(load):
         return
     folder = Path(load)
     if not folder.is_dir():
         yield f"load={load} is no folder; give the folder of a run's checkpoints"
-        return
-    latest = folder / "latest"
-    if not latest.is_file():
-        if any(folder.iterdir()):
-            yield f"load={load} holds no checkpoint (no file `latest`), yet is not empty; give another, or empty it"
-        return
-    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
-    if not tag or not (folder / tag).is_dir():
-        yield f"{latest} names {tag!r}, which is not there; write the name of a checkpoint that is into it"
+    elif any(folder.iterdir()) and not any(folder.glob("latest*")) and not any(folder.glob("*/checkpoint.json")):
+        yield f"load={load} holds no checkpoint, yet is not empty; give another, or empty it"
 
 
 def _check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:

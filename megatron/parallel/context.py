@@ -164,6 +164,26 @@ class ParallelContext:
         dist.broadcast(tensor, src=0, group=self.control_group)
         return int(tensor.item())
 
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Every rank's, in order of rank. Collective."""
+        if self.world_size == 1:
+            return [mine]
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, mine, group=self.control_group)
+        return gathered
+
+    def broadcast_object(self, mine: Any) -> Any:
+        """Rank 0's, on every rank. Collective."""
+        if self.world_size == 1:
+            return mine
+        import torch.distributed as dist
+
+        box = [mine]
+        dist.broadcast_object_list(box, src=0, group=self.control_group)
+        return box[0]
+
     def sum_over_data_ranks(self, number: float) -> float:
         """Sum over the data-parallel ranks. Collective in the data group."""
         if self.data_group is None:

@@ -73,6 +73,8 @@ class Engine:
         self._loss, self._masks_loss = loss, masks_loss
         self._global_batch_size = engine.train_batch_size()
         self._draws = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
+        self.dropout_seed = config.training.seed
+        """Of the random streams. A resumed run keeps that of its checkpoint."""
 
     @property
     def module(self) -> nn.Module:
@@ -101,9 +103,7 @@ class Engine:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         if self._draws:
-            ctx.streams.seed_step(
-                self.config.training.seed, consumed_samples, ctx.stage, ctx.data_rank, ctx.tensor_rank
-            )
+            ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.data_rank, ctx.tensor_rank)
         batches, _ = self._weighted(microbatches)
         skipped_before = self.deepspeed.skipped_steps
         loss = self.deepspeed.train_batch(batches) if self.config.uses_pipeline else self._sequential_step(batches)
@@ -162,18 +162,6 @@ class Engine:
             losses = [self._sequential_loss(inputs, labels) for inputs, labels in batches]
         self.deepspeed.train()
         return self._mean_over_data_ranks(torch.stack(losses).mean()), tokens
-
-    def save(self, folder: str, tag: str) -> None:
-        """Write weights and optimizer to folder/tag; then `latest` in folder names the tag. Collective."""
-        with quiet():
-            self.deepspeed.save_checkpoint(folder, tag=tag)
-
-    def load(self, folder: str, tag: str) -> None:
-        """Restore weights and optimizer from folder/tag. Collective."""
-        with quiet(), torch.no_grad():  # see _pipeline
-            path, _ = self.deepspeed.load_checkpoint(folder, tag=tag)
-        if path is None:
-            raise FileNotFoundError(f"{folder}/{tag} holds no files of DeepSpeed; name another checkpoint in `latest`")
 
 
 def build_engine(

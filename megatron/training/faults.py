@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megatron.accelerator import DeviceError
+from megatron.checkpoint.store import CheckpointError
 from megatron.config import ConfigError
 from megatron.data.indexed import DataError
 from megatron.parallel.context import LayoutError, ParallelContext
-from megatron.training.progress import CheckpointError
 
 T = TypeVar("T")
 
@@ -32,12 +32,7 @@ def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         fault = error
-    told: list[str | None] = [None] * ctx.world_size
-    if ctx.world_size > 1:
-        import torch.distributed as dist
-
-        mine = None if fault is None else f"rank {ctx.rank} on {socket.gethostname()} failed: {fault}"
-        dist.all_gather_object(told, mine, group=ctx.control_group)
+    told = ctx.gather_objects(None if fault is None else f"rank {ctx.rank} on {socket.gethostname()} failed: {fault}")
     if fault is not None:
         raise fault
     if faults := [message for message in told if message is not None]:

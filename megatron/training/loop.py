@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron import accelerator
 from megatron.data.batches import Batches
+from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import Microbatch, PretrainTask
-from megatron.training import progress as checkpoints
+from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
 from megatron.training.metrics import MetricsLog, StepMetrics
 from megatron.training.profiling import Profile
@@ -54,6 +55,24 @@ class Interval:
         return loss, nan_steps, (time.perf_counter() - self._began_s) / self.steps
 
 
+class SaveTimer:
+    """When the minutes between two checkpoints are over, by the clock of rank 0."""
+
+    def __init__(self, minutes: float | None, ctx: ParallelContext) -> None:
+        self._interval_s = None if minutes is None else minutes * 60
+        self._ctx = ctx
+        self.restart()
+
+    def restart(self) -> None:
+        self._began_s = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Collective where there is such an interval."""
+        if self._interval_s is None:
+            return False
+        return bool(self._ctx.broadcast(int(time.monotonic() - self._began_s >= self._interval_s)))
+
+
 def train(
     engine: Engine,
     task: PretrainTask,
@@ -62,13 +81,18 @@ def train(
     progress: Progress,
     log: MetricsLog,
     stop: StopDecision,
+    checkpoints: Checkpoints | None,
 ) -> None:
-    """Train from `progress` to the end of the configured samples, or until `stop` says so. Collective."""
+    """Train from `progress` to the end of the configured samples, or until `stop` says so. Collective.
+
+    `checkpoints` None: nothing is saved.
+    """
     config, training = engine.config, engine.config.training
     training_data, validation_data, test_data = datasets
     last_sample = total_samples(training)
     batches = make_batches(engine, task, training_data, progress.consumed_samples)
     interval, saved_at, reason = Interval(), progress.iteration, None
+    timer = SaveTimer(config.checkpoint.save_interval_in_mins, engine.ctx)
     if progress.iteration == 0:
         # where the run starts from; and a validation that cannot work fails now, not after hours
         log_evaluation(engine, task, validation_data, progress, log, "valid")
@@ -99,15 +123,22 @@ def train(
             paused_s = time.perf_counter()
             if progress.iteration % config.data.eval_interval == 0:
                 log_evaluation(engine, task, validation_data, progress, log, "valid")
-            if config.checkpoint.save and progress.iteration % config.checkpoint.save_interval == 0:
-                save(engine, progress, fingerprint, log)
-                saved_at = progress.iteration
+            if checkpoints is not None:
+                is_time = timer.is_due()
+                if is_time or progress.iteration % config.checkpoint.save_interval == 0:
+                    checkpoints.save(engine, progress, fingerprint)
+                    timer.restart()
+                    saved_at = progress.iteration
+                for line in checkpoints.report():
+                    log.message(line)
             interval.pause(time.perf_counter() - paused_s)
             if reason is not None:
                 log.message(reason)
                 break
-    if config.checkpoint.save and saved_at != progress.iteration:
-        save(engine, progress, fingerprint, log)
+    if checkpoints is not None:
+        if saved_at != progress.iteration:
+            checkpoints.save(engine, progress, fingerprint)
+        checkpoints.finish(log.message)
     if reason is None:
         if progress.iteration % config.data.eval_interval:
             log_evaluation(engine, task, validation_data, progress, log, "valid")
@@ -194,9 +225,3 @@ def evaluate(engine: Engine, num_batches: int, task: PretrainTask, dataset: Any)
         loss, count = engine.evaluate(next(batches) if engine.reads_data else [], num_microbatches)
         total, tokens = total + float(loss) * count, tokens + count
     return total / max(tokens, 1.0), tokens
-
-
-def save(engine: Engine, progress: Progress, fingerprint: str, log: MetricsLog) -> None:
-    began_s = time.perf_counter()
-    place = checkpoints.save(engine, progress, fingerprint)
-    log.message(f"saved {place} in {time.perf_counter() - began_s:.1f} s")

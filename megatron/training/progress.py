@@ -1,29 +1,15 @@
-"""How far a run has come, and how that is kept with DeepSpeed's checkpoint.
-
-A checkpoint is a folder `global_step<N>` with DeepSpeed's files and `progress.json`; `latest` beside it names the
-newest whole one.
-"""
+"""How far a run has come, and whether it still finds the data that its checkpoint knew."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.store import CheckpointError
 from megatron.config import Config
 from megatron.data.blend import content_of
-from megatron.parallel.context import ParallelContext
-from megatron.training.engine import Engine
-
-PROGRESS_FILE = "progress.json"
-
-
-class CheckpointError(ValueError):
-    """A folder holds no checkpoint, or one that this run cannot continue."""
 
 
 @dataclass
@@ -44,54 +30,6 @@ class SavedData:
     fingerprint: str
     config: Mapping[str, Mapping[str, Any]]
     """The run's config, as Config.to_dict gives it."""
-
-
-def find_checkpoint(folder: str | None) -> Path | None:
-    """The newest whole checkpoint in `folder`, or None where a run starts anew.
-
-    Raises CheckpointError if the folder holds something else, or `latest` names what is not there.
-    """
-    if folder is None or not os.path.exists(folder):
-        return None
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"load={folder} is a file; give the folder that a run saved its checkpoints in")
-    if not os.listdir(folder):
-        return None
-    latest = Path(folder) / "latest"
-    if not latest.is_file():
-        raise CheckpointError(
-            f"load={folder} holds files, but no checkpoint: it has no `latest`; give the folder that a run saved its "
-            "checkpoints in, or an empty one to start anew"
-        )
-    tag = latest.read_text(encoding="utf-8").strip()
-    checkpoint = latest.parent / tag
-    if not tag or not (checkpoint / PROGRESS_FILE).is_file():
-        raise CheckpointError(
-            f"{latest} names {tag!r}, but {checkpoint / PROGRESS_FILE} is not there; write the name of a whole "
-            "checkpoint into `latest`, or remove it with the folder's contents to start anew"
-        )
-    return checkpoint
-
-
-def read_progress(checkpoint: Path, config: Config, ctx: ParallelContext) -> tuple[Progress, SavedData]:
-    """The counters that `checkpoint` was saved with, and what it tells of its data.
-
-    Raises CheckpointError if it was saved on another layout or is damaged.
-    """
-    path = checkpoint / PROGRESS_FILE
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        progress, layout = Progress(**saved["progress"]), saved["layout"]
-        data = SavedData(checkpoint, saved["data_fingerprint"], saved["config"])
-        length_of(data.config)
-        options_of(data.config)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); name another checkpoint in `latest`") from None
-    ours = _layout(config, ctx)
-    wrong = [f"{name} {layout.get(name)} there, {ours[name]} here" for name in ours if layout.get(name) != ours[name]]
-    if wrong:
-        raise CheckpointError(f"{checkpoint} was saved on another layout: {'; '.join(wrong)}. Resume on the same one")
-    return progress, data
 
 
 def check_data(saved: SavedData, config: Config, fingerprint: str) -> str | None:
@@ -148,35 +86,3 @@ def options_of(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _said(value: Any) -> str:
     return " ".join(map(str, value)) or "nothing" if isinstance(value, list | tuple) else str(value)
-
-
-def _layout(config: Config, ctx: ParallelContext) -> dict[str, Any]:
-    return {
-        "pipeline_model_parallel_size": ctx.num_stages,
-        "tensor_model_parallel_size": ctx.tensor_size,
-        "data_parallel_size": ctx.data_size,
-        "zero_stage": config.effective_zero_stage,
-        "precision": config.training.precision,
-    }
-
-
-def save(engine: Engine, progress: Progress, fingerprint: str) -> Path:
-    """Write a checkpoint into the configured folder and return its place. Collective.
-
-    `latest` names it only once every rank has written its part.
-    """
-    folder = engine.config.checkpoint.save
-    assert folder is not None
-    tag = f"global_step{progress.iteration}"
-    checkpoint = Path(folder) / tag
-    if engine.ctx.rank == 0:
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        content = {
-            "progress": dataclasses.asdict(progress),
-            "data_fingerprint": fingerprint,
-            "layout": _layout(engine.config, engine.ctx),
-            "config": engine.config.to_dict(),
-        }
-        (checkpoint / PROGRESS_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    engine.save(folder, tag)
-    return checkpoint

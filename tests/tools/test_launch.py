@@ -224,9 +224,7 @@ def test_load_must_be_a_checkpoint_folder_an_empty_one_or_none(dataset: str, tmp
     (folder / "notes.txt").touch()
     assert "holds no checkpoint" in faults(request)[0]
     (folder / "latest").write_text("global_step1\n")
-    assert "names 'global_step1', which is not there" in faults(request)[0]
-    (folder / "global_step1").mkdir()
-    preflight.preflight(request)
+    preflight.preflight(request)  # what it names, the run itself looks for
     assert "is no folder" in faults(tiny("--data-path", dataset, "--load", dataset + ".bin"))[0]
 
 

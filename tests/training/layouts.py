@@ -11,7 +11,9 @@ from megatron.command_line import parse_arguments
 from megatron.parallel.context import ParallelContext
 from megatron.rules import check
 from megatron.tasks.pretrain import PretrainTask
+from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore
 from megatron.training.engine import Engine, build_engine
+from megatron.training.progress import Progress
 
 EOD = 7
 
@@ -110,17 +112,63 @@ def train_sizes(arguments: str, sizes: list[int]) -> list[float]:
     return losses
 
 
+def save(engine: Engine, step: int) -> None:
+    """A checkpoint of `engine` after `step` steps, durable when this returns on every rank."""
+    checkpoints = Checkpoints(engine.config, engine.ctx)
+    size = engine.config.training.global_batch_size
+    checkpoints.save(engine, Progress(iteration=step, consumed_samples=step * size), "data")
+    checkpoints.finish(lambda _: None)
+
+
+def resume(engine: Engine) -> int:
+    """Restore the newest checkpoint of the config's `load`; the step to go on with."""
+    checkpoint = find_checkpoint(engine.config.checkpoint, engine.ctx)
+    assert checkpoint is not None
+    progress, _ = read_progress(checkpoint, engine.config.checkpoint)
+    restore(engine, checkpoint, progress)
+    return progress.iteration
+
+
 def train_interrupted(arguments: str, stop_after: int, steps: int, folder: str) -> tuple[list[float], list[float]]:
     """Losses of a whole run, which saves after `stop_after` steps, and those of a new engine that resumes there."""
+    arguments = f"{arguments} --save {folder} --load {folder}"
     engine, task = build(arguments)
     whole = []
     for step in range(steps):
         if step == stop_after:
-            engine.save(folder, "checkpoint")
+            save(engine, step)
         whole.append(_step(engine, task, step))
     engine, task = build(arguments)
-    engine.load(folder, "checkpoint")
+    assert resume(engine) == stop_after
     return whole, [_step(engine, task, step) for step in range(stop_after, steps)]
+
+
+def train_then_save(arguments: str, steps: int, folder: str) -> float:
+    """Save after `steps` steps; the loss of the next."""
+    engine, task = build(f"{arguments} --save {folder}")
+    for step in range(steps):
+        _step(engine, task, step)
+    save(engine, steps)
+    return _step(engine, task, steps)
+
+
+def resume_then_save(arguments: str, load: str, folder: str) -> float:
+    """Resume, save at once what was restored, and go on by a step; its loss."""
+    engine, task = build(f"{arguments} --load {load} --save {folder}")
+    step = resume(engine)
+    save(engine, step)
+    return _step(engine, task, step)
+
+
+def drift_then_save(arguments: str, folder: str, rank: int, name: str) -> None:
+    """Move one number of a parameter on one rank alone, then save."""
+    import torch
+
+    engine, _ = build(f"{arguments} --save {folder} --verify-checkpoint")
+    if engine.ctx.rank == rank:
+        with torch.no_grad():
+            dict(engine.module.named_parameters())[name].view(-1)[0] += 1e-3
+    save(engine, 1)
 
 
 def _step(engine: Engine, task: PretrainTask, step: int) -> float:

@@ -1,0 +1,170 @@
+"""A checkpoint saved on any layout resumes on any other: the same state bit by bit, and the same next loss."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.store import Checkpoint, newest_checkpoint
+from tests.ranks import RankFailure, RankPools
+from tests.training import layouts
+from tests.training.test_layouts import LAYOUTS, arguments
+
+SOURCES = {
+    "PP2 TP2": ("221", 0, ""),
+    "TP2 DP2 ZeRO-2": ("122", 2, ""),
+    "PP4": ("411", 0, ""),
+    "DP4 ZeRO-3": ("114", 3, ""),
+    "PP2 DP2 ZeRO-1": ("212", 1, ""),
+    "DP2 offload": ("112", 2, " --offload-optimizer"),
+}
+# bf16's float32 masters, too, resume anywhere; there the next loss differs by rounding
+MODEL = "llama_gqa_tied"
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """For each source layout, the folder of a checkpoint and the loss of the step behind it; made once."""
+    made: dict[str, tuple[Path, float]] = {}
+
+    def get(source: str, model: str = MODEL) -> tuple[Path, float]:
+        key = f"{source} {model}"
+        if key not in made:
+            layout, zero, more = SOURCES[source]
+            world_size, flags = arguments(layout, zero=zero)
+            folder = tmp_path_factory.mktemp("saved")
+            loss = ranks(world_size)(layouts.train_then_save, f"{layouts.MODELS[model]} {flags}{more}", 3, str(folder))
+            made[key] = folder, loss[0]
+        return made[key]
+
+    return get
+
+
+def assert_same_state(one: Checkpoint, other: Checkpoint) -> None:
+    assert one.parameters == other.parameters
+    assert one.kinds == other.kinds == ("weight", "exp_avg", "exp_avg_sq")
+    for name, kind in itertools.product(one.parameters, one.kinds):
+        assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), f"{kind} of {name}"
+    assert one.metadata["optimizer"] == other.metadata["optimizer"]
+
+
+def newest(folder: Path) -> Checkpoint:
+    found = newest_checkpoint(folder)
+    assert found is not None
+    found.verify()
+    return found
+
+
+def targets() -> list[Any]:
+    """Each source with each layout, the ZeRO stage taken in turn as far as the layout allows it; one in three is quick
+    enough for every run, and each layout and each source is among those.
+    """
+    cases = []
+    for row, source in enumerate(SOURCES):
+        for column, layout in enumerate(LAYOUTS):
+            turn = row + column
+            zero = turn % 4 if layout[0] == "1" else turn % 2
+            marks = () if turn % 3 == 0 else pytest.mark.slow
+            cases.append(pytest.param(source, layout, zero, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("source", "layout", "zero"), targets())
+def test_any_layout_resumes_on_any_other(
+    ranks: RankPools, saved: Any, tmp_path: Path, source: str, layout: str, zero: int
+) -> None:
+    folder, expected = saved(source)
+    world_size, flags = arguments(layout, zero=zero)
+    flags = f"{layouts.MODELS[MODEL]} {flags}"
+    losses = ranks(world_size)(layouts.resume_then_save, flags, str(folder), str(tmp_path))
+    assert losses[0] == pytest.approx(expected, rel=1e-6)
+    assert_same_state(newest(folder), newest(tmp_path))
+
+
+@pytest.mark.parametrize("model", [model for model in layouts.MODELS if model != MODEL])
+def test_every_model_resumes_elsewhere(ranks: RankPools, saved: Any, tmp_path: Path, model: str) -> None:
+    folder, expected = saved("PP2 TP2", model)
+    flags = f"{layouts.MODELS[model]} {arguments('122', zero=1)[1]}"
+    losses = ranks(4)(layouts.resume_then_save, flags, str(folder), str(tmp_path))
+    assert losses[0] == pytest.approx(expected, rel=1e-6)
+    assert_same_state(newest(folder), newest(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["111", "122"])
+def test_bf16_masters_resume_elsewhere(ranks: RankPools, tmp_path: Path, layout: str) -> None:
+    flags = f"{layouts.MODELS[MODEL]} {arguments('221')[1]} --bf16"
+    expected = ranks(4)(layouts.train_then_save, flags, 3, str(tmp_path / "a"))[0]
+    world_size, there = arguments(layout, zero=1)
+    flags = f"{layouts.MODELS[MODEL]} {there} --bf16"
+    loss = ranks(world_size)(layouts.resume_then_save, flags, str(tmp_path / "a"), str(tmp_path / "b"))[0]
+    assert loss == pytest.approx(expected, rel=5e-3)
+    assert_same_state(newest(tmp_path / "a"), newest(tmp_path / "b"))
+
+
+def test_sgd_resumes_elsewhere(ranks: RankPools, tmp_path: Path) -> None:
+    common = f"{layouts.MODELS[MODEL]} --optimizer sgd --sgd-momentum 0.9"
+    expected = ranks(4)(layouts.train_then_save, f"{common} {arguments('221')[1]}", 3, str(tmp_path / "a"))[0]
+    there = f"{common} {arguments('112', zero=1)[1]}"
+    loss = ranks(2)(layouts.resume_then_save, there, str(tmp_path / "a"), str(tmp_path / "b"))[0]
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert newest(tmp_path / "b").kinds == ("weight", "momentum_buffer")
+
+
+@pytest.mark.parametrize(
+    ("flags", "kinds"),
+    [("--no-load-optim", ("weight",)), ("--finetune", ("weight",)), ("", ("weight", "exp_avg", "exp_avg_sq"))],
+)
+def test_the_optimizer_can_be_left_behind(
+    ranks: RankPools, saved: Any, tmp_path: Path, flags: str, kinds: tuple[str, ...]
+) -> None:
+    folder, _ = saved("PP2 TP2")
+    ranks(1)(layouts.resume_then_save, f"{layouts.MODELS[MODEL]} {flags}", str(folder), str(tmp_path))
+    found = newest(tmp_path)
+    # a fresh optimizer has no moments before its first step
+    assert found.kinds == kinds
+    assert found.metadata["progress"]["iteration"] == (0 if flags == "--finetune" else 3)
+
+
+def test_weights_alone_are_saved_when_asked(ranks: RankPools, tmp_path: Path) -> None:
+    flags = f"{layouts.MODELS[MODEL]} --no-save-optim"
+    ranks(1)(layouts.train_then_save, flags, 2, str(tmp_path))
+    assert newest(tmp_path).kinds == ("weight",)
+    assert newest(tmp_path).metadata["optimizer"] is None
+
+
+def test_a_checkpoint_of_another_model_is_refused(ranks: RankPools, saved: Any, tmp_path: Path) -> None:
+    folder, _ = saved("PP2 TP2")
+    flags = f"{layouts.MODELS[MODEL]} --num-layers 6"
+    with pytest.raises(RankFailure, match=r"is of another model: .* is not in it"):
+        ranks(1)(layouts.resume_then_save, flags, str(folder), str(tmp_path))
+    flags = layouts.MODELS["llama_gqa"].replace("--num-query-groups 2", "--num-query-groups 4")
+    with pytest.raises(RankFailure, match="is of another model"):
+        ranks(1)(layouts.resume_then_save, flags, str(folder), str(tmp_path))
+
+
+def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(ranks: RankPools, tmp_path: Path) -> None:
+    flags = f"{layouts.MODELS[MODEL]} {arguments('121')[1]}"
+    good = ranks(2)(layouts.train_then_save, flags, 2, str(tmp_path / "a"))[0]
+    ranks(2)(layouts.train_then_save, flags, 3, str(tmp_path / "a"))
+    newest_file = tmp_path / "a" / "global_step3" / "rank_00001.safetensors"
+    content = bytearray(newest_file.read_bytes())
+    content[-100] ^= 1
+    newest_file.write_bytes(content)
+    loss = ranks(2)(layouts.resume_then_save, flags, str(tmp_path / "a"), str(tmp_path / "b"))[0]
+    assert loss == good
+    with pytest.raises(RankFailure, match=r"rank_00001\.safetensors"):
+        ranks(2)(layouts.resume_then_save, f"{flags} --no-load-fallback", str(tmp_path / "a"), str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(("layout", "name"), [("121", "2.attention_norm.weight"), ("112", "2.attention.qkv.weight")])
+def test_copies_that_drifted_apart_are_named_before_they_are_saved(
+    ranks: RankPools, tmp_path: Path, layout: str, name: str
+) -> None:
+    flags = f"{layouts.MODELS['llama_mha']} {arguments(layout)[1]}"
+    with pytest.raises(RankFailure, match="on rank 1 differs from its copy on rank 0"):
+        ranks(2)(layouts.drift_then_save, flags, str(tmp_path), 1, name)
+    assert not (tmp_path / "latest").exists()
