@@ -6,6 +6,7 @@ Exit status: 0 trained or stopped as wanted, 2 a fault of the user's (message on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -71,8 +72,6 @@ def run(config: Config, ctx: ParallelContext) -> None:
             if change is not None:
                 announce(ctx, f"allow_data_change: {change}")
         task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
-        # nothing is written before the data and what is resumed were found good
-        checkpoints = Checkpoints(config, ctx) if config.checkpoint.save is not None else None
         engine = build_engine(
             config,
             ctx,
@@ -84,14 +83,19 @@ def run(config: Config, ctx: ParallelContext) -> None:
             restored = together(ctx, lambda: restore(engine, checkpoint, progress))
             announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
         write_config(config, ctx)
-        with MetricsLog(
-            config,
-            writes=ctx.rank == 0,
-            world_size=ctx.world_size,
-            device_peak_tflops=accelerator.peak_tflops(),
-            total_iterations=total_iterations(training),
-            resumed_iteration=progress.iteration,
-        ) as log:
+        # opened late: nothing is written before the data and what is resumed were found good
+        saving = Checkpoints(config, ctx) if config.checkpoint.save is not None else contextlib.nullcontext()
+        with (
+            saving as checkpoints,
+            MetricsLog(
+                config,
+                writes=ctx.rank == 0,
+                world_size=ctx.world_size,
+                device_peak_tflops=accelerator.peak_tflops(),
+                total_iterations=total_iterations(training),
+                resumed_iteration=progress.iteration,
+            ) as log,
+        ):
             train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints)
 
 

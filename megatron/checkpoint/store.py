@@ -61,7 +61,7 @@ BLOCK_BYTES = 4096
 """What writing past the page cache wants addresses, places and lengths to be multiples of."""
 STREAM_HEADER_BYTES = 64 << 10
 """Kept free for the header of a file whose tensors are not known beforehand: enough for some 400 of them."""
-RELEASE_BYTES = 256 << 20
+RELEASE_BYTES = 32 << 20
 """Read through a mapping before its pages are let go."""
 SHOWN_DAMAGES = 10
 
@@ -947,6 +947,7 @@ class Saver:
         self._buffer = torch.empty(0)
         self._leftovers_are_dead = False
         self._failed: list[tuple[str, str]] = []  # tag and token of saves whose traces are still there
+        self._lock: int | None = None
         if rank == 0:
             _make_folder(self.folder)
             self._lock = self._take_lock()
@@ -978,6 +979,12 @@ class Saver:
         else:
             self._carry_out(job, owned, text)
 
+    def reserve(self, fragments: Iterable[Fragment]) -> None:
+        """Get the host memory of an asynchronous save of these now, so that the first one is as quick as the next."""
+        if self._asynchronous:
+            self._join()
+            self._reserve(list(fragments))
+
     def wait(self) -> None:
         """Return when no save is under way. Raises CheckpointError if one failed that was not told of yet."""
         self._join()
@@ -993,13 +1000,15 @@ class Saver:
             outcomes.append(self._outcomes.popleft())
         return outcomes
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def close(self) -> None:
+        """Wait for what is under way, and let another process save into the folder. Without it, our end does so."""
+        self._join()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
-    def _copy(self, fragments: Sequence[Fragment]) -> list[Fragment]:
-        """The same fragments in host memory that is kept from save to save."""
+    def _reserve(self, fragments: Sequence[Fragment]) -> bool:
+        """See that the host buffer holds these. Returns whether it is pinned, for copies from CUDA devices."""
         numel = sum(fragment.tensor.numel() for fragment in fragments)
         on_cuda = any(fragment.tensor.is_cuda for fragment in fragments)
         if numel > len(self._buffer):
@@ -1008,6 +1017,17 @@ class Saver:
                 self._buffer = torch.empty(numel, pin_memory=True)
             else:
                 self._buffer = torch.frombuffer(_anonymous_memory(numel * ITEM_BYTES), dtype=torch.float32)
+                self._buffer.zero_()  # touch every page
+        return on_cuda
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _copy(self, fragments: Sequence[Fragment]) -> list[Fragment]:
+        """The same fragments in host memory that is kept from save to save."""
+        on_cuda = self._reserve(fragments)
         copies, begin = [], 0
         for fragment in fragments:
             copy = self._buffer[begin : begin + fragment.tensor.numel()]

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from importlib import metadata as packages
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -112,12 +113,16 @@ def restore(engine: Engine, checkpoint: Checkpoint, progress: Progress) -> str:
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run into its folder. All ranks make one together, and save together."""
+    """Saves the checkpoints of a run into its folder. All ranks make one together, and save together.
+
+    A context manager: the folder is locked against other runs inside.
+    """
 
     def __init__(self, config: Config, ctx: ParallelContext):
         options = config.checkpoint
         assert options.save is not None
         self._ctx = ctx
+        self._last_error: CheckpointError | None = None
         # equal on all ranks, and no other run's
         self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
         self._count = 0
@@ -134,10 +139,23 @@ class Checkpoints:
             ),
         )
 
-    def save(self, engine: Engine, progress: Progress, fingerprint: str) -> None:
-        """Begin a save, or carry it out. Collective only in that every rank calls it.
+    def __enter__(self) -> Checkpoints:
+        return self
 
-        Raises CheckpointError if it failed, at once or, if asynchronous, at the next call.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for what is under way, and let other processes save into the folder."""
+        self._saver.close()
+
+    def reserve(self, engine: Engine) -> None:
+        """Get the host memory of an asynchronous save now, when its lack is noticed at once."""
+        self._saver.reserve(state.fragments(engine, with_optimizer=not engine.config.checkpoint.no_save_optim))
+
+    def save(self, engine: Engine, progress: Progress, fingerprint: str) -> None:
+        """Begin a save, or carry it out. Every rank calls it. What fails is told by `report`, and by `finish`.
+
+        Raises CheckpointError if verify_checkpoint finds copies that differ.
         """
         if engine.config.checkpoint.verify_checkpoint:
             check_replicas(engine)
@@ -163,6 +181,7 @@ class Checkpoints:
         """What became of the saves that ended since the last call, a line each."""
         lines = []
         for outcome in self._saver.finished():
+            self._last_error = outcome.error
             if outcome.error is not None:
                 lines.append(
                     f"WARNING: {outcome.tag} was not saved, older checkpoints are as they were: {outcome.error}"
@@ -173,10 +192,19 @@ class Checkpoints:
         return lines
 
     def finish(self, say: Callable[[str], None]) -> None:
-        """Wait for the save under way, and say what became of it. Collective; raises CheckpointError if it failed."""
-        together(self._ctx, self._saver.wait)
-        for line in self.report():
+        """Wait for the save under way, and say what became of it. Collective.
+
+        Raises CheckpointError if the last save failed: the run's end is then nowhere.
+        """
+        for line in together(self._ctx, self._end):
             say(line)
+
+    def _end(self) -> list[str]:
+        self._saver.wait()
+        lines = self.report()
+        if self._last_error is not None:
+            raise self._last_error
+        return lines
 
 
 def _layout(engine: Engine) -> dict[str, Any]:

@@ -93,6 +93,8 @@ def train(
     batches = make_batches(engine, task, training_data, progress.consumed_samples)
     interval, saved_at, reason = Interval(), progress.iteration, None
     timer = SaveTimer(config.checkpoint.save_interval_in_mins, engine.ctx)
+    if checkpoints is not None:
+        checkpoints.reserve(engine)
     if progress.iteration == 0:
         # where the run starts from; and a validation that cannot work fails now, not after hours
         log_evaluation(engine, task, validation_data, progress, log, "valid")

@@ -1,6 +1,6 @@
 """The same weights give the same logits, loss and gradients as transformers' GPT2, Bloom and Llama.
 
-The maps between the two weight layouts are written out here, one an architecture.
+Weights and gradients are carried over by the name map that conversion uses.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.checkpoint.huggingface import name_map
 from megatron.models.registry import build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import shard_of
@@ -25,89 +26,16 @@ from tests.ranks import RankPools
 transformers = pytest.importorskip("transformers")
 
 HIDDEN, HEADS, LAYERS, VOCABULARY, SAMPLES = 64, 8, 2, 123, 2
-TIED = "tied_modules.word_embedding.weight"
 
 State = dict[str, Tensor]
 """Weights, or their gradients, by transformers' names."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Theirs -> ours
-
-
-def gpt2_to_ours(theirs: State, num_layers: int) -> State:
-    """Conv1D keeps [in, out]; its qkv is [q, k, v] along the output already."""
-    ours = {
-        TIED: theirs["transformer.wte.weight"],
-        "1.positions": theirs["transformer.wpe.weight"],
-        f"{num_layers + 2}.norm.weight": theirs["transformer.ln_f.weight"],
-        f"{num_layers + 2}.norm.bias": theirs["transformer.ln_f.bias"],
-    }
-    names = {
-        "ln_1": "attention_norm",
-        "attn.c_attn": "attention.qkv",
-        "attn.c_proj": "attention.dense",
-        "ln_2": "mlp_norm",
-        "mlp.c_fc": "mlp.up",
-        "mlp.c_proj": "mlp.down",
-    }
-    for layer in range(num_layers):
-        for their_name, our_name in names.items():
-            for part in ("weight", "bias"):
-                tensor = theirs[f"transformer.h.{layer}.{their_name}.{part}"]
-                ours[f"{layer + 2}.{our_name}.{part}"] = tensor.t() if tensor.dim() == 2 else tensor
-    return ours
-
-
-def bloom_to_ours(theirs: State, num_layers: int, num_heads: int) -> State:
-    """Bloom's qkv rows are [head][q, k, v][head size]."""
-    ours = {
-        TIED: theirs["transformer.word_embeddings.weight"],
-        "1.norm.weight": theirs["transformer.word_embeddings_layernorm.weight"],
-        "1.norm.bias": theirs["transformer.word_embeddings_layernorm.bias"],
-        f"{num_layers + 2}.norm.weight": theirs["transformer.ln_f.weight"],
-        f"{num_layers + 2}.norm.bias": theirs["transformer.ln_f.bias"],
-    }
-    names = {
-        "input_layernorm": "attention_norm",
-        "self_attention.query_key_value": "attention.qkv",
-        "self_attention.dense": "attention.dense",
-        "post_attention_layernorm": "mlp_norm",
-        "mlp.dense_h_to_4h": "mlp.up",
-        "mlp.dense_4h_to_h": "mlp.down",
-    }
-    for layer in range(num_layers):
-        for their_name, our_name in names.items():
-            for part in ("weight", "bias"):
-                tensor = theirs[f"transformer.h.{layer}.{their_name}.{part}"]
-                if our_name == "attention.qkv":
-                    tensor = tensor.unflatten(0, (num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-                ours[f"{layer + 2}.{our_name}.{part}"] = tensor
-    return ours
-
-
-def llama_to_ours(theirs: State, num_layers: int, tied: bool) -> State:
-    ours = {
-        TIED if tied else "0.weight": theirs["model.embed_tokens.weight"],
-        f"{num_layers + 2}.norm.weight": theirs["model.norm.weight"],
-    }
-    if not tied:
-        ours[f"{num_layers + 3}.weight"] = theirs["lm_head.weight"]
-    for layer in range(num_layers):
-
-        def get(name: str, layer: int = layer) -> Tensor:
-            return theirs[f"model.layers.{layer}.{name}.weight"]
-
-        fused = {
-            "attention_norm": get("input_layernorm"),
-            "attention.qkv": torch.cat([get(f"self_attn.{part}_proj") for part in "qkv"]),
-            "attention.dense": get("self_attn.o_proj"),
-            "mlp_norm": get("post_attention_layernorm"),
-            "mlp.gate_up": torch.cat([get("mlp.gate_proj"), get("mlp.up_proj")]),
-            "mlp.down": get("mlp.down_proj"),
-        }
-        ours |= {f"{layer + 2}.{name}.weight": tensor for name, tensor in fused.items()}
-    return ours
+def to_ours(theirs: State, arguments: str) -> State:
+    """By our names, each of theirs used once."""
+    mapped = name_map(config_of(arguments))
+    assert sorted(part.name for parts in mapped.parts.values() for part in parts) == sorted(theirs)
+    return {name: mapped.assemble(name, lambda part, begin, end: theirs[part][begin:end]) for name in mapped.parts}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,11 +44,10 @@ def llama_to_ours(theirs: State, num_layers: int, tied: bool) -> State:
 
 @dataclass(frozen=True)
 class Case:
-    """A model of theirs, the flags that describe it to us, and the map from one to the other."""
+    """A model of theirs, and the flags that describe it to us."""
 
     theirs: Callable[[], Any]
     arguments: str
-    to_ours: Callable[[State], State]
 
 
 def gpt2() -> Case:
@@ -130,7 +57,7 @@ def gpt2() -> Case:
     )  # fmt: skip
     # more positions than tokens: the table's first rows are used
     arguments = "--architecture bloom --position-embedding-type learned --max-position-embeddings 40"
-    return Case(lambda: transformers.GPT2LMHeadModel(config), arguments, lambda state: gpt2_to_ours(state, LAYERS))
+    return Case(lambda: transformers.GPT2LMHeadModel(config), arguments)
 
 
 def bloom(num_heads: int) -> Case:
@@ -142,7 +69,6 @@ def bloom(num_heads: int) -> Case:
         lambda: transformers.BloomForCausalLM(config),
         "--architecture bloom --position-embedding-type alibi --embed-layernorm "
         f"--hidden-size {8 * num_heads} --num-attention-heads {num_heads}",
-        lambda state: bloom_to_ours(state, LAYERS, num_heads),
     )
 
 
@@ -163,9 +89,7 @@ def llama(groups: int = HEADS, tied: bool = False, head_size: int = 8, scaled: b
         num_attention_heads=HEADS, num_key_value_heads=groups, head_dim=head_size, max_position_embeddings=64,
         rms_norm_eps=1e-6, tie_word_embeddings=tied, rope_parameters=rope, attention_bias=False, mlp_bias=False,
     )  # fmt: skip
-    return Case(
-        lambda: transformers.LlamaForCausalLM(config), arguments, lambda state: llama_to_ours(state, LAYERS, tied)
-    )
+    return Case(lambda: transformers.LlamaForCausalLM(config), arguments)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -205,11 +129,11 @@ def reference(name: str) -> Reference:
     logits = model(inputs, use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
-    weights = case.to_ours({name: p.detach() for name, p in model.named_parameters()})
-    gradients = case.to_ours({name: p.grad for name, p in model.named_parameters()})
+    weights = to_ours({name: p.detach() for name, p in model.named_parameters()}, case.arguments)
+    gradients = to_ours({name: p.grad for name, p in model.named_parameters()}, case.arguments)
     return Reference(
         case,
-        {name: tensor.contiguous().numpy() for name, tensor in weights.items()},
+        {name: tensor.numpy() for name, tensor in weights.items()},
         inputs.numpy(),
         labels.numpy(),
         Outputs(

@@ -114,10 +114,11 @@ def train_sizes(arguments: str, sizes: list[int]) -> list[float]:
 
 def save(engine: Engine, step: int) -> None:
     """A checkpoint of `engine` after `step` steps, durable when this returns on every rank."""
-    checkpoints = Checkpoints(engine.config, engine.ctx)
     size = engine.config.training.global_batch_size
-    checkpoints.save(engine, Progress(iteration=step, consumed_samples=step * size), "data")
-    checkpoints.finish(lambda _: None)
+    with Checkpoints(engine.config, engine.ctx) as checkpoints:
+        checkpoints.reserve(engine)
+        checkpoints.save(engine, Progress(iteration=step, consumed_samples=step * size), "data")
+        checkpoints.finish(lambda _: None)
 
 
 def resume(engine: Engine) -> int:
@@ -169,6 +170,32 @@ def drift_then_save(arguments: str, folder: str, rank: int, name: str) -> None:
         with torch.no_grad():
             dict(engine.module.named_parameters())[name].view(-1)[0] += 1e-3
     save(engine, 1)
+
+
+def save_onto_a_full_disk(arguments: str, folder: str, gets_better: bool = True) -> list[str]:
+    """What is reported of a save that fails twice on rank 1, followed by one that works or by the end."""
+    import errno
+    import os
+
+    engine, _ = build(f"{arguments} --save {folder}")
+    sync, left = os.fsync, 2 if engine.ctx.rank == 1 else 0
+
+    def full_at_first(descriptor: int) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    lines: list[str] = []
+    with patch("os.fsync", full_at_first), Checkpoints(engine.config, engine.ctx) as checkpoints:
+        checkpoints.save(engine, Progress(iteration=1, consumed_samples=8), "data")
+        if gets_better:
+            while not lines:
+                lines += checkpoints.report()
+            checkpoints.save(engine, Progress(iteration=2, consumed_samples=16), "data")
+        checkpoints.finish(lines.append)
+    return lines
 
 
 def _step(engine: Engine, task: PretrainTask, step: int) -> float:

@@ -168,3 +168,16 @@ def test_copies_that_drifted_apart_are_named_before_they_are_saved(
     with pytest.raises(RankFailure, match="on rank 1 differs from its copy on rank 0"):
         ranks(2)(layouts.drift_then_save, flags, str(tmp_path), 1, name)
     assert not (tmp_path / "latest").exists()
+
+
+@pytest.mark.parametrize("mode", ["--async-save", "--no-async-save"])
+def test_a_run_whose_last_save_failed_ends_with_its_error(ranks: RankPools, tmp_path: Path, mode: str) -> None:
+    flags = f"{layouts.MODELS[MODEL]} {arguments('112')[1]} {mode}"
+    told = ranks(2)(layouts.save_onto_a_full_disk, flags, str(tmp_path / "better"))
+    for failed, saved in told:
+        assert "global_step1 was not saved, older ones are as they were" in failed
+        assert "No space left" in failed
+        assert "saved" in saved
+    assert newest(tmp_path / "better").metadata["progress"]["iteration"] == 2
+    with pytest.raises(RankFailure, match="No space left"):
+        ranks(2)(layouts.save_onto_a_full_disk, flags, str(tmp_path / "end"), False)
