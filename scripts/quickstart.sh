@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From nothing to a trained model on a CPU, in a few minutes: sets up .venv, takes the text of Python's own standard
 # library as a corpus, trains a tokenizer on it, builds the indexed dataset, trains a tiny BLOOM on 2 pipeline stages x
-# 2 tensor-parallel ranks, stops half-way, resumes from the checkpoint, and draws the loss curve.
+# 2 tensor-parallel ranks, stops half-way, resumes on another layout (2 tensor-parallel x 2 data-parallel ranks), exports it
+# to Hugging Face's format, where transformers must give the same logits, and draws the loss curve.
 #
 #   bash scripts/quickstart.sh [FOLDER]        everything it makes is in FOLDER (default: quickstart/)
 set -euo pipefail
@@ -11,19 +12,19 @@ vocabulary=512
 
 step() { printf '\n== %s\n' "$*"; }
 
-step "1/6 Set up .venv"
-bash scripts/setup.sh
+step "1/7 Set up .venv"
+bash scripts/setup.sh convert
 python=.venv/bin/python
 began=$SECONDS
 
 library=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 mkdir -p "$folder"
 
-step "2/6 Train a tokenizer on the standard library ($library)"
+step "2/7 Train a tokenizer on the standard library ($library)"
 "$python" tools/train_tokenizer.py --input "$library"/*.py --text-files '*.py' \
     --vocab-size "$vocabulary" --output-dir "$folder/tokenizer"
 
-step "3/6 Build the indexed dataset"
+step "3/7 Build the indexed dataset"
 "$python" tools/preprocess_data.py --input "$library"/*.py --text-files '*.py' --append-eod \
     --tokenizer-type HFTokenizer --tokenizer-model "$folder/tokenizer" --output-prefix "$folder/stdlib" --workers 2
 
@@ -31,13 +32,18 @@ export HL_CONFIG=tiny_bloom HL_DEVICE=cpu HL_PP=2 HL_TP=2 HL_DP=1
 export HL_DATA_DIR_ROOT="$folder" HL_DATA_FILE_PREFIX=stdlib_text_document HL_RESULTS_DIR="$folder/run"
 rm -rf "$HL_RESULTS_DIR" # an earlier quickstart's
 
-step "4/6 Train a tiny BLOOM, pipeline x tensor parallel, and stop half-way"
+step "4/7 Train a tiny BLOOM, pipeline x tensor parallel, and stop half-way"
 HL_EXIT_INTERVAL=150 bash scripts/run_bloom13b.sh
 
-step "5/6 Resume it from its checkpoint"
-bash scripts/run_bloom13b.sh
+step "5/7 Resume it on another layout, tensor x data parallel"
+HL_PP=1 HL_TP=2 HL_DP=2 bash scripts/run_bloom13b.sh
 
-step "6/6 Draw the loss curve"
+step "6/7 Export it to Hugging Face's format, and compare the logits"
+rm -rf "$folder/huggingface"
+"$python" tools/convert_checkpoint.py --load "$HL_RESULTS_DIR/checkpoints" --save "$folder/huggingface" --to hf \
+    --tokenizer "$folder/tokenizer"
+
+step "7/7 Draw the loss curve"
 "$python" tools/plot_run.py "$HL_RESULTS_DIR" --output "$folder/loss.png"
 
 "$python" - "$folder" <<'END'
@@ -55,6 +61,7 @@ validation loss {first["lm_loss"]:.2f} at iteration {first["iteration"]}, {last[
 tokenizer       {folder}/tokenizer
 dataset         {folder}/stdlib_text_document.bin, .idx
 checkpoints     {folder}/run/checkpoints
+for transformers {folder}/huggingface
 metrics         {folder}/run/metrics.jsonl, {folder}/run/tensorboard
 loss curve      {folder}/loss.png
 resolved config {folder}/run/config.yaml""")

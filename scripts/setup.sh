@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv for this checkout: the pinned requirements and the package itself, which builds the C++ extension.
-# Usage: scripts/setup.sh [test]     `test` adds what the tests and the checks need.
+# Usage: scripts/setup.sh [convert | test]     `convert` adds transformers, which checks what is converted for it; `test`
+# adds what the tests and the checks need.
 # Returns at once when nothing it depends on has changed. PYTHON picks the interpreter that creates .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,14 +9,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 requirements="requirements.txt"
 case "${1:-}" in
     "") ;;
+    convert) requirements="requirements-convert.txt" ;;
     test) requirements="requirements-test.txt" ;;
-    *) echo "usage: scripts/setup.sh [test]" >&2; exit 2 ;;
+    *) echo "usage: scripts/setup.sh [convert | test]" >&2; exit 2 ;;
 esac
 python="${PYTHON:-python3}"
 
 # What the installation depends on. The folder is part of it: an editable installation points at it.
 fingerprint() {
-    { echo "$PWD"; cat requirements.txt requirements-test.txt constraints.txt setup.py pyproject.toml megatron/data/helpers.cpp; } \
+    { echo "$PWD"; cat requirements.txt requirements-convert.txt requirements-test.txt constraints.txt setup.py pyproject.toml megatron/data/helpers.cpp; } \
         | sha256sum | cut -d " " -f 1
 }
 

@@ -175,7 +175,7 @@ def test_a_run_whose_last_save_failed_ends_with_its_error(ranks: RankPools, tmp_
     flags = f"{layouts.MODELS[MODEL]} {arguments('112')[1]} {mode}"
     told = ranks(2)(layouts.save_onto_a_full_disk, flags, str(tmp_path / "better"))
     for failed, saved in told:
-        assert "global_step1 was not saved, older ones are as they were" in failed
+        assert "global_step1 was not saved, older checkpoints are as they were" in failed
         assert "No space left" in failed
         assert "saved" in saved
     assert newest(tmp_path / "better").metadata["progress"]["iteration"] == 2
