@@ -343,6 +343,9 @@ class CheckpointConfig:
     """Iteration of the checkpoint to load. Unset: the newest."""
     load_fallback: bool = True
     """Pass over a damaged checkpoint for the newest that is whole."""
+    universal_checkpoint: bool = False
+    """`load` is, or its `latest_universal` or `latest` names, a folder of DeepSpeed's universal format, or one of
+    DeepSpeed's or Megatron-DeepSpeed's checkpoints."""
     finetune: bool = False
     """Load the weights alone and begin at iteration 0."""
     no_load_optim: bool = False

@@ -61,7 +61,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
         if reason := stop.before_start():
             announce(ctx, reason)
             return
-        checkpoint = find_checkpoint(config.checkpoint, ctx)
+        checkpoint = find_checkpoint(config, ctx)
         progress, saved_data = Progress(), None
         if checkpoint is not None:
             progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config.checkpoint))

@@ -70,6 +70,13 @@ def _switch(name: str, flag: str, meaning: str) -> Variable:
     return Variable(name, meaning, lambda text: [flag, "true" if is_on(text) else "false"], flag=flag)
 
 
+def _load_tag(text: str) -> list[str]:
+    step = text.removeprefix("global_step")
+    if step == text or not step.isdigit():
+        raise WrongValueError("must be global_step and a number, as checkpoints are named")
+    return ["--ckpt-step", step]
+
+
 def _choice(name: str, choices: Mapping[str, list[str]], meaning: str, *, no: str = "", flag: str = "") -> Variable:
     def translate(text: str) -> list[str]:
         if text not in choices:
@@ -161,6 +168,13 @@ VARIABLES: tuple[Variable, ...] = (
     _number(
         "HL_EXIT_INTERVAL", "--exit-interval", "save and exit when the iteration is a multiple of this; 0: never", 0
     ),
+    _switch(
+        "HL_UNIV_CP", "--universal-checkpoint", "1: the folder resumed from holds a universal checkpoint of DeepSpeed's"
+    ),
+    Variable(
+        "HL_CHECKPOINT_LOAD_TAG", "the checkpoint to resume from, such as global_step100", _load_tag, flag="--ckpt-step"
+    ),
+    _switch("HL_VERIFY_CP", "--verify-checkpoint", "1: compare all copies before each save"),
     _text("HL_KILL_SWITCH", "--kill-switch-path", "when this file appears, all ranks save and exit together"),
     # optimizer, memory, speed
     _choice(
@@ -252,15 +266,10 @@ REFUSED: tuple[Refused, ...] = (
         "there is no per-step check of norms over tensor-parallel ranks. Unset it",
     ),
     Refused(
-        ("HL_UNIV_CP",), ("0",), "universal checkpoints cannot be loaded yet; resume on the layout that saved. Set 0"
-    ),
-    Refused(
         ("HL_LATEST_CHECKPOINT", "HL_UNIV_CP_EXTRACT_WORKERS", "HL_UNIV_CP_MERGE_WORKERS"),
         (),
-        "it belongs to the conversion to universal checkpoints, which is not here. Unset it",
+        "it belongs to Habana's wrapper of the conversion; call tools/ds_to_universal.py. Unset it",
     ),
-    Refused(("HL_CHECKPOINT_LOAD_TAG",), (), "a run resumes from the newest checkpoint of its folder. Unset it"),
-    Refused(("HL_VERIFY_CP",), ("0",), "checkpoints are not verified after they are saved. Unset it"),
     Refused(
         ("HL_SCHEDULER_BATCH_SIZE", "HL_BATCH_SCHED_SAMPLES", "HL_STOP_AFTER_NUM_SAMPLES"),
         ("0",),

@@ -403,6 +403,30 @@ class ForeignCheckpoint:
         full = full.narrow(origin.cut.dim, 0, length)
         return full if origin.num_heads is None else _ungrouped(full, origin.shard.pieces, origin.num_heads)
 
+    def read(
+        self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
+    ) -> Tensor:
+        """Flat float32 [numel] of a local tensor, as `store.Checkpoint.read` gives it; the full one is read for it."""
+        local = shard.take(self.tensor(name, kind), tensor_rank, tensor_size)
+        return local.view(-1)[start : start + numel]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What a resuming run asks for, as far as the checkpoint tells it: see training/checkpoints.py."""
+        facts = self.facts
+        ours = facts.get("metadata") or {}
+        iteration = int(facts.get("iteration") or 0)
+        return {
+            **ours,
+            "progress": {
+                **ours.get("progress", {}),
+                "iteration": iteration,
+                "consumed_samples": int(facts.get("consumed_samples") or 0),
+            },
+            # a bare ZeRO-3 folder does not count the optimizer's steps; one was taken each iteration
+            "optimizer": {**(ours.get("optimizer") or {}), "step": facts.get("step", iteration)},
+        }
+
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
         """Compare the checksums of the share-th part of the files. Raises CheckpointError, naming the damaged one."""
         for path in sorted(self.folder.rglob("*.pt"))[share[0] :: share[1]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib import metadata as packages
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
@@ -27,6 +27,9 @@ from megatron.training.engine import Engine
 from megatron.training.faults import together
 from megatron.training.progress import Progress, SavedData
 
+if TYPE_CHECKING:
+    from megatron.checkpoint.universal import ForeignCheckpoint
+
 logger = logging.getLogger(__name__)
 
 VERSIONS = ("torch", "deepspeed", "numpy")
@@ -37,15 +40,21 @@ RANK_TIMEOUT_S = 1800.0
 # Resuming
 
 
-def find_checkpoint(options: CheckpointConfig, ctx: ParallelContext) -> Checkpoint | None:
+Resumable = Union[Checkpoint, "ForeignCheckpoint"]
+
+
+def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
     """The checkpoint to go on from, every byte of it checked, or None where a run starts anew. Collective.
 
     Rank 0 chooses; all ranks share the checking. With load_fallback, a damaged one is passed over for the newest that
     is whole, and a warning says so. Raises CheckpointError.
     """
+    options = config.checkpoint
     if options.load is None:
         return None
     folder = Path(options.load)
+    if options.universal_checkpoint:
+        return together(ctx, lambda: _opened_universal(folder, config, ctx))
     damaged: list[str] = []
     tag = None if options.ckpt_step is None else f"global_step{options.ckpt_step}"
     while True:
@@ -75,25 +84,36 @@ def _opened(folder: Path, ctx: ParallelContext) -> Checkpoint:
     return checkpoint
 
 
-def read_progress(checkpoint: Checkpoint, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:
+def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> ForeignCheckpoint:
+    from megatron.checkpoint import universal  # late: it knows every format of DeepSpeed's
+
+    checkpoint = universal.read(folder, config)
+    checkpoint.verify((ctx.rank, ctx.world_size))
+    return checkpoint
+
+
+def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:
     """How far the run had come, and what it knew of its data; a fresh start with `finetune`.
 
     Raises CheckpointError if the metadata is damaged.
     """
     content = checkpoint.metadata
-    if options.finetune or "data_fingerprint" not in content:  # converted from elsewhere
+    if options.finetune:
         return Progress(), None
     try:
         progress = Progress(**content["progress"])
+        if "data_fingerprint" not in content:  # converted from elsewhere
+            return progress, None
         return progress, SavedData(checkpoint.folder, content["data_fingerprint"], content["config"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{checkpoint.folder} has no usable progress ({error!r}); load another one") from None
 
 
-def restore(engine: Engine, checkpoint: Checkpoint, progress: Progress) -> str:
+def restore(engine: Engine, checkpoint: Resumable, progress: Progress) -> str:
     """Put weights, optimizer and counters into a new engine; says what was restored. Not collective."""
     options, content = engine.config.checkpoint, checkpoint.metadata
-    state.check_model(engine, checkpoint)
+    if isinstance(checkpoint, Checkpoint):  # a foreign one was checked when it was opened
+        state.check_model(engine, checkpoint)
     saved = content.get("optimizer")
     if options.finetune or options.no_load_optim or len(checkpoint.kinds) == 1:
         saved = None

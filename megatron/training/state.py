@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,16 @@ from megatron.parallel.shards import Shard, shard_of
 from megatron.training.engine import Engine
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class Readable(Protocol):
+    """What weights and moments are restored from."""
+
+    kinds: tuple[str, ...]
+
+    def read(
+        self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ def scalars(engine: Engine) -> dict[str, Any]:
     }
 
 
-def restore(engine: Engine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> None:
+def restore(engine: Engine, checkpoint: Readable, saved: dict[str, Any] | None) -> None:
     """Read this rank's weights and, unless `saved` is None, its optimizer's state; `saved` is what `scalars` gave.
 
     Raises CheckpointError where the checkpoint is of another model. Every rank reads its own; none waits for another.

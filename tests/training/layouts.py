@@ -45,19 +45,37 @@ def build(arguments: str) -> tuple[Engine, PretrainTask]:
     return engine, task
 
 
-def step_batches(engine: Engine, task: PretrainTask, step: int, samples: int | None = None) -> list[Any]:
-    """This rank's microbatches of random, learnable tokens; the same global batch on every layout."""
-    training, ctx = engine.config.training, engine.ctx
-    samples = samples or training.global_batch_size
+def step_tokens(step: int, samples: int, seq_length: int) -> np.ndarray:
+    """Random, learnable tokens [samples, seq_length + 1]."""
     generator = np.random.default_rng(step)
     start = generator.integers(0, 250, (samples, 1))
-    tokens = (start + np.arange(training.seq_length + 1) * 3) % 250
+    tokens = (start + np.arange(seq_length + 1) * 3) % 250
     noise = generator.random(tokens.shape) < 0.2
     tokens = np.where(noise, generator.integers(0, 250, tokens.shape), tokens).astype(np.int64)
     tokens[generator.random(tokens.shape) < 0.05] = EOD
+    return tokens
+
+
+def step_batches(engine: Engine, task: PretrainTask, step: int, samples: int | None = None) -> list[Any]:
+    """This rank's microbatches of a step; the same global batch on every layout."""
+    training, ctx = engine.config.training, engine.ctx
+    samples = samples or training.global_batch_size
+    tokens = step_tokens(step, samples, training.seq_length)
     size = training.micro_batch_size
     rows = range(ctx.data_rank * size, samples, size * ctx.data_size)
     return [task.collate(tokens[row : row + size]) for row in rows] if engine.reads_data else []
+
+
+HELD_OUT = 10_000
+
+
+def evaluate_loaded(arguments: str, load: str) -> float:
+    """The held-out loss of the weights in `load`."""
+    engine, task = build(f"{arguments} --load {load} --finetune")
+    resume(engine)
+    training = engine.config.training
+    count = training.global_batch_size // training.micro_batch_size // engine.ctx.data_size
+    return float(engine.evaluate(step_batches(engine, task, HELD_OUT), count)[0])
 
 
 def train(arguments: str, steps: int) -> dict[str, Any]:
@@ -75,7 +93,7 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
         scales.append(engine.loss_scale)
-    held_out = step_batches(engine, task, 10_000)
+    held_out = step_batches(engine, task, HELD_OUT)
     count = training.global_batch_size // training.micro_batch_size // engine.ctx.data_size
     return {
         "losses": losses,
@@ -123,7 +141,7 @@ def save(engine: Engine, step: int) -> None:
 
 def resume(engine: Engine) -> int:
     """Restore the newest checkpoint of the config's `load`; the step to go on with."""
-    checkpoint = find_checkpoint(engine.config.checkpoint, engine.ctx)
+    checkpoint = find_checkpoint(engine.config, engine.ctx)
     assert checkpoint is not None
     progress, _ = read_progress(checkpoint, engine.config.checkpoint)
     restore(engine, checkpoint, progress)

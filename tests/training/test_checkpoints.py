@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint import universal
 from megatron.checkpoint.store import Checkpoint, newest_checkpoint
 from tests.ranks import RankFailure, RankPools
 from tests.training import layouts
 from tests.training.test_layouts import LAYOUTS, arguments
+from tools import convert_checkpoint
 
 SOURCES = {
     "PP2 TP2": ("221", 0, ""),
@@ -181,3 +183,41 @@ def test_a_run_whose_last_save_failed_ends_with_its_error(ranks: RankPools, tmp_
     assert newest(tmp_path / "better").metadata["progress"]["iteration"] == 2
     with pytest.raises(RankFailure, match="No space left"):
         ranks(2)(layouts.save_onto_a_full_disk, flags, str(tmp_path / "end"), False)
+
+
+@pytest.mark.parametrize(("layout", "zero"), [("111", 0), ("122", 1), ("114", 3), ("212", 0)])
+def test_a_universal_folder_resumes_on_any_layout(
+    ranks: RankPools, saved: Any, tmp_path: Path, layout: str, zero: int
+) -> None:
+    folder, expected = saved("PP2 TP2")
+    universal.write(newest(folder), tmp_path / "universal" / "global_step3_universal")
+    universal.point_latest(tmp_path / "universal" / "global_step3_universal")
+    world_size, flags = arguments(layout, zero=zero)
+    flags = f"{layouts.MODELS[MODEL]} {flags} --universal-checkpoint"
+    losses = ranks(world_size)(layouts.resume_then_save, flags, str(tmp_path / "universal"), str(tmp_path / "again"))
+    assert losses[0] == pytest.approx(expected, rel=1e-6)
+    assert_same_state(newest(folder), newest(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("model", list(layouts.MODELS))
+def test_a_model_from_hugging_face_has_its_loss_on_every_layout(
+    ranks: RankPools, saved: Any, tmp_path: Path, model: str
+) -> None:
+    """Ours on PP2 TP2 -> Hugging Face -> ours again: the loss that transformers computes. On TP 1, 2, 4 and PP 1, 2 for
+    one BLOOM and one Llama; the others differ in what conversion does, not in how it is cut.
+    """
+    transformers = pytest.importorskip("transformers")
+    folder, _ = saved("PP2 TP2", model)
+    theirs, native = tmp_path / "theirs", tmp_path / "native"
+    convert = ["--no-verify", "--to"]
+    assert convert_checkpoint.main(["--load", str(folder), "--save", str(theirs), *convert, "hf"]) == 0
+    assert convert_checkpoint.main(["--load", str(theirs), "--save", str(native), *convert, "native"]) == 0
+    tokens = torch.from_numpy(layouts.step_tokens(layouts.HELD_OUT, 8, 32))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(tokens[:, :-1]).logits
+    expected = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+    for layout in ("111", "121", "141", "211", "221") if model in ("bloom_alibi", "llama_gqa") else ("121",):
+        world_size, flags = arguments(layout)
+        loss = ranks(world_size)(layouts.evaluate_loaded, f"{layouts.MODELS[model]} {flags}", str(native))
+        assert loss[0] == pytest.approx(expected, rel=1e-5), layout
