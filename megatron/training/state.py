@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.store import Checkpoint, CheckpointError, Fragment
+from megatron.models.transformer import compute_dtype
 from megatron.parallel.shards import Shard, shard_of
 from megatron.training.engine import Engine
 
@@ -58,13 +59,14 @@ class Part:
 def fragments(engine: Engine, *, with_optimizer: bool) -> list[Fragment]:
     """What this rank saves."""
     found = []
+    dtype = str(compute_dtype(engine.config)).removeprefix("torch.")
     for part in _parts(engine):
         if not part.is_saved_here:
             continue
         kinds = {"weight": part.weight, **(part.moments if with_optimizer else {})}
         rank, size = _place(engine, part.shard)
         for kind, tensor in kinds.items():
-            found.append(Fragment(part.name, kind, part.shard, rank, size, part.start, tensor.detach().view(-1)))
+            found.append(Fragment(part.name, kind, part.shard, rank, size, part.start, tensor.detach().view(-1), dtype))
     return found
 
 

@@ -104,6 +104,7 @@ def test_bf16_masters_resume_elsewhere(ranks: RankPools, tmp_path: Path, layout:
     flags = f"{layouts.MODELS[MODEL]} {there} --bf16"
     loss = ranks(world_size)(layouts.resume_then_save, flags, str(tmp_path / "a"), str(tmp_path / "b"))[0]
     assert loss == pytest.approx(expected, rel=5e-3)
+    assert set(newest(tmp_path / "a").dtypes.values()) == {"bfloat16"}
     assert_same_state(newest(tmp_path / "a"), newest(tmp_path / "b"))
 
 
