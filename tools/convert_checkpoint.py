@@ -30,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any
 
 from tqdm import tqdm
 
+from tools.outcome import exit_status
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -519,18 +521,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.checkpoint.store import CheckpointError
     from megatron.config import ConfigError
 
-    try:
-        run(arguments)
-    except (CheckpointError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or arguments.save}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: run(arguments), (CheckpointError, ConfigError), arguments.save)
 
 
 if __name__ == "__main__":

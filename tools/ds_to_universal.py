@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder, installed or not
 
+from tools.outcome import exit_status
+
 if TYPE_CHECKING:
     from megatron.checkpoint.store import Checkpoint
     from megatron.checkpoint.universal import ForeignCheckpoint
@@ -96,18 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.checkpoint.store import CheckpointError
     from megatron.config import ConfigError
 
-    try:
-        print(run(arguments))
-    except (CheckpointError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or arguments.output_folder}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: print(run(arguments)), (CheckpointError, ConfigError), arguments.output_folder)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from megatron.data.indexed import (
     file_sha256,
     read_checksums,
 )
+from tools.outcome import exit_status
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -182,18 +183,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    try:
-        run(arguments)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or arguments.output_prefix}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: run(arguments), (DataError,), arguments.output_prefix)
 
 
 if __name__ == "__main__":

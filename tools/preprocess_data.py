@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder, installed or not
 
+from tools.outcome import exit_status
 from tools.text_flags import (
     add_input_flags,
     add_tokenizer_flags,
@@ -582,19 +583,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.data.indexed import DataError
 
-    try:
-        run(arguments)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        place = error.filename or arguments.output_prefix
-        print(f"error: {place}: {error.strerror or error}{kept(arguments)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"interrupted{kept(arguments) or '; nothing was written'}", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: run(arguments), (DataError,), arguments.output_prefix, lambda: kept(arguments))
 
 
 def kept(arguments: argparse.Namespace) -> str:

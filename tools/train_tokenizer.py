@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder, installed or not
 
+from tools.outcome import exit_status
 from tools.text_flags import add_input_flags, check_input_flags, find_input, separator
 
 NUM_BYTE_SYMBOLS = 256
@@ -114,18 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.data.indexed import DataError
 
-    try:
-        run(arguments)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or arguments.output_dir}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: run(arguments), (DataError,), arguments.output_dir)
 
 
 if __name__ == "__main__":
