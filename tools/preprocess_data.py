@@ -361,6 +361,7 @@ class Job:
             start=start,
             largest_document_bytes=self.arguments.max_document_mb << 20,
             block_bytes=getattr(tokenizer, "batch_bytes", None),
+            goes_on=self.arguments.on_bad_line == "skip",
         )
 
 

@@ -233,12 +233,14 @@ def read_blocks(
     start: Position | None = None,
     largest_document_bytes: int = LARGEST_DOCUMENT_BYTES,
     block_bytes: int | None = None,
+    goes_on: bool = True,
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about block_bytes, by default BLOCK_BYTES.
 
     `separator` stands between the documents of a text file; None: each is one document. What is damaged or too long
-    becomes a block with a fault, and reading goes on behind it: at the next document, or at the next file. Raises
-    DataError where a file cannot be opened.
+    becomes a block with a fault, and reading goes on behind it: at the next document, or at the next file. Without
+    `goes_on`, such a block comes at once, before the document's end was found, and is the last. Raises DataError where
+    a file cannot be opened.
     """
     start, block_bytes = start or Position(), block_bytes or BLOCK_BYTES
     documents = start.documents
@@ -248,10 +250,12 @@ def read_blocks(
             blocks = _parquet_blocks(source, keys, at, block_bytes)
         else:
             delimiter = b"\n" if source.kind == "jsonl" else (separator or "").encode()
-            blocks = _delimited_blocks(source, delimiter, at, largest_document_bytes, block_bytes)
+            blocks = _delimited_blocks(source, delimiter, at, largest_document_bytes, block_bytes, goes_on)
         for block in blocks:
             documents = block.end.documents
             yield block
+            if block.fault is not None and not goes_on:
+                return
 
 
 class _Damage(Exception):
@@ -339,7 +343,7 @@ class _Reader:
 
 
 def _delimited_blocks(
-    source: Source, delimiter: bytes, start: Position, largest_bytes: int, block_bytes: int
+    source: Source, delimiter: bytes, start: Position, largest_bytes: int, block_bytes: int, goes_on: bool
 ) -> Iterator[Block]:
     """Blocks of a file whose documents end with `delimiter`; empty: the file is one document."""
     try:
@@ -394,6 +398,8 @@ def _delimited_blocks(
                 searched = max(end, len(held) - len(delimiter) + 1)
                 if is_too_long or len(held) > largest_bytes:
                     is_too_long = True
+                    if not goes_on:
+                        break
                     drop(searched if delimiter else len(held))
                     searched = 0
             if held or is_too_long:

@@ -155,9 +155,10 @@ def test_a_line_of_a_gigabyte_costs_neither_memory_nor_the_rest(tmp_path: Path) 
         file.truncate(1 << 30)  # a hole: zeros that take no disk
         file.seek(0, os.SEEK_END)
         file.write(b'\n{"text": "2"}\n')
+    # VmHWM, and not what getrusage says: that counts the process this one was forked from too
     program = (
-        "import resource, sys; from tools import preprocess_data; status = preprocess_data.main(sys.argv[1:]);"
-        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
+        "import sys; from tools import preprocess_data; status = preprocess_data.main(sys.argv[1:]);"
+        "print([line for line in open('/proc/self/status') if line.startswith('VmHWM')][0]); sys.exit(status)"
     )
     command = [sys.executable, "-c", program, "--input", "in.jsonl", "--output-prefix", "out", *NULL]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -172,7 +173,7 @@ def test_a_line_of_a_gigabyte_costs_neither_memory_nor_the_rest(tmp_path: Path) 
         )
         assert done.returncode == status
         assert f"in.jsonl:2: longer than {64 << 20} bytes" in done.stderr
-        assert int(done.stdout.split()[-1]) < 400_000  # KiB
+        assert int(done.stdout.split()[-2]) < 300_000  # KiB
     assert documents(tmp_path / "out_text_document") == [[1], [2]]
 
 
