@@ -6,6 +6,7 @@ The format is `checkpoint/store.py`'s, what a rank owns is `state.py`'s; here th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import platform
 import random
@@ -238,6 +239,7 @@ def _layout(engine: Engine) -> dict[str, Any]:
     }
 
 
+@functools.cache  # reads the packages' metadata, while training waits
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: packages.version(name) for name in VERSIONS}}
 
