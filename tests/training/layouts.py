@@ -73,9 +73,7 @@ def evaluate_loaded(arguments: str, load: str) -> float:
     """The held-out loss of the weights in `load`."""
     engine, task = build(f"{arguments} --load {load} --finetune")
     resume(engine)
-    training = engine.config.training
-    count = training.global_batch_size // training.micro_batch_size // engine.ctx.data_size
-    return float(engine.evaluate(step_batches(engine, task, HELD_OUT), count)[0])
+    return _evaluate(engine, task)
 
 
 def train(arguments: str, steps: int) -> dict[str, Any]:
@@ -93,14 +91,12 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
         scales.append(engine.loss_scale)
-    held_out = step_batches(engine, task, HELD_OUT)
-    count = training.global_batch_size // training.micro_batch_size // engine.ctx.data_size
     return {
         "losses": losses,
         "norms": norms,
         "scales": scales,
         "skipped": engine.deepspeed.skipped_steps,
-        "validation": float(engine.evaluate(held_out, count)[0]),
+        "validation": _evaluate(engine, task),
     }
 
 
@@ -157,9 +153,11 @@ def train_interrupted(arguments: str, stop_after: int, steps: int, folder: str) 
         if step == stop_after:
             save(engine, step)
         whole.append(_step(engine, task, step))
+    _evaluate(engine, task)
     engine, task = build(arguments)
     assert resume(engine) == stop_after
-    return whole, [_step(engine, task, step) for step in range(stop_after, steps)]
+    resumed = [_step(engine, task, step) for step in range(stop_after, steps - 1)]
+    return whole, [*resumed, last_step(engine, task, steps - 1)]
 
 
 def train_then_save(arguments: str, steps: int, folder: str) -> float:
@@ -168,7 +166,7 @@ def train_then_save(arguments: str, steps: int, folder: str) -> float:
     for step in range(steps):
         _step(engine, task, step)
     save(engine, steps)
-    return _step(engine, task, steps)
+    return last_step(engine, task, steps)
 
 
 def resume_then_save(arguments: str, load: str, folder: str) -> float:
@@ -176,7 +174,7 @@ def resume_then_save(arguments: str, load: str, folder: str) -> float:
     engine, task = build(f"{arguments} --load {load} --save {folder}")
     step = resume(engine)
     save(engine, step)
-    return _step(engine, task, step)
+    return last_step(engine, task, step)
 
 
 def drift_then_save(arguments: str, folder: str, rank: int, name: str) -> None:
@@ -214,6 +212,24 @@ def save_onto_a_full_disk(arguments: str, folder: str, gets_better: bool = True)
             checkpoints.save(engine, Progress(iteration=2, consumed_samples=16), "data")
         checkpoints.finish(lines.append)
     return lines
+
+
+def _evaluate(engine: Engine, task: PretrainTask) -> float:
+    """The held-out loss.
+
+    Also what lets an engine go: hooks of DeepSpeed's on the outputs of a training step hold it in a cycle that Python's
+    collector cannot see, and with it the threads of its process groups; outputs of an evaluation have none.
+    """
+    training = engine.config.training
+    count = training.global_batch_size // training.micro_batch_size // engine.ctx.data_size
+    return float(engine.evaluate(step_batches(engine, task, HELD_OUT), count)[0])
+
+
+def last_step(engine: Engine, task: PretrainTask, step: int) -> float:
+    """The loss of a step, after which the engine is let go."""
+    loss = _step(engine, task, step)
+    _evaluate(engine, task)
+    return loss
 
 
 def _step(engine: Engine, task: PretrainTask, step: int) -> float:
