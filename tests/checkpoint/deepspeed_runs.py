@@ -42,7 +42,7 @@ def save_deepspeed(arguments: str, folder: str) -> Run:
             "universal_checkpoint_info": universal_info(_whole_model(engine, shards), engine.ctx.tensor_size),
         },
     )
-    return Run(state_of(engine), layouts.last_step(engine, task, STEPS))
+    return Run(state_of(engine), loss_of_step(engine, task, STEPS))
 
 
 def save_native(arguments: str, folder: str) -> Run:
@@ -66,7 +66,7 @@ def save_native(arguments: str, folder: str) -> Run:
         "optimizer": scalars(engine),
     }
     saver.save(TAG, f"{ctx.broadcast(7):x}", fragments(engine, with_optimizer=True), metadata)
-    return Run(state_of(engine), layouts.last_step(engine, task, STEPS))
+    return Run(state_of(engine), loss_of_step(engine, task, STEPS))
 
 
 def resume_universal(arguments: str, folder: str, tag: str) -> Run:
@@ -76,7 +76,7 @@ def resume_universal(arguments: str, folder: str, tag: str) -> Run:
         path, client = engine.deepspeed.load_checkpoint(folder, tag=tag)
     assert path is not None
     assert client["iteration"] == STEPS
-    return Run(state_of(engine), layouts.last_step(engine, task, STEPS))
+    return Run(state_of(engine), loss_of_step(engine, task, STEPS))
 
 
 def loss_of_step(engine: Engine, task: Any, step: int) -> float:

@@ -152,21 +152,19 @@ def train_interrupted(arguments: str, stop_after: int, steps: int, folder: str) 
     for step in range(steps):
         if step == stop_after:
             save(engine, step)
-        whole.append(_step(engine, task, step))
-    _evaluate(engine, task)
+        whole.append(loss_of_step(engine, task, step))
     engine, task = build(arguments)
     assert resume(engine) == stop_after
-    resumed = [_step(engine, task, step) for step in range(stop_after, steps - 1)]
-    return whole, [*resumed, last_step(engine, task, steps - 1)]
+    return whole, [loss_of_step(engine, task, step) for step in range(stop_after, steps)]
 
 
 def train_then_save(arguments: str, steps: int, folder: str) -> float:
     """Save after `steps` steps; the loss of the next."""
     engine, task = build(f"{arguments} --save {folder}")
     for step in range(steps):
-        _step(engine, task, step)
+        loss_of_step(engine, task, step)
     save(engine, steps)
-    return last_step(engine, task, steps)
+    return loss_of_step(engine, task, steps)
 
 
 def resume_then_save(arguments: str, load: str, folder: str) -> float:
@@ -174,7 +172,7 @@ def resume_then_save(arguments: str, load: str, folder: str) -> float:
     engine, task = build(f"{arguments} --load {load} --save {folder}")
     step = resume(engine)
     save(engine, step)
-    return last_step(engine, task, step)
+    return loss_of_step(engine, task, step)
 
 
 def drift_then_save(arguments: str, folder: str, rank: int, name: str) -> None:
@@ -215,24 +213,13 @@ def save_onto_a_full_disk(arguments: str, folder: str, gets_better: bool = True)
 
 
 def _evaluate(engine: Engine, task: PretrainTask) -> float:
-    """The held-out loss.
-
-    Also what lets an engine go: hooks of DeepSpeed's on the outputs of a training step hold it in a cycle that Python's
-    collector cannot see, and with it the threads of its process groups; outputs of an evaluation have none.
-    """
+    """The held-out loss."""
     training = engine.config.training
     count = training.global_batch_size // training.micro_batch_size // engine.ctx.data_size
     return float(engine.evaluate(step_batches(engine, task, HELD_OUT), count)[0])
 
 
-def last_step(engine: Engine, task: PretrainTask, step: int) -> float:
-    """The loss of a step, after which the engine is let go."""
-    loss = _step(engine, task, step)
-    _evaluate(engine, task)
-    return loss
-
-
-def _step(engine: Engine, task: PretrainTask, step: int) -> float:
+def loss_of_step(engine: Engine, task: PretrainTask, step: int) -> float:
     size = engine.config.training.global_batch_size
     result = engine.train_step(
         step_batches(engine, task, step), global_batch_size=size, consumed_samples=step * size, lr=1e-3
