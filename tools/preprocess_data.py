@@ -394,9 +394,9 @@ def accelerated(job: Job) -> Tokenizer:
     step = max(1, len(job.sources) // PROOF_SOURCES)
     for source in job.sources[::step][:PROOF_SOURCES]:
         blocks = read_blocks([source], job.keys, separator=job.separator)
-        parsed = parse(next(blocks), job.keys) if source.path.stat().st_size else None
+        first = next(blocks, None)  # None: nothing in it
         left = PROOF_CHARACTERS
-        for text in parsed.columns[0] if parsed else ():
+        for text in parse(first, job.keys).columns[0] if first else ():
             check_equal(fast, job.tokenizer, [text[:left]])
             left -= len(text)
             if left <= 0:

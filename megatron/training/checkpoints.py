@@ -69,20 +69,26 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
         chosen = ctx.broadcast_object(together(ctx, choose))
         if chosen is None:
             return None
-        try:
-            return together(ctx, lambda: _opened(chosen, ctx))  # noqa: B023 - used at once
-        except (CheckpointError, RuntimeError) as error:  # RuntimeError: another rank found the damage
-            if tag is not None or not options.load_fallback:
-                raise
-            if ctx.rank == 0:
-                logger.warning("%s is passed over: %s", chosen, error)
-            damaged.append(chosen.name)
+        checkpoint, damage = together(ctx, lambda: _opened(chosen, ctx))  # noqa: B023 - used at once
+        # all ranks must pass it over, or none
+        damages = [told for told in ctx.gather_objects(damage) if told]
+        if not damages:
+            return checkpoint
+        if tag is not None or not options.load_fallback:
+            raise CheckpointError(damages[0])
+        if ctx.rank == 0:
+            logger.warning("%s is passed over: %s", chosen, damages[0])
+        damaged.append(chosen.name)
 
 
-def _opened(folder: Path, ctx: ParallelContext) -> Checkpoint:
-    checkpoint = Checkpoint(folder)
-    checkpoint.verify((ctx.rank, ctx.world_size))
-    return checkpoint
+def _opened(folder: Path, ctx: ParallelContext) -> tuple[Checkpoint | None, str | None]:
+    """The checkpoint, or the damage that this rank found in its share of it."""
+    try:
+        checkpoint = Checkpoint(folder)
+        checkpoint.verify((ctx.rank, ctx.world_size))
+    except CheckpointError as error:
+        return None, str(error)
+    return checkpoint, None
 
 
 def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> ForeignCheckpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -361,3 +362,24 @@ def test_a_difference_that_shows_late_begins_anew_with_the_reference(
     assert "the reference tokenizer does the work: " in said
     first = data_files(tmp_path)
     assert first == finished(tmp_path, "in.jsonl", capsys)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf"], ids=["empty", "byte-order mark"])
+@pytest.mark.parametrize("packing", ["", ".gz"])
+def test_a_file_without_a_byte_of_text_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, packing: str
+) -> None:
+    """With a tokenizer that is accelerated, whose ids are first compared on the beginning of every file."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    vocab = {symbol: number for number, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / f"a.jsonl{packing}").write_bytes(gzip.compress(content) if packing else content)
+    (tmp_path / "in" / "b.jsonl").write_text('{"text": "abc"}\n')
+    files = ("--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt"))
+    places = ("--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "out"))
+    status, said = run_main([*places, "--tokenizer-type", "GPT2BPETokenizer", *files], capsys)
+    assert status == 0, said
+    assert IndexedDataset(tmp_path / "out_text_document").lengths.tolist() == [3]
