@@ -85,27 +85,29 @@ def restore(engine: Engine, checkpoint: Readable, saved: dict[str, Any] | None) 
 
     Raises CheckpointError where the checkpoint is of another model. Every rank reads its own; none waits for another.
     """
-    if engine.config.optimizer.zero_stage != 3:
-        for name, parameter in engine.module.named_parameters():
-            shard = shard_of(parameter)
-            rank, size = _place(engine, shard)
-            local = checkpoint.read(name, "weight", shard, rank, size, 0, parameter.numel())
-            with torch.no_grad():
-                parameter.copy_(local.view(parameter.shape))
     moments = [kind for kind in MOMENTS if kind in checkpoint.kinds] if saved is not None else []
     if moments:
         _start_optimizer(engine, moments, float(saved["step"] or 0.0))  # type: ignore[index]
-    for part in _parts(engine):
-        rank, size = _place(engine, part.shard)
-        for kind in ("weight", *moments):
-            target = part.weight if kind == "weight" else part.moments[kind]
-            value = checkpoint.read(part.name, kind, part.shard, rank, size, part.start, target.numel())
-            with torch.no_grad():
-                target.copy_(value)
-        if engine.config.optimizer.zero_stage == 3:
-            own = part.parameter.ds_tensor.narrow(0, 0, part.weight.numel())  # type: ignore[attr-defined]
-            with torch.no_grad():
-                own.copy_(part.weight)
+    parts = {part.name: part for part in _parts(engine)}
+
+    def read(name: str, kind: str, shard: Shard, start: int, numel: int) -> Tensor:
+        return checkpoint.read(name, kind, shard, *_place(engine, shard), start, numel)
+
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            part = parts.get(name)
+            if engine.config.optimizer.zero_stage != 3:
+                whole = read(name, "weight", shard_of(parameter), 0, parameter.numel())
+                parameter.copy_(whole.view(parameter.shape))
+                if part is not None:
+                    part.weight.copy_(whole[part.start : part.start + part.weight.numel()])
+            elif part is not None:
+                part.weight.copy_(read(name, "weight", part.shard, part.start, part.weight.numel()))
+                parameter.ds_tensor.narrow(0, 0, part.weight.numel()).copy_(part.weight)  # type: ignore[attr-defined]
+        for part in parts.values():
+            for kind in moments:
+                target = part.moments[kind]
+                target.copy_(read(part.name, kind, part.shard, part.start, target.numel()))
     if saved is not None and saved.get("loss_scaler") and engine.config.training.fp16:
         for name, value in saved["loss_scaler"].items():
             setattr(engine.deepspeed.optimizer.loss_scaler, name, value)
@@ -127,7 +129,7 @@ def _parts(engine: Engine) -> Iterator[Part]:
     for index, (name, parameter) in enumerate(engine.module.named_parameters()):
         is_first = ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
         is_saved_here = is_first and not getattr(parameter, "ds_pipe_replicated", False)
-        if config.effective_zero_stage == 0 and not hasattr(parameter, "_hp_mapping"):
+        if config.effective_zero_stage == 0:
             moments = {kind: state for kind, state in inner.state.get(parameter, {}).items() if kind in MOMENTS}
             is_turn = index % ctx.data_size == ctx.data_rank
             yield Part(
@@ -184,7 +186,7 @@ def _zero3_part(engine: Engine, name: str, parameter: Any, is_saved_here: bool) 
 def _start_optimizer(engine: Engine, kinds: list[str], step: float) -> None:
     """Allocate the moments, as the first step would, and set how many steps they have seen."""
     inner = _torch_optimizer(engine)
-    if engine.config.effective_zero_stage == 0 and engine.config.training.precision == "fp32":
+    if engine.config.effective_zero_stage == 0:
         tensors = [p for group in inner.param_groups for p in group["params"]]
     elif engine.config.optimizer.zero_stage == 3:
         tensors = list(engine.deepspeed.optimizer.fp32_partitioned_groups_flat)
