@@ -1,7 +1,7 @@
 """Train a model: `python -m megatron.train --config tiny_bloom --data-path PREFIX`.
 
 Started once a rank by a launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or alone.
-Exit status: 0 trained or stopped as wanted, 2 a fault of the user's (message on stderr), 1 anything else.
+Exit status: megatron/exit_codes.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.command_line import load_config, to_yaml
 from megatron.config import Config, ConfigError
+from megatron.exit_codes import DONE, REFUSED
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -193,15 +194,15 @@ def start() -> int:
         # equal on every rank, so one of them speaks
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
-        return 2
+        return REFUSED
     except Exception as error:
         from megatron.training.faults import USER_FAULTS
 
         if not isinstance(error, USER_FAULTS):
             raise
         print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return REFUSED
+    return DONE
 
 
 def leave(status: int) -> None:

@@ -23,6 +23,7 @@ FLOORS = {
     "command_line": 1,
     "accelerator": 1,
     "estimate": 1,
+    "exit_codes": 1,
     "parallel": 2,
     "models": 3,
     "data": 3,
@@ -34,7 +35,7 @@ FLOORS = {
 }
 
 # The files that answer before anything heavy is loaded.
-LIGHT = ("config", "rules", "command_line", "accelerator", "estimate")
+LIGHT = ("config", "rules", "command_line", "accelerator", "estimate", "exit_codes")
 
 
 @cache
