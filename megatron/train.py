@@ -79,6 +79,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
             task.loss(ctx),
             masks_loss=task.masks_loss,
             global_batch_size=global_batch_size(training, progress.consumed_samples),
+            will_restore=checkpoint is not None,
         )
         if checkpoint is not None:
             restored = together(ctx, lambda: restore(engine, checkpoint, progress))

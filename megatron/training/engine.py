@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
@@ -165,18 +168,29 @@ class Engine:
 
 
 def build_engine(
-    config: Config, ctx: ParallelContext, loss: LossFunction, *, masks_loss: bool, global_batch_size: int
+    config: Config,
+    ctx: ParallelContext,
+    loss: LossFunction,
+    *,
+    masks_loss: bool,
+    global_batch_size: int,
+    will_restore: bool = False,
 ) -> Engine:
-    """Allocate this rank's layers, start their parameters, and wrap them in DeepSpeed. Collective."""
+    """Allocate this rank's layers, start their parameters, and wrap them in DeepSpeed. Collective.
+
+    `will_restore`: leave out the start, since a checkpoint is going to fill every parameter.
+    """
     settings = deepspeed_config(config, ctx.data_size, global_batch_size)
     specs = build_layers(config, ctx)
     with quiet():
         model = (
             _pipeline(config, ctx, specs, loss) if config.uses_pipeline else _sequential(config, ctx, specs, settings)
         )
-        _start_parameters(model, config, ctx)
+        if not will_restore:
+            _start_parameters(model, config, ctx)
         model.to(ctx.device)
         optimizer = build_optimizer(model, config, ctx)
+        _import_muon_uncompiled()
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
     if config.uses_pipeline and ctx.data_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
@@ -185,6 +199,16 @@ def build_engine(
     if config.training.torch_compile:
         engine.module.compile()
     return Engine(engine, config, ctx, loss, masks_loss)
+
+
+def _import_muon_uncompiled() -> None:
+    """Keep torch's compiler out of the start of a run.
+
+    DeepSpeed 0.19.8 asks of each optimizer whether it is its Muon, and that module hands functions to torch.compile
+    when it is imported: 2 s of processor time a rank, for an optimizer that nobody chose.
+    """
+    with contextlib.suppress(ImportError), patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 def _pipeline(config: Config, ctx: ParallelContext, specs: list[LayerSpec], loss: LossFunction) -> nn.Module:
