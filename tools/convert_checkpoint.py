@@ -296,7 +296,8 @@ def write_native(model: Model, folder: Path) -> None:
     """Weights alone, as a run's first checkpoint."""
     from megatron.checkpoint.huggingface import parameters_of
     from megatron.checkpoint.huggingface_files import DTYPES as TORCH_DTYPES
-    from megatron.checkpoint.store import Fragment, write_checkpoint
+    from megatron.checkpoint.store import Fragment
+    from megatron.checkpoint.writing import write_checkpoint
     from megatron.training.progress import Progress
 
     shards = parameters_of(model.config)
