@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any
 
 from tqdm import tqdm
 
+from megatron.files import sync_folder
 from tools.outcome import exit_status
 
 if TYPE_CHECKING:
@@ -479,9 +480,7 @@ def whole_folder(save: Path) -> Iterator[Path]:
     try:
         yield work
         os.rename(work, save)
-        descriptor = os.open(save.parent, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync_folder(save.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

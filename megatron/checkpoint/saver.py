@@ -45,8 +45,8 @@ from megatron.checkpoint.writing import (
     header_bytes_for,
     make_folder,
     remove_checkpoint,
-    write_file,
 )
+from megatron.files import write_durably
 
 _TOKEN = re.compile(r"[A-Za-z0-9]+")
 
@@ -280,7 +280,7 @@ class _Job:
         own_folder = os.stat(self._partial)
         part = self._write(fragments)
         part_path = self._partial / f"rank_{self._rank:05d}.json"
-        write_file(
+        write_durably(
             part_path.with_suffix(".tmp"), json.dumps({"parameters": part.parameters, "files": part.files}).encode()
         )
         os.rename(part_path.with_suffix(".tmp"), part_path)
@@ -317,7 +317,7 @@ class _Job:
             error = CheckpointError(f"saving {self._tag} failed on rank {self._rank}: {reason}")
             message = self._failure.with_name(f"{self._failure.name}.{self._rank}")
             try:
-                write_file(message, str(error).encode())
+                write_durably(message, str(error).encode())
                 os.rename(message, self._failure)
             except OSError:  # they will miss us in time
                 message.unlink(missing_ok=True)

@@ -40,6 +40,7 @@ from megatron.checkpoint.store import (
     rank_file,
     safetensors_header,
 )
+from megatron.files import sync_folder, write_durably
 
 BLOCK_BYTES = 4096
 """What writing past the page cache wants addresses, places and lengths to be multiples of."""
@@ -257,13 +258,13 @@ def commit(save: Path, tag: str, token: str, part: Part, metadata_text: str) -> 
     partial, final = hidden_path(save, tag, "partial", token), save / tag
     replaced, latest = hidden_path(save, tag, "replaced", token), hidden_path(save, tag, "latest", token)
     try:
-        write_file(partial / MANIFEST, _manifest_text(tag, token, part, metadata_text))
+        write_durably(partial / MANIFEST, _manifest_text(tag, token, part, metadata_text))
         for path in partial.glob("rank_*.json"):
             os.unlink(path)
         Checkpoint(partial)  # complete, or it is not worth its name
         sync_folder(partial)
         # before anything gets its name: a full disk is found here
-        write_file(latest, f"{tag}\n".encode())
+        write_durably(latest, f"{tag}\n".encode())
         if os.path.lexists(final):
             os.rename(final, replaced)
         try:
@@ -283,26 +284,6 @@ def commit(save: Path, tag: str, token: str, part: Part, metadata_text: str) -> 
         raise
     if os.path.lexists(replaced):
         remove_checkpoint(replaced, hidden_path(save, tag, "deleted", token))
-
-
-def write_file(path: Path, content: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        view = memoryview(content)
-        while len(view):
-            view = view[os.write(file, view) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot, and keep the order in their own way
-            os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def remove_checkpoint(path: Path, hidden: Path) -> None:
