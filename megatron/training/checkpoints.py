@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from megatron.checkpoint.store import Checkpoint, CheckpointError, Saver, newest_checkpoint
+from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.store import Checkpoint, CheckpointError, newest_checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import shard_of

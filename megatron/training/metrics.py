@@ -21,6 +21,7 @@ import orjson
 from megatron.accelerator import MAX_ALLOCATED
 from megatron.config import Config
 from megatron.estimate import flops_per_token
+from megatron.files import replacing
 
 METRICS_FILE = "metrics.jsonl"
 # rows that a resumed run will write anew are moved here, out of the way but not lost
@@ -299,12 +300,8 @@ def _supersede(folder: Path, resumed_iteration: int) -> None:
         return
     with open(folder / SUPERSEDED_FILE, "ab") as file:
         file.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
-    new = path.with_suffix(".jsonl.new")
-    with open(new, "wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    with replacing(path, partial_name=f"{path.name}.new") as rows:
+        rows.writelines(kept)
 
 
 def _is_row_until(line: bytes, iteration: int) -> bool:
