@@ -29,13 +29,13 @@ import os
 import re
 import stat
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 from megatron.checkpoint.slices import copy_overlap, regions
@@ -257,7 +257,7 @@ class Checkpoint:
                     f"it is {said.get('file')} of the save {said.get('tag')} {said.get('save')}, not {file} of "
                     f"{self.tag} {self.token}; {_REMEDY}"
                 )
-            if zlib.crc32(header) != header_crc32:
+            if isal_zlib.crc32(header) != header_crc32:
                 raise CheckpointError(f"its header (bytes 0 to {data_start}) has another checksum; {_REMEDY}")
             if header != safetensors_header(self.tag, self.token, file, fragments, data_start):
                 raise CheckpointError(f"its header lists other tensors than {MANIFEST}; {_REMEDY}")
@@ -380,7 +380,7 @@ class Checkpoint:
                         count = os.preadv(descriptor, [buffer[: at.num_bytes - done]], at.offset + done)
                         if not count:
                             raise CheckpointError(f"it ends at byte {at.offset + done}; {_REMEDY}")
-                        found = zlib.crc32(buffer[:count], found)
+                        found = isal_zlib.crc32(buffer[:count], found)
                         done += count
                         if progress:
                             progress(count)

@@ -16,13 +16,13 @@ import os
 import re
 import shutil
 import uuid
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from isal import isal_zlib
 
 from megatron.checkpoint.store import (
     FORMAT,
@@ -101,7 +101,7 @@ class Writer:
             count = min(numel - done, len(self._piece) - self._filled)
             end = self._filled + count
             self._piece[self._filled : end].copy_(tensor[done : done + count])
-            crc32 = zlib.crc32(self._bytes[self._filled * ITEM_BYTES : end * ITEM_BYTES], crc32)
+            crc32 = isal_zlib.crc32(self._bytes[self._filled * ITEM_BYTES : end * ITEM_BYTES], crc32)
             self._filled, done = end, done + count
             if end == len(self._piece):
                 self._flush()
@@ -122,7 +122,7 @@ class Writer:
         keys = ("name", "kind", "tensor_rank", "tensor_size", "padding", "start", "numel", "crc32")
         return {
             "bytes": self._offset,
-            "header_crc32": zlib.crc32(header),
+            "header_crc32": isal_zlib.crc32(header),
             "fragments": [{key: getattr(at, key) for key in keys} for at in self._fragments],
         }
 
