@@ -221,6 +221,8 @@ def test_load_must_be_a_checkpoint_folder_an_empty_one_or_none(dataset: str, tmp
     preflight.preflight(request)  # missing: a new run
     folder.mkdir()
     preflight.preflight(request)  # empty: a new run
+    (folder / ".lock").touch()
+    preflight.preflight(request)  # as a run leaves it that was killed before its first checkpoint
     (folder / "notes.txt").touch()
     assert "holds no checkpoint" in faults(request)[0]
     (folder / "latest").write_text("global_step1\n")
