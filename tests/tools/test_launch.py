@@ -750,6 +750,22 @@ def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) 
     assert not processes.signal_ranks(plan, signal.SIGKILL)
 
 
+@pytest.mark.parametrize(("own", "interval"), [(None, "30"), ("-oServerAliveInterval=5", "5")])
+def test_ssh_gives_up_a_host_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, interval: str
+) -> None:
+    given: list[str] = []
+    monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
+    if own is not None:
+        monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", own)
+    monkeypatch.setattr(processes, "run_on_hosts", lambda command, environment, plan: given.append(environment) or 0)
+    processes.launch(over_two_hosts(tmp_path))
+    options = given[0]["PDSH_SSH_ARGS_APPEND"].split()  # type: ignore[index]
+    # ssh keeps the first it is given
+    assert next(word for word in options if "ServerAliveInterval" in word) == f"-oServerAliveInterval={interval}"
+    assert options[-1] == "-oServerAliveCountMax=20"
+
+
 def test_the_network_interface_travels_to_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert "GLOO_SOCKET_IFNAME=ib0" in processes.remote_command(over_two_hosts(tmp_path))
