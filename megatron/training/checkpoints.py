@@ -56,7 +56,9 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
         return None
     folder = Path(options.load)
     if options.universal_checkpoint:
-        return together(ctx, lambda: _opened_universal(folder, config, ctx))
+        opened = together(ctx, lambda: _opened_universal(folder, config, ctx))
+        check_same_start(ctx, folder, opened.folder)
+        return opened
     damaged: list[str] = []
     tag = None if options.ckpt_step is None else f"global_step{options.ckpt_step}"
     while True:

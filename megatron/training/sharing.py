@@ -7,6 +7,7 @@ other. All functions are collective, and raise the same on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -50,15 +51,17 @@ def check_same_data(ctx: ParallelContext, config: Config, datasets: Sequence[Any
 
 
 def check_same_start(ctx: ParallelContext, load: Path, chosen: Path | None) -> None:
-    """Raise CheckpointError where a host does not find in `load` what rank 0 chose to resume from. None: nothing."""
-    found: str | None = None
-    try:
-        if chosen is not None:
-            found = hashlib.sha256((chosen / MANIFEST).read_bytes()).hexdigest()
-        elif os.path.lexists(load / LATEST):
-            found = LATEST
-    except OSError as error:
-        found = error.strerror
+    """Raise CheckpointError where a host does not find in `load` the checkpoint that rank 0 found. None: there is none.
+
+    `chosen` is this rank's own where each has looked for itself.
+    """
+    found = None
+    if chosen is None:
+        found = LATEST if os.path.lexists(load / LATEST) else None
+    else:
+        found = chosen.name
+        with contextlib.suppress(OSError):  # DeepSpeed's have none
+            found += hashlib.sha256((chosen / MANIFEST).read_bytes()).hexdigest()
     places, all_found = _gathered(ctx, found)
     if apart := _apart(places, all_found):
         holds = "no checkpoint" if chosen is None else chosen.name
