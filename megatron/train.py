@@ -55,9 +55,11 @@ def run(config: Config, ctx: ParallelContext) -> None:
     from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress, check_data
     from megatron.training.schedule import global_batch_size, total_iterations
+    from megatron.training.sharing import check_same_config, check_same_data
     from megatron.training.stop import StopDecision
 
     training, data = config.training, config.data
+    check_same_config(ctx, config)
     with StopDecision(training, broadcast=ctx.broadcast, decides=ctx.rank == 0) as stop:
         if reason := stop.before_start():
             announce(ctx, reason)
@@ -68,6 +70,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
             progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config.checkpoint))
         datasets = together(ctx, lambda: open_data(config))
         fingerprint = datasets[0].fingerprint
+        check_same_data(ctx, config, datasets)
         if saved_data is not None:
             change = together(ctx, lambda: check_data(saved_data, config, fingerprint))
             if change is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import orjson
@@ -13,6 +16,7 @@ from megatron.config import ConfigError, ParallelConfig
 from megatron.data.indexed import DataError, IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
 from megatron.train import check_deepspeed, run
+from megatron.training import sharing
 from megatron.training.faults import together
 
 TINY = (
@@ -43,6 +47,35 @@ def train(arguments: str) -> str:
         return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def train_apart(folders: list[str], arguments: str) -> str:
+    """One run whose relative paths lead each rank into a folder of its own, as on disks that are not shared."""
+    here = os.getcwd()
+    os.chdir(folders[int(os.environ["RANK"])])
+    try:
+        with patch.object(sharing, "SEEN_TIMEOUT_S", 0.3):
+            return train(arguments)
+    finally:
+        os.chdir(here)
+
+
+def share_a_folder_that_rank_one_may_not_write_to(folder: str) -> str:
+    """What each rank is told."""
+    ctx = ParallelContext.build(ParallelConfig(), "cpu")
+    touch = Path.touch
+
+    def refuse(path: Path) -> None:
+        if ctx.rank == 1:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        touch(path)
+
+    with patch.object(Path, "touch", refuse):
+        try:
+            sharing.check_shared(ctx, Path(folder), "token")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
     return ""
 
 

@@ -423,7 +423,10 @@ def _check_load(config: Config) -> Iterator[str]:
     folder = Path(load)
     if not folder.is_dir():
         yield f"load={load} is no folder; give the folder of a run's checkpoints"
-    elif any(folder.iterdir()) and not any(folder.glob("latest*")) and not any(folder.glob("*/checkpoint.json")):
+        return
+    # a run that was killed before its first checkpoint leaves its hidden lock
+    shown = any(not path.name.startswith(".") for path in folder.iterdir())
+    if shown and not any(folder.glob("latest*")) and not any(folder.glob("*/checkpoint.json")):
         yield f"load={load} holds no checkpoint, yet is not empty; give another, or empty it"
 
 

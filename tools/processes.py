@@ -26,6 +26,9 @@ FAILED_GRACE_S = 3.0
 TERMINATED_GRACE_S = 10.0
 # Of another host, once its ranks have been killed: a host that is gone answers nobody.
 UNREACHABLE_GRACE_S = 30.0
+# A host that loses its power or its network says nothing, and ssh would wait for it for ever. A backstop, and patient:
+# a network that fails for some minutes between here and the hosts need not concern the ranks.
+ALIVE = ("-oServerAliveInterval=30", "-oServerAliveCountMax=20")
 # How often a signal is tried again on hosts whose ranks have not been started yet.
 RETRY_S = 1.0
 
@@ -73,6 +76,9 @@ def launch(plan: Plan) -> int:
     environment = dict(os.environ) | dict(plan.environment)
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])])
     if plan.hosts:
+        # the user's own come first, and ssh keeps the first it is given of each
+        of_ssh = [os.environ.get("PDSH_SSH_ARGS_APPEND"), *ALIVE]
+        environment["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, of_ssh))
         return run_on_hosts(remote_command(plan), environment, plan)
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.master_port or _free_port())}
     size = str(plan.devices_per_node)

@@ -28,6 +28,7 @@ from megatron.training import state
 from megatron.training.engine import Engine
 from megatron.training.faults import together
 from megatron.training.progress import Progress, SavedData
+from megatron.training.sharing import check_same_start, check_shared
 
 if TYPE_CHECKING:
     from megatron.checkpoint.universal import ForeignCheckpoint
@@ -56,7 +57,9 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
         return None
     folder = Path(options.load)
     if options.universal_checkpoint:
-        return together(ctx, lambda: _opened_universal(folder, config, ctx))
+        opened = together(ctx, lambda: _opened_universal(folder, config, ctx))
+        check_same_start(ctx, folder, opened.folder)
+        return opened
     damaged: list[str] = []
     tag = None if options.ckpt_step is None else f"global_step{options.ckpt_step}"
     while True:
@@ -68,6 +71,7 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
             return None if found is None else found.folder
 
         chosen = ctx.broadcast_object(together(ctx, choose))
+        check_same_start(ctx, folder, chosen)
         if chosen is None:
             return None
         checkpoint, damage = together(ctx, lambda: _opened(chosen, ctx))  # noqa: B023 - used at once
@@ -166,6 +170,11 @@ class Checkpoints:
                 timeout_s=RANK_TIMEOUT_S,
             ),
         )
+        try:
+            check_shared(ctx, self._saver.folder, self._token)
+        except BaseException:
+            self._saver.close()
+            raise
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -221,6 +221,8 @@ def test_load_must_be_a_checkpoint_folder_an_empty_one_or_none(dataset: str, tmp
     preflight.preflight(request)  # missing: a new run
     folder.mkdir()
     preflight.preflight(request)  # empty: a new run
+    (folder / ".lock").touch()
+    preflight.preflight(request)  # as a run leaves it that was killed before its first checkpoint
     (folder / "notes.txt").touch()
     assert "holds no checkpoint" in faults(request)[0]
     (folder / "latest").write_text("global_step1\n")
@@ -746,6 +748,22 @@ def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) 
     command = [sys.executable, "-c", runner, plan.run_id, "import time; time.sleep(600)", ""]
     assert processes.run_on_hosts(command, os.environ, plan) == 0
     assert not processes.signal_ranks(plan, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("own", "interval"), [(None, "30"), ("-oServerAliveInterval=5", "5")])
+def test_ssh_gives_up_a_host_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, interval: str
+) -> None:
+    given: list[str] = []
+    monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
+    if own is not None:
+        monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", own)
+    monkeypatch.setattr(processes, "run_on_hosts", lambda command, environment, plan: given.append(environment) or 0)
+    processes.launch(over_two_hosts(tmp_path))
+    options = given[0]["PDSH_SSH_ARGS_APPEND"].split()  # type: ignore[index]
+    # ssh keeps the first it is given
+    assert next(word for word in options if "ServerAliveInterval" in word) == f"-oServerAliveInterval={interval}"
+    assert options[-1] == "-oServerAliveCountMax=20"
 
 
 def test_the_network_interface_travels_to_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,170 @@
+"""run_bloom13b.sh over hosts with their own addresses, processes and disks: what a cluster does, on one machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.command_line import build_parser
+from tests import runs
+from tests.hosts import Host, Hosts, why_not
+from tests.ranks import RankPools
+from tests.runs import TINY, rows
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ITERATIONS = 2000  # more than any of these runs does
+TIMEOUT_S = 300.0
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Hosts(4, tmp_path / "hosts") as four:
+        yield four
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    runs.write_dataset(tmp_path / "data" / "text")
+    return tmp_path / "data"
+
+
+class Run:
+    """The script's run over the first `nodes` hosts, a rank on each, started on `start`."""
+
+    def __init__(self, hosts: Hosts, start: Host, data: Path, results: Path, *flags: str, nodes: int, **options: str):
+        variables = {
+            "PYTHON": sys.executable,
+            "HL_CONFIG": "tiny_bloom",
+            "HL_DEVICE": "cpu",
+            "HL_HOSTSFILE": hosts.hostsfile(slots=1),
+            "HL_NUM_NODES": str(nodes),
+            "HL_NGPU_PER_NODE": "1",
+            "HL_DATA_DIR_ROOT": str(data),
+            "HL_DATA_FILE_PREFIX": "text",
+            "HL_RESULTS_DIR": str(results),
+        }
+        self._results = results
+        self._log = results.with_name(f"log.{results.name}.{nodes}.{time.monotonic_ns()}")
+        self._err = self._log.with_name(f"{self._log.name}.err")
+        with self._log.open("wb") as out, self._err.open("wb") as err:
+            self._process = start.start(
+                *(ROOT / "scripts" / "run_bloom13b.sh", *TINY.split()),
+                *("--train-samples", str(8 * ITERATIONS), *flags),
+                folder=results.parent,
+                variables=variables | options,
+                stdout=out,
+                stderr=err,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(errors="replace") + self._err.read_text(errors="replace")
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        path = self._results / "metrics.jsonl"
+        wait_until(lambda: path.exists() and f'"iteration":{iteration},' in path.read_text(), self)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def status(self) -> int:
+        try:
+            return self._process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end in {TIMEOUT_S} s:\n{self.said}")
+
+
+def wait_until(is_so: Callable[[], bool], run: Run, *, while_it_runs: bool = True) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert not (while_it_runs and run.has_ended), run.said
+        assert time.monotonic() < deadline_s, run.said
+        time.sleep(0.1)
+
+
+def runs_ranks(host: Host) -> bool:
+    return host.run("pgrep", "-f", "megatron.train").returncode == 0
+
+
+def losses(results: Path) -> dict[int, float]:
+    return {row["iteration"]: row["lm_loss"] for row in rows(results)}
+
+
+def test_two_hosts_train_and_stop_at_the_kill_switch_and_four_resume(
+    hosts: Hosts, data: Path, tmp_path: Path, ranks: RankPools
+) -> None:
+    results, kill_switch = tmp_path / "run", tmp_path / "kill"
+    # data and index cache lie on the second host's own disk
+    own_data = hosts[1].own_disk(data)
+    layout = {"HL_DP": "1", "HL_TP": "1", "HL_PP": "2", "HL_KILL_SWITCH": str(kill_switch)}
+    first = Run(hosts, hosts.login, data, results, nodes=2, **layout)
+    first.wait_for_iteration(3)
+    kill_switch.touch()
+    assert first.status() == 0, first.said
+    assert f"10.77.0.1: Detected kill switch at {kill_switch}, iteration=" in first.said
+    assert not any(runs_ranks(host) for host in hosts)
+    caches = [sorted(path.name for path in (disk / "cache").glob("*.npy")) for disk in (data, own_data)]
+    assert caches[0] == caches[1] != []
+
+    kill_switch.unlink()
+    stopped_at = max(losses(results))
+    layout |= {"HL_TP": "2", "HL_EXIT_INTERVAL": "5"}
+    second = Run(hosts, hosts.login, data, results, nodes=4, **layout)
+    assert second.status() == 0, second.said
+    assert f"resumed {results}/checkpoints/global_step{stopped_at}: " in second.said
+    ended_at = max(losses(results))
+    assert stopped_at < ended_at
+    assert f"Reached exit_interval=5, iteration={ended_at}" in second.said
+
+    alone = tmp_path / "alone"
+    flags = f"--config tiny_bloom --train-samples {8 * ITERATIONS} --exit-interval {ended_at} --results-dir {alone}"
+    assert ranks(1)(runs.train, f"{flags} --data-path {data}/text") == [""]
+    expected, found = losses(alone), losses(results)
+    assert list(found) == list(expected) == list(range(1, ended_at + 1))
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-3)
+
+
+def test_a_host_cut_off_amid_a_run_is_named_and_the_run_ends(hosts: Hosts, data: Path, tmp_path: Path) -> None:
+    layout = {"HL_DP": "1", "HL_TP": "1", "HL_PP": "2", "HL_SAVE": "0"}
+    flags = []
+    has_watchdog = "--watchdog-timeout-s" in build_parser().format_help()
+    if has_watchdog:
+        flags = ["--watchdog-timeout-s", "10"]
+    else:  # then ssh must notice
+        layout["PDSH_SSH_ARGS_APPEND"] = "-oServerAliveInterval=1 -oServerAliveCountMax=10"
+    # from one of its own hosts
+    run = Run(hosts, hosts[0], data, tmp_path / "run", *flags, nodes=2, **layout)
+    run.wait_for_iteration(3)
+    hosts[1].cut_off()
+    assert run.status() not in (0, 2), run.said
+    assert re.search(rf"{hosts[1].name}|{hosts[1].address}: ssh exited", run.said), run.said
+    assert "some hosts do not answer" in run.said
+    assert not runs_ranks(hosts[0])
+    if has_watchdog:
+        wait_until(lambda: not runs_ranks(hosts[1]), run, while_it_runs=False)
+
+
+@pytest.mark.slow
+def test_a_results_folder_that_is_not_shared_is_refused(hosts: Hosts, data: Path, tmp_path: Path) -> None:
+    results = tmp_path / "run"
+    results.mkdir()
+    own = hosts[1].own_disk(results)
+    run = Run(hosts, hosts.login, data, results, nodes=2, HL_DP="2", HL_TP="1", HL_PP="1")
+    assert run.status() == 2, run.said
+    said = (
+        f"save={results}/checkpoints is not one folder: what node1 (rank 0) writes there is not seen on node2 (rank 1)"
+    )
+    assert f"10.77.0.1: rank 0: {said}" in run.said
+    assert f"10.77.0.2: rank 1: {said}" in run.said
+    assert os.listdir(own) == []
