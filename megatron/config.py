@@ -159,7 +159,7 @@ class TrainingConfig:
     exit_interval: NonNegative = 0
     """Save and exit when the iteration is a multiple of this. 0: never."""
     kill_switch_path: str | None = None
-    """When this file appears, all ranks save and exit together."""
+    """When this file appears, to one rank a node, all ranks save and exit together. While it is there, none starts."""
     seed: NonNegative = 1234
     """Of the initial weights, the dropout and the order of the data."""
     bf16: bool = False
@@ -184,6 +184,9 @@ class TrainingConfig:
     """Ask torch, and the HPU, for deterministic algorithms."""
     deepspeed_config: str | None = None
     """A JSON file merged into the DeepSpeed configuration. A key that contradicts this config is an error."""
+    exit_duration_in_mins: PositiveFloat | None = None
+    """Save and exit at the end of the first step that ends these minutes or more after the start of the process, by
+    rank 0's clock. Leave a scheduler's limit room for one more step and a save."""
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
