@@ -25,7 +25,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_schedule(config),
         *_check_data(config),
         *_check_tokenizer(config),
-        *_check_logging(config),
+        *_check_logging(config, world_size),
     ]
 
 
@@ -273,9 +273,29 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
         yield f"eod_token_id={data.eod_token_id} is outside vocab_size={vocab_size}; use an id below {vocab_size}"
 
 
-def _check_logging(config: Config) -> Iterator[str]:
-    first, last = config.logging.profile_steps
-    if config.logging.profile and config.logging.results_dir is None:
+def _check_logging(config: Config, world_size: int) -> Iterator[str]:
+    logging, iters = config.logging, config.training.train_iters
+    first, last = logging.profile_steps
+    if logging.profile and logging.results_dir is None:
         yield "profile writes its trace to results_dir, which is not given; give one, or turn it off"
     if first > last:
         yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"
+    elif logging.profile and iters and first > iters:
+        yield f"profile_steps={first} {last} begins after train_iters={iters}; start earlier, or turn profile off"
+    ranks = " ".join(map(str, logging.profile_ranks))
+    if logging.profile and not logging.profile_ranks:
+        yield "profile_ranks names no rank; name one, or turn profile off"
+    if any(rank >= world_size for rank in logging.profile_ranks):
+        yield f"profile_ranks={ranks} goes beyond the {world_size} ranks of this launch; use 0 to {world_size - 1}"
+    traced = [
+        name
+        for name in ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack")
+        if getattr(logging, name)
+    ]
+    if tuple(logging.profile_ranks) != (0,):
+        traced.insert(0, f"profile_ranks={ranks}")
+    if traced and not logging.profile:
+        yield f"{traced[0]} is about the trace that profile writes, but profile is off; turn it on, or leave it out"
+    for name in ("wandb_entity", "wandb_exp_name", "wandb_save_dir"):
+        if getattr(logging, name) is not None and logging.wandb_project is None:
+            yield f"{name}={getattr(logging, name)} needs wandb_project; give one, or leave it out"

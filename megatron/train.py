@@ -11,9 +11,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megatron.command_line import load_config, to_yaml
+from megatron.command_line import load_config
 from megatron.config import Config, ConfigError
 from megatron.exit_codes import DONE, REFUSED
+from megatron.training.wandb_log import check_wandb
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> None:
     config = load_config(arguments)  # every fault at once, before torch is imported
     check_deepspeed(config)
+    check_wandb(config)
 
     import torch.distributed as dist
 
@@ -52,8 +54,10 @@ def run(config: Config, ctx: ParallelContext) -> None:
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
     from megatron.training.loop import train
+    from megatron.training.memory import MemoryLog
     from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress, check_data
+    from megatron.training.run_folder import RunFolder
     from megatron.training.schedule import global_batch_size, total_iterations
     from megatron.training.stop import StopDecision
 
@@ -73,31 +77,40 @@ def run(config: Config, ctx: ParallelContext) -> None:
             if change is not None:
                 announce(ctx, f"allow_data_change: {change}")
         task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
+        memory = MemoryLog(config.logging.log_memory_interval, ctx)
+        memory.take("before_model", progress.iteration)
         engine = build_engine(
             config,
             ctx,
             task.loss(ctx),
             masks_loss=task.masks_loss,
             global_batch_size=global_batch_size(training, progress.consumed_samples),
+            after_model=lambda: memory.take("after_model", progress.iteration),
         )
+        memory.take("after_optimizer", progress.iteration)
         if checkpoint is not None:
             restored = together(ctx, lambda: restore(engine, checkpoint, progress))
             announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
-        write_config(config, ctx)
+            memory.take("after_restore", progress.iteration)
         # opened late: nothing is written before the data and what is resumed were found good
         saving = Checkpoints(config, ctx) if config.checkpoint.save is not None else contextlib.nullcontext()
         with (
             saving as checkpoints,
-            MetricsLog(
-                config,
-                writes=ctx.rank == 0,
-                world_size=ctx.world_size,
-                device_peak_tflops=accelerator.peak_tflops(),
-                total_iterations=total_iterations(training),
-                resumed_iteration=progress.iteration,
+            together(
+                ctx,
+                lambda: MetricsLog(
+                    config,
+                    writes=ctx.rank == 0,
+                    world_size=ctx.world_size,
+                    device_peak_tflops=accelerator.peak_tflops(),
+                    total_iterations=total_iterations(training),
+                    resumed_iteration=progress.iteration,
+                ),
             ) as log,
+            RunFolder(config, ctx, log, progress) as folder,
         ):
-            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints)
+            memory.open(log)
+            folder.stopped = train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, memory)
 
 
 def open_data(config: Config) -> tuple[Any, Any, Any]:
@@ -170,15 +183,6 @@ def end_of_document(config: Config) -> int | None:
     if needs and tokenizer.eod is None:
         raise DataError(f"tokenizer_type={data.tokenizer_type} has no end-of-document token; give eod_token")
     return tokenizer.eod
-
-
-def write_config(config: Config, ctx: ParallelContext) -> None:
-    """Leave the resolved config in the results folder."""
-    folder = config.logging.results_dir
-    if ctx.rank == 0 and folder is not None:
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "config.yaml"), "w", encoding="utf-8") as file:
-            file.write(to_yaml(config))
 
 
 def announce(ctx: ParallelContext, text: str) -> None:

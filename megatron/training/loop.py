@@ -16,6 +16,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import Microbatch, PretrainTask
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
+from megatron.training.memory import MemoryLog
 from megatron.training.metrics import MetricsLog, StepMetrics
 from megatron.training.profiling import Profile
 from megatron.training.progress import Progress
@@ -82,10 +83,11 @@ def train(
     log: MetricsLog,
     stop: StopDecision,
     checkpoints: Checkpoints | None,
-) -> None:
+    memory: MemoryLog,
+) -> str | None:
     """Train from `progress` to the end of the configured samples, or until `stop` says so. Collective.
 
-    `checkpoints` None: nothing is saved.
+    Returns why it stopped before the end, if it did. `checkpoints` None: nothing is saved.
     """
     config, training = engine.config, engine.config.training
     training_data, validation_data, test_data = datasets
@@ -99,14 +101,16 @@ def train(
         # where the run starts from; and a validation that cannot work fails now, not after hours
         log_evaluation(engine, task, validation_data, progress, log, "valid")
         interval.restart()
-    with batches, Profile(config.logging, writes=engine.ctx.rank == 0) as profile:
+    with batches, Profile(config.logging, rank=engine.ctx.rank, iteration=progress.iteration) as profile:
         while progress.consumed_samples < last_sample:
             size = global_batch_size(training, progress.consumed_samples)
             if progress.consumed_samples + size > last_sample:
                 break
             lr = learning_rate(config.optimizer, training, progress.consumed_samples)
+            with engine.timers.on_host("batch-generator"):
+                microbatches = next(batches) if engine.reads_data else []
             result = engine.train_step(
-                next(batches) if engine.reads_data else [],
+                microbatches,
                 global_batch_size=size,
                 consumed_samples=progress.consumed_samples,
                 lr=lr,
@@ -120,7 +124,10 @@ def train(
 
             if progress.iteration % config.logging.log_interval == 0:
                 log_step(engine, log, progress, interval, result, lr, size)
+                timers = engine.timers.read(interval.steps, engine.ctx)
+                log.log_timers(progress.iteration, progress.consumed_samples, timers)
                 interval.restart()
+            memory.after_step(progress.iteration)
             reason = stop.after_step(progress.iteration, progress.consumed_samples)
             paused_s = time.perf_counter()
             if progress.iteration % config.data.eval_interval == 0:
@@ -128,7 +135,8 @@ def train(
             if checkpoints is not None:
                 is_time = timer.is_due()
                 if is_time or progress.iteration % config.checkpoint.save_interval == 0:
-                    checkpoints.save(engine, progress, fingerprint)
+                    with engine.timers.on_host("save-checkpoint"):
+                        checkpoints.save(engine, progress, fingerprint)
                     timer.restart()
                     saved_at = progress.iteration
                 for line in checkpoints.report():
@@ -145,6 +153,7 @@ def train(
         if progress.iteration % config.data.eval_interval:
             log_evaluation(engine, task, validation_data, progress, log, "valid")
         log_evaluation(engine, task, test_data, progress, log, "test")
+    return reason
 
 
 def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samples: int) -> Batches[Microbatch]:
@@ -174,6 +183,7 @@ def log_step(
     log.log_step(
         StepMetrics(
             iteration=progress.iteration,
+            steps=interval.steps,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_samples * engine.config.training.seq_length,
             elapsed_s=elapsed_s,
@@ -201,7 +211,8 @@ def log_evaluation(
     config = engine.config
     if config.data.eval_iters == 0 or dataset is None:
         return
-    loss, tokens = evaluate(engine, config.data.eval_iters, task, dataset)
+    with engine.timers.on_host("evaluation"):
+        loss, tokens = evaluate(engine, config.data.eval_iters, task, dataset)
     log.log_validation(progress.iteration, progress.consumed_samples, loss, int(tokens), split)
 
 
