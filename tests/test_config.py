@@ -555,6 +555,26 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "eod": ("--eod-token-id 50257", 1, "eod_token_id=50257 is outside vocab_size=50257", "below 50257"),
     "profile": ("--profile", 1, "results_dir, which is not given", "turn it off"),
     "profile steps": ("--profile-steps 4 3", 1, "profile_steps=4 3 ends before it starts", "give FIRST LAST"),
+    "profile late": (
+        "--profile --results-dir r --profile-steps 200 201",
+        1,
+        "profile_steps=200 201 begins after train_iters=100",
+        "start earlier",
+    ),
+    "profile ranks": (
+        "--profile --results-dir r --profile-ranks 0 2",
+        2,
+        "profile_ranks=0 2 goes beyond",
+        "use 0 to 1",
+    ),
+    "ranks of no profile": ("--profile-ranks 1", 2, "profile_ranks=1 is about the trace", "turn it on"),
+    "stack of no profile": (
+        "--pytorch-profiler-collect-callstack",
+        1,
+        "pytorch_profiler_collect_callstack is about the trace",
+        "turn it on",
+    ),
+    "wandb": ("--wandb-exp-name n", 1, "wandb_exp_name=n needs wandb_project", "give one"),
 }
 
 

@@ -22,6 +22,7 @@ from megatron.training.metrics import MetricsLog, StepMetrics
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
 STEP = StepMetrics(
     iteration=10,
+    steps=10,
     consumed_samples=160,
     consumed_tokens=20480,
     elapsed_s=0.125,
@@ -155,6 +156,7 @@ def test_row_holds_every_value_under_its_key(tmp_path: Path) -> None:
     assert row == {
         "kind": "train",
         "iteration": 10,
+        "steps": 10,
         "consumed_samples": 160,
         "consumed_tokens": 20480,
         "lm_loss": 6.123456,
