@@ -10,8 +10,8 @@ Two runs of the real training loop, each with its own engine, data, log and resu
     on     logs every step to the log line, metrics.jsonl and TensorBoard, and the memory every 10th; and `--on`
     off    one log line at the end, no memory log, no TensorBoard; and `--off`
 
-FLAGS are those of megatron.train; `--on "--timing-log-level 2"` adds to what is on. Prints the median of a step on each side, and of their ratio block by
-block. Exit status 1 if that is above 1.01.
+FLAGS are those of megatron.train; `--on "--timing-log-level 2"` adds to what is on. Prints the median of a step on each
+side, and of their ratio block by block. Exit status 1 if that is above 1.01.
 """
 
 from __future__ import annotations

@@ -133,7 +133,9 @@ class Panel:
             return
         # few points would be invisible as a line
         marker = "." if len(points[0]) < 60 else ""
-        self.axis.plot(*points, style, color=color, linewidth=1.3, marker=marker, markersize=5, label=label or "_")
+        self.axis.plot(
+            *points, color=color, linestyle=style, linewidth=1.3, marker=marker, markersize=5, label=label or "_"
+        )
 
     def legend(self) -> None:
         if any(not line.get_label().startswith("_") for line in self.axis.get_lines()):
@@ -164,7 +166,7 @@ def draw(runs: dict[str, list[Row]], output: Path) -> None:
         color = f"C{number % 10}"
         loss.line(curve(rows, "train", "lm_loss"), color, "training" if alone else name)
         label = "validation" if alone else f"{name}, validation"
-        loss.line(curve(rows, "valid", "lm_loss"), "C1" if alone else color, label, "o--")
+        loss.line(curve(rows, "valid", "lm_loss"), "C1" if alone else color, label, "--")
         for panel, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_second")):
             panel.line(curve(rows, "train", key), color)
         memory.line(memory_curve(rows, PEAK), color, "peak so far" if alone else None)
