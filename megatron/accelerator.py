@@ -251,7 +251,11 @@ def software() -> dict[str, str]:
     device = _device()
     if device == "hpu":
         hpu = importlib.import_module("habana_frameworks.torch.hpu")
-        return {"device": hpu.get_device_name(), "habana-torch-plugin": metadata.version("habana-torch-plugin")}
+        try:
+            plugin = metadata.version("habana-torch-plugin")
+        except metadata.PackageNotFoundError:  # built from source
+            plugin = "unknown"
+        return {"device": hpu.get_device_name(), "habana-torch-plugin": plugin}
     if device == "cuda":
         import torch
 

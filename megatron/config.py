@@ -372,7 +372,7 @@ class LoggingConfig:
     """Write a torch.profiler trace of profile_steps to results_dir, from each of profile_ranks."""
     profile_steps: tuple[Positive, Positive] = (3, 4)
     """First and last iteration of the trace."""
-    profile_ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (0,)
+    profile_ranks: tuple[NonNegative, ...] = (0,)
     """Ranks that write a trace."""
     pytorch_profiler_collect_shapes: bool = False
     """Keep the shapes of every operator's inputs in the trace."""

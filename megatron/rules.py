@@ -283,8 +283,8 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
     elif logging.profile and iters and first > iters:
         yield f"profile_steps={first} {last} begins after train_iters={iters}; start earlier, or turn profile off"
     ranks = " ".join(map(str, logging.profile_ranks))
-    if any(rank >= world_size for rank in logging.profile_ranks):
-        yield f"profile_ranks={ranks} goes beyond the {world_size} ranks of this launch; use 0 to {world_size - 1}"
+    if not logging.profile_ranks or max(logging.profile_ranks) >= world_size:
+        yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
     traced = [
         name
         for name in ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack")

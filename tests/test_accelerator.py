@@ -342,6 +342,22 @@ def test_peak_of_other_devices_is_unknown(name: str) -> None:
     assert accelerator.named_peak_tflops(name) is None
 
 
+def test_software_is_what_stands_between_torch_and_the_device(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+    run_on(monkeypatch, "hpu")
+    assert accelerator.software() == {"device": "GAUDI2", "habana-torch-plugin": "unknown"}
+    monkeypatch.setattr(accelerator.metadata, "version", lambda name: {"habana-torch-plugin": "1.22.0"}[name])
+    assert accelerator.software()["habana-torch-plugin"] == "1.22.0"
+    run_on(monkeypatch, "cuda")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    expected = {"device": "NVIDIA L40S", "cuda": "12.8", "cudnn": "91002", "nccl": "2.27.3"}
+    assert accelerator.software() == expected
+    run_on(monkeypatch, "cpu")
+    assert accelerator.software() == {}
+
+
 def test_peak_asks_the_device_in_use(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
     habana.name = "GAUDI3"
     run_on(monkeypatch, "hpu")

@@ -564,7 +564,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "profile ranks": (
         "--profile --results-dir r --profile-ranks 0 2",
         2,
-        "profile_ranks=0 2 goes beyond",
+        "profile_ranks=0 2 must name ranks of this",
         "use 0 to 1",
     ),
     "ranks of no profile": ("--profile-ranks 1", 2, "profile_ranks=1 is about the trace", "turn it on"),
