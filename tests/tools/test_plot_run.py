@@ -51,6 +51,7 @@ def test_every_curve_is_on_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     kept: list[Any] = []
     monkeypatch.setattr(pyplot, "close", kept.append)
+    on_rank_0: dict[str, Any] = {"max_memory_allocated (GB)": 3.0}
     runs = {
         "a": [
             row(10, lm_loss=6.0),
@@ -60,7 +61,7 @@ def test_every_curve_is_on_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyP
             memory(0, peak=0.5, now=0.5),
             memory(30, peak=2.0, now=1.0),
         ],
-        "b": [row(10, lm_loss=7.0, grad_norm=2.5, iteration_time_s=0.125, **{"max_memory_allocated (GB)": 3.0})],
+        "b": [row(10, lm_loss=7.0, grad_norm=2.5, iteration_time_s=0.125, **on_rank_0)],
     }
     plot_run.draw(runs, tmp_path / "run.png")
     monkeypatch.undo()

@@ -99,7 +99,7 @@ def test_line_names_the_fullest_rank_where_they_differ() -> None:
     )
 
 
-def points(results: Path, tag: str) -> list[tuple[int, float]]:
+def points(results: Path, tag: str) -> list[tuple[int, Any]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(results / "tensorboard"))

@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -173,7 +174,7 @@ def test_totals_weigh_by_time_and_keep_the_lowest_loss() -> None:
     assert totals.training_s == 20.0
     assert totals.tokens_per_second == (5 * 1000 + 15 * 2000) / 20
     assert totals.tflops_per_device == pytest.approx(1750 * 1e9 / 2 / 1e12)
-    assert totals.mfu == pytest.approx(totals.tflops_per_device / 10)
+    assert totals.mfu == pytest.approx(1750 * 1e9 / 2 / 1e12 / 10)
     assert (totals.last, totals.lowest) == ({"train": Best(2.5, 20)}, {"train": Best(2.0, 10)})
 
 
@@ -216,11 +217,14 @@ def test_run_over_two_starts_sums_up_in_its_summary(ranks: RankPools, tmp_path: 
     assert hosts == [0, 1]
 
 
+def run_on_a_lost_device(arguments: str) -> str:
+    with patch("megatron.training.engine.Engine.train_step", side_effect=RuntimeError("device lost")):
+        return runs.train(arguments)
+
+
 def test_run_that_fails_says_so(ranks: RankPools, tmp_path: Path) -> None:
-    data, results, saved = runs.write_dataset(tmp_path / "data"), tmp_path / "results", tmp_path / "saved"
-    saved.mkdir()
-    (saved / "global_step4").write_text("a file where the checkpoint should be")
-    flags = f"--data-path {data} --train-iters 6 --results-dir {results} --save {saved} --eval-iters 0"
-    (told,) = ranks(1)(runs.train, f"{flags} --save-interval 4 --exit-interval 4")
-    assert told
-    assert starts(results)[0]["ended"]["reason"] == " ".join(told.split())
+    data, results = runs.write_dataset(tmp_path / "data"), tmp_path / "results"
+    told = ranks(2)(run_on_a_lost_device, f"--data-path {data} --train-iters 6 --results-dir {results}")
+    assert told == ["RuntimeError: device lost"] * 2
+    assert starts(results)[0]["ended"]["reason"] == "RuntimeError: device lost"
+    assert "RuntimeError: device lost" in (results / "summary.txt").read_text()
