@@ -24,6 +24,13 @@ LOADING = (
 LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 WSD_DECAY = ("lr_wsd_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_style")
 ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
+PROFILING = (
+    "profile_steps",
+    "profile_ranks",
+    "pytorch_profiler_collect_shapes",
+    "pytorch_profiler_collect_callstack",
+)
+WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 
 
 def check(config: Config, world_size: int) -> list[str]:
@@ -41,7 +48,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_data(config),
         *_check_tokenizer(config),
         *_check_checkpoint(config),
-        *_check_logging(config),
+        *_check_logging(config, world_size),
         *_check_idle(config),
     ]
 
@@ -299,12 +306,18 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
         )
 
 
-def _check_logging(config: Config) -> Iterator[str]:
-    first, last = config.logging.profile_steps
-    if config.logging.profile and config.logging.results_dir is None:
+def _check_logging(config: Config, world_size: int) -> Iterator[str]:
+    logging, iters = config.logging, config.training.train_iters
+    first, last = logging.profile_steps
+    if logging.profile and logging.results_dir is None:
         yield "profile writes its trace to results_dir, which is not given; give one, or turn it off"
     if first > last:
         yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"
+    elif logging.profile and iters and first > iters:
+        yield f"profile_steps={first} {last} begins after train_iters={iters}; start earlier, or turn profile off"
+    ranks = " ".join(map(str, logging.profile_ranks))
+    if not logging.profile_ranks or max(logging.profile_ranks) >= world_size:
+        yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
 
 
 def _check_idle(config: Config) -> Iterator[str]:
@@ -331,7 +344,8 @@ def _check_idle(config: Config) -> Iterator[str]:
             ("vocab_file", "merge_file"),
         ),
         (tokenizer, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
-        (config.logging.profile, "profile", "turn it on", ("profile_steps",)),
+        (config.logging.profile, "profile", "turn it on", PROFILING),
+        (config.logging.wandb_project, "wandb_project", "give one", WANDB),
     ]
     for present, needed, remedy, names in needs:
         for name in () if present else names:

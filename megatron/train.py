@@ -12,10 +12,11 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from megatron.command_line import load_config, to_yaml
+from megatron.command_line import load_config
 from megatron.config import Config, ConfigError
 from megatron.exit_codes import DONE, REFUSED
 from megatron.training.stop import Signals
+from megatron.training.wandb_log import check_wandb
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str], signals: Signals) -> None:
     config = load_config(arguments)  # every fault at once, before torch is imported
     check_deepspeed(config)
+    check_wandb(config)
 
     import torch.distributed as dist
 
@@ -57,8 +59,10 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None) ->
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
     from megatron.training.loop import train
+    from megatron.training.memory import MemoryLog
     from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress, check_data
+    from megatron.training.run_folder import RunFolder
     from megatron.training.schedule import global_batch_size, total_iterations
     from megatron.training.sharing import check_same_config, check_same_data
     from megatron.training.stop import StopDecision
@@ -81,6 +85,8 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None) ->
             if change is not None:
                 announce(ctx, f"allow_data_change: {change}")
         task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
+        memory = MemoryLog(config.logging.log_memory_interval, ctx)
+        memory.take("before_model", progress.iteration)
         engine = build_engine(
             config,
             ctx,
@@ -88,27 +94,35 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None) ->
             masks_loss=task.masks_loss,
             global_batch_size=global_batch_size(training, progress.consumed_samples),
             will_restore=checkpoint is not None,
+            after_model=lambda: memory.take("after_model", progress.iteration),
         )
+        memory.take("after_optimizer", progress.iteration)
         stop.leave_if_asked()
         if checkpoint is not None:
             restored = together(ctx, lambda: restore(engine, checkpoint, progress))
             announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
+            memory.take("after_restore", progress.iteration)
         stop.leave_if_asked()
-        write_config(config, ctx)
         # opened late: nothing is written before the data and what is resumed were found good
         saving = Checkpoints(config, ctx) if config.checkpoint.save is not None else contextlib.nullcontext()
         with (
             saving as checkpoints,
-            MetricsLog(
-                config,
-                writes=ctx.rank == 0,
-                world_size=ctx.world_size,
-                device_peak_tflops=accelerator.peak_tflops(),
-                total_iterations=total_iterations(training),
-                resumed_iteration=progress.iteration,
+            together(
+                ctx,
+                lambda: MetricsLog(
+                    config,
+                    writes=ctx.rank == 0,
+                    world_size=ctx.world_size,
+                    device_peak_tflops=accelerator.peak_tflops(),
+                    total_iterations=total_iterations(training),
+                    resumed_iteration=progress.iteration,
+                ),
             ) as log,
+            RunFolder(config, ctx, log, progress) as folder,
         ):
-            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints)
+            memory.open(log)
+            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, memory)
+            folder.stopped = stop.reason
 
 
 def open_data(config: Config) -> tuple[Any, Any, Any]:
@@ -181,15 +195,6 @@ def end_of_document(config: Config) -> int | None:
     if needs and tokenizer.eod is None:
         raise DataError(f"tokenizer_type={data.tokenizer_type} has no end-of-document token; give eod_token")
     return tokenizer.eod
-
-
-def write_config(config: Config, ctx: ParallelContext) -> None:
-    """Leave the resolved config in the results folder."""
-    folder = config.logging.results_dir
-    if ctx.rank == 0 and folder is not None:
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "config.yaml"), "w", encoding="utf-8") as file:
-            file.write(to_yaml(config))
 
 
 def announce(ctx: ParallelContext, text: str) -> None:

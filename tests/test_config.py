@@ -567,6 +567,26 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "profile_steps=4 3 ends before it starts",
         "give FIRST LAST",
     ),
+    "profile late": (
+        "--profile --results-dir r --profile-steps 200 201",
+        1,
+        "profile_steps=200 201 begins after train_iters=100",
+        "start earlier",
+    ),
+    "profile ranks": (
+        "--profile --results-dir r --profile-ranks 0 2",
+        2,
+        "profile_ranks=0 2 must name ranks of this",
+        "use 0 to 1",
+    ),
+    "ranks of no profile": ("--profile-ranks 1", 2, "has no effect without profile", "turn it on"),
+    "stack of no profile": (
+        "--pytorch-profiler-collect-callstack",
+        1,
+        "pytorch_profiler_collect_callstack=True has no effect without profile",
+        "turn it on",
+    ),
+    "wandb": ("--wandb-exp-name n", 1, "wandb_exp_name=n has no effect without wandb_project", "give one"),
 }
 
 

@@ -17,6 +17,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import Microbatch, PretrainTask
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
+from megatron.training.memory import MemoryLog
 from megatron.training.metrics import MetricsLog, StepMetrics
 from megatron.training.profiling import Profile
 from megatron.training.progress import Progress
@@ -83,6 +84,7 @@ def train(
     log: MetricsLog,
     stop: StopDecision,
     checkpoints: Checkpoints | None,
+    memory: MemoryLog,
 ) -> None:
     """Train from `progress` to the end of the configured samples, or until `stop` says so. Collective.
 
@@ -99,12 +101,14 @@ def train(
         # where the run starts from; and a validation that cannot work fails now, not after hours
         log_evaluation(engine, task, validation_data, progress, log, "valid", stop)
         interval.restart()
-    with batches, Profile(config.logging, writes=engine.ctx.rank == 0) as profile:
+    with batches, Profile(config.logging, rank=engine.ctx.rank, iteration=progress.iteration) as profile:
         while stop.reason is None and not is_complete(training, progress):
             size = global_batch_size(training, progress.consumed_samples)
             lr = learning_rate(config.optimizer, training, progress.consumed_samples)
+            with engine.timers.on_host("batch-generator"):
+                microbatches = next(batches) if engine.reads_data else []
             result = engine.train_step(
-                next(batches) if engine.reads_data else [],
+                microbatches,
                 global_batch_size=size,
                 consumed_samples=progress.consumed_samples,
                 lr=lr,
@@ -118,7 +122,10 @@ def train(
 
             if progress.iteration % config.logging.log_interval == 0:
                 log_step(engine, log, progress, interval, result, lr, size)
+                timers = engine.timers.read(interval.steps, engine.ctx)
+                log.log_timers(progress.iteration, progress.consumed_samples, timers)
                 interval.restart()
+            memory.after_step(progress.iteration)
             stop.ask(progress)
             paused_s = time.perf_counter()
             if progress.iteration % config.data.eval_interval == 0:
@@ -126,7 +133,8 @@ def train(
             if checkpoints is not None:
                 is_time = timer.is_due()
                 if is_time or progress.iteration % config.checkpoint.save_interval == 0:
-                    checkpoints.save(engine, progress, fingerprint)
+                    with engine.timers.on_host("save-checkpoint"):
+                        checkpoints.save(engine, progress, fingerprint)
                     timer.restart()
                     saved_at = progress.iteration
                     stop.ask(progress)  # a save may take minutes: no further step, and no second save, after a signal
@@ -182,6 +190,7 @@ def log_step(
     log.log_step(
         StepMetrics(
             iteration=progress.iteration,
+            steps=interval.steps,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_samples * engine.config.training.seq_length,
             elapsed_s=elapsed_s,
@@ -213,7 +222,8 @@ def log_evaluation(
     config = engine.config
     if config.data.eval_iters == 0 or dataset is None:
         return
-    evaluated = evaluate(engine, config.data.eval_iters, task, dataset, lambda: stop.ask(progress))
+    with engine.timers.on_host("evaluation"):
+        evaluated = evaluate(engine, config.data.eval_iters, task, dataset, lambda: stop.ask(progress))
     if evaluated is None:
         return
     loss, tokens = evaluated
