@@ -7,6 +7,7 @@ collective, is killed and started anew for the next test.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -22,6 +23,7 @@ START_METHOD = multiprocessing.get_context("spawn")
 
 
 GRACE_S = 5.0
+LRU_CACHE = type(functools.cache(len))
 
 
 class RankFailure(AssertionError):
@@ -37,12 +39,25 @@ def free_port() -> int:
 def _let_engines_go() -> None:
     """Collect the engines of a finished task, and with them the threads of their process groups.
 
-    They hang in cycles. DeepSpeed's hooks on the outputs of a training step make one through C++, which the collector
-    cannot see: those are taken apart.
+    They hang in cycles through C++, which the collector cannot see: by hooks on the parameters, which `destroy`
+    removes, and by hooks on the outputs of a training step, which are taken apart. DeepSpeed itself holds on to the
+    model of every ZeRO-3 engine, to the last pipeline's groups, and to whatever a cached method was called with.
     """
+    import deepspeed
+    from deepspeed.runtime.pipe import p2p
+    from deepspeed.runtime.zero import parameter_offload
+
+    has_world = deepspeed.comm.is_initialized()
     for candidate in gc.get_objects():
-        if type(candidate).__name__ == "OutputBackwardHookManager":
+        kind = type(candidate)
+        if issubclass(kind, deepspeed.DeepSpeedEngine) and has_world:
+            candidate.destroy()
+        elif kind.__name__ == "OutputBackwardHookManager":
             vars(candidate).clear()
+        elif kind is LRU_CACHE and (candidate.__module__ or "").startswith("deepspeed."):
+            candidate.cache_clear()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    importlib.reload(p2p)
     gc.collect()
 
 
