@@ -101,7 +101,7 @@ def resume(arguments: str, folder: Path) -> Resumed:
     ctx = ParallelContext.build(config.parallel, "cpu")
     before_bytes = memory_bytes("VmRSS")
     checkpoint = find_checkpoint(config, ctx)
-    engine, task = build(arguments, ctx)
+    engine, task = build(arguments, ctx, will_restore=True)
     built_bytes = memory_bytes("VmRSS")
     # makes VmHWM the memory of now
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -47,7 +47,9 @@ def num_parameters(hidden_size: int, num_layers: int, vocab_size: int) -> int:
     return num_layers * per_layer + 2 * vocab_size * hidden_size
 
 
-def build(arguments: str, ctx: ParallelContext | None = None) -> tuple[Engine, PretrainTask]:
+def build(
+    arguments: str, ctx: ParallelContext | None = None, *, will_restore: bool = False
+) -> tuple[Engine, PretrainTask]:
     """The run's engine on this rank. Collective."""
     from megatron.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
@@ -60,8 +62,15 @@ def build(arguments: str, ctx: ParallelContext | None = None) -> tuple[Engine, P
     if faults := check(config, ctx.world_size):
         raise SystemExit("\n".join(faults))
     task = PretrainTask(config.data, None)
-    size = config.training.global_batch_size
-    return build_engine(config, ctx, task.loss(ctx), masks_loss=False, global_batch_size=size), task
+    engine = build_engine(
+        config,
+        ctx,
+        task.loss(ctx),
+        masks_loss=False,
+        global_batch_size=config.training.global_batch_size,
+        will_restore=will_restore,
+    )
+    return engine, task
 
 
 def train_step(engine: Engine, task: PretrainTask) -> float:

@@ -17,12 +17,15 @@ import resource
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 # How Habana's Optimum names them, for every device. Its "GB" are 2^30 bytes.
 ALLOCATED = "memory_allocated (GB)"
 MAX_ALLOCATED = "max_memory_allocated (GB)"
 TOTAL = "total_memory_available (GB)"
+HOST_RSS = "host_rss (GB)"
+HOST_AVAILABLE = "host_memory_available (GB)"
 GB = 2**30
 
 # Dense bfloat16 matrix TFLOP/s by device name, the first match counting. NVIDIA quotes most figures with sparsity,
@@ -210,6 +213,59 @@ def memory_stats() -> dict[str, float]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = max(peak, allocated)
     return {ALLOCATED: allocated / GB, MAX_ALLOCATED: peak / GB, TOTAL: total / GB}
+
+
+def memory_details() -> dict[str, float]:
+    """`memory_stats`, what more the device's allocator counts, and the host's memory: this process's resident set, and
+    what is left to all processes of the host. Keys depend on the device alone. Waits for no device.
+    """
+    import psutil
+
+    stats = memory_stats()
+    device = _device()
+    if device == "hpu":
+        counted = importlib.import_module("habana_frameworks.torch.hpu").memory_stats()
+        # Habana documents neither reserved memory nor retries among them
+        stats["max_alloc_size (GB)"] = counted["MaxAllocSize"] / GB
+        stats["num_active_allocs"] = float(counted["ActiveAllocs"])
+    elif device == "cuda":
+        import torch
+
+        counted = torch.cuda.memory_stats()  # empty before the first use of the device
+        reserved = counted.get("reserved_bytes.all.current", 0)
+        stats["memory_reserved (GB)"] = reserved / GB
+        stats["max_memory_reserved (GB)"] = counted.get("reserved_bytes.all.peak", 0) / GB
+        # reserved from the device, and in use by no tensor: cached for reuse, or too scattered for it
+        stats["memory_fragmentation (GB)"] = (reserved - counted.get("allocated_bytes.all.current", 0)) / GB
+        # what torch's allocator does not know of, such as NCCL's buffers, shows here alone
+        stats["memory_free (GB)"] = torch.cuda.mem_get_info()[0] / GB
+        stats["num_alloc_retries"] = float(counted.get("num_alloc_retries", 0))
+        stats["num_ooms"] = float(counted.get("num_ooms", 0))
+    stats[HOST_RSS] = psutil.Process().memory_info().rss / GB
+    stats[HOST_AVAILABLE] = psutil.virtual_memory().available / GB
+    return stats
+
+
+def software() -> dict[str, str]:
+    """The device's name and the versions of what stands between torch and it. Empty on CPU."""
+    device = _device()
+    if device == "hpu":
+        hpu = importlib.import_module("habana_frameworks.torch.hpu")
+        try:
+            plugin = metadata.version("habana-torch-plugin")
+        except metadata.PackageNotFoundError:  # built from source
+            plugin = "unknown"
+        return {"device": hpu.get_device_name(), "habana-torch-plugin": plugin}
+    if device == "cuda":
+        import torch
+
+        return {
+            "device": torch.cuda.get_device_name(),
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    return {}
 
 
 def mark_step() -> None:

@@ -159,7 +159,7 @@ class TrainingConfig:
     exit_interval: NonNegative = 0
     """Save and exit when the iteration is a multiple of this. 0: never."""
     kill_switch_path: str | None = None
-    """When this file appears, all ranks save and exit together."""
+    """When this file appears, to one rank a node, all ranks save and exit together. While it is there, none starts."""
     seed: NonNegative = 1234
     """Of the initial weights, the dropout and the order of the data."""
     bf16: bool = False
@@ -184,6 +184,9 @@ class TrainingConfig:
     """Ask torch, and the HPU, for deterministic algorithms."""
     deepspeed_config: str | None = None
     """A JSON file merged into the DeepSpeed configuration. A key that contradicts this config is an error."""
+    exit_duration_in_mins: PositiveFloat | None = None
+    """Save and exit at the end of the first step that ends these minutes or more after the start of the process, by
+    rank 0's clock. Leave a scheduler's limit room for one more step and a save."""
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
@@ -361,7 +364,7 @@ class LoggingConfig:
     """What is told."""
 
     results_dir: str | None = None
-    """Folder of the run's `metrics.jsonl` and `config.yaml`. Unset: neither is written."""
+    """Folder of the run: `metrics.jsonl`, `config.yaml`, `run.json`, `summary.txt`. Unset: none is written."""
     tensorboard_dir: str | None = None
     """Folder of the TensorBoard events. Unset: `tensorboard/` in results_dir."""
     log_interval: Positive = 10
@@ -369,9 +372,29 @@ class LoggingConfig:
     peak_tflops: PositiveFloat | None = None
     """Peak of one device in TFLOP/s, for the MFU. Unset: known devices only."""
     profile: bool = False
-    """Write a torch.profiler trace of profile_steps to results_dir, from rank 0."""
+    """Write a torch.profiler trace of profile_steps to results_dir, from each of profile_ranks."""
     profile_steps: tuple[Positive, Positive] = (3, 4)
     """First and last iteration of the trace."""
+    profile_ranks: tuple[NonNegative, ...] = (0,)
+    """Ranks that write a trace."""
+    pytorch_profiler_collect_shapes: bool = False
+    """Keep the shapes of every operator's inputs in the trace."""
+    pytorch_profiler_collect_callstack: bool = False
+    """Keep the Python stack of every operator, and what it allocates, in the trace."""
+    log_memory_interval: NonNegative = 100
+    """Steps between two records of every rank's memory, beside those while the run starts and after its first step. 0:
+    none of them."""
+    timing_log_level: Annotated[int, Field(ge=0, le=2)] = 0
+    """Time what a step is made of: 1 data, forward, backward, communication, optimizer, and saves and evaluations; 2
+    tells the kinds of communication apart. 0: nothing is timed."""
+    wandb_project: str | None = None
+    """Log to this project of Weights & Biases too, as rank 0. Unset: no wandb."""
+    wandb_entity: str | None = None
+    """wandb: whose project it is. Unset: the account's own."""
+    wandb_exp_name: str | None = None
+    """wandb: name of the run. Unset: the name of the results folder."""
+    wandb_save_dir: str | None = None
+    """wandb: folder of its own files. Unset: results_dir."""
 
 
 @dataclass(frozen=True, config=STRICT)

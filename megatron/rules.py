@@ -8,7 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.config import Config, batch_sizes, parse_data_path, parse_split
+from megatron.config import Config, batch_sizes, options, parse_data_path, parse_split
+
+# options that do nothing without another one
+SAVING = ("save_interval_in_mins", "async_save", "keep_last", "no_save_optim", "verify_checkpoint")
+LOADING = (
+    "ckpt_step",
+    "load_fallback",
+    "universal_checkpoint",
+    "finetune",
+    "no_load_optim",
+    "no_load_rng",
+    "allow_data_change",
+)
+LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+WSD_DECAY = ("lr_wsd_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_style")
+ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
+PROFILING = (
+    "profile_steps",
+    "profile_ranks",
+    "pytorch_profiler_collect_shapes",
+    "pytorch_profiler_collect_callstack",
+)
+WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 
 
 def check(config: Config, world_size: int) -> list[str]:
@@ -25,7 +47,9 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_schedule(config),
         *_check_data(config),
         *_check_tokenizer(config),
-        *_check_logging(config),
+        *_check_checkpoint(config),
+        *_check_logging(config, world_size),
+        *_check_idle(config),
     ]
 
 
@@ -273,9 +297,59 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
         yield f"eod_token_id={data.eod_token_id} is outside vocab_size={vocab_size}; use an id below {vocab_size}"
 
 
-def _check_logging(config: Config) -> Iterator[str]:
-    first, last = config.logging.profile_steps
-    if config.logging.profile and config.logging.results_dir is None:
+def _check_checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.universal_checkpoint and checkpoint.ckpt_step is not None:
+        yield (
+            f"ckpt_step={checkpoint.ckpt_step} chooses among our own checkpoints, but universal_checkpoint is on; give "
+            "the folder of that iteration as load instead"
+        )
+
+
+def _check_logging(config: Config, world_size: int) -> Iterator[str]:
+    logging, iters = config.logging, config.training.train_iters
+    first, last = logging.profile_steps
+    if logging.profile and logging.results_dir is None:
         yield "profile writes its trace to results_dir, which is not given; give one, or turn it off"
     if first > last:
         yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"
+    elif logging.profile and iters and first > iters:
+        yield f"profile_steps={first} {last} begins after train_iters={iters}; start earlier, or turn profile off"
+    ranks = " ".join(map(str, logging.profile_ranks))
+    if not logging.profile_ranks or max(logging.profile_ranks) >= world_size:
+        yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
+
+
+def _check_idle(config: Config) -> Iterator[str]:
+    """Options that were given a value which nothing looks at, as the others stand.
+
+    What presets hold beside the rest (save_interval, eval_interval, min_lr, adam_*) may idle: it is there for when
+    it is wanted.
+    """
+    checkpoint, rope = config.checkpoint, config.model.position_embedding_type == "rope"
+    tokenizer = config.data.tokenizer_type
+    needs: list[tuple[object, str, str, tuple[str, ...]]] = [
+        (checkpoint.save, "save", "give the folder to save in", SAVING),
+        (checkpoint.keep_last, "keep_last", "say how many to keep", ("save_retain_interval",)),
+        (checkpoint.load, "load", "give the folder to resume from", LOADING),
+        (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
+        (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
+        (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),
+        (rope, "position_embedding_type=rope", "choose that", ("rotary_base",)),
+        (config.model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
+        (
+            tokenizer == "GPT2BPETokenizer",
+            "tokenizer_type=GPT2BPETokenizer",
+            "choose that",
+            ("vocab_file", "merge_file"),
+        ),
+        (tokenizer, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
+        (config.logging.profile, "profile", "turn it on", PROFILING),
+        (config.logging.wandb_project, "wandb_project", "give one", WANDB),
+    ]
+    for present, needed, remedy, names in needs:
+        for name in () if present else names:
+            section, declared = options()[name]
+            value = getattr(getattr(config, section), name)
+            if value != declared.default:
+                yield f"{name}={value} has no effect without {needed}; {remedy}, or leave it out"

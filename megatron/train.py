@@ -9,19 +9,23 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
-from megatron.command_line import load_config, to_yaml
+from megatron.command_line import load_config
 from megatron.config import Config, ConfigError
 from megatron.exit_codes import DONE, REFUSED
+from megatron.training.stop import Signals
+from megatron.training.wandb_log import check_wandb
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], signals: Signals) -> None:
     config = load_config(arguments)  # every fault at once, before torch is imported
     check_deepspeed(config)
+    check_wandb(config)
 
     import torch.distributed as dist
 
@@ -37,38 +41,43 @@ def main(arguments: list[str]) -> None:
 
     ctx = ParallelContext.build(config.parallel, device)
     try:
-        run(config, ctx)
+        run(config, ctx, signals)
         together(ctx, lambda: None)  # no rank leaves while another still needs it
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def run(config: Config, ctx: ParallelContext) -> None:
-    """Build everything, restore what was saved, and train. Collective."""
+def run(config: Config, ctx: ParallelContext, signals: Signals | None = None) -> None:
+    """Build everything, restore what was saved, and train. Collective.
+
+    `signals`: those that ask for a stop, as noted since the process began; None: noted from here on.
+    """
     from megatron import accelerator
     from megatron.tasks.registry import TASKS
     from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
     from megatron.training.loop import train
+    from megatron.training.memory import MemoryLog
     from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress, check_data
+    from megatron.training.run_folder import RunFolder
     from megatron.training.schedule import global_batch_size, total_iterations
     from megatron.training.sharing import check_same_config, check_same_data
     from megatron.training.stop import StopDecision
 
     training, data = config.training, config.data
     check_same_config(ctx, config)
-    with StopDecision(training, broadcast=ctx.broadcast, decides=ctx.rank == 0) as stop:
-        if reason := stop.before_start():
-            announce(ctx, reason)
-            return
+    with StopDecision(training, ctx, signals) as stop:
+        stop.leave_if_asked()
         checkpoint = find_checkpoint(config, ctx)
+        stop.leave_if_asked()
         progress, saved_data = Progress(), None
         if checkpoint is not None:
             progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config.checkpoint))
         datasets = together(ctx, lambda: open_data(config))
+        stop.leave_if_asked()
         fingerprint = datasets[0].fingerprint
         check_same_data(ctx, config, datasets)
         if saved_data is not None:
@@ -76,31 +85,44 @@ def run(config: Config, ctx: ParallelContext) -> None:
             if change is not None:
                 announce(ctx, f"allow_data_change: {change}")
         task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
+        memory = MemoryLog(config.logging.log_memory_interval, ctx)
+        memory.take("before_model", progress.iteration)
         engine = build_engine(
             config,
             ctx,
             task.loss(ctx),
             masks_loss=task.masks_loss,
             global_batch_size=global_batch_size(training, progress.consumed_samples),
+            will_restore=checkpoint is not None,
+            after_model=lambda: memory.take("after_model", progress.iteration),
         )
+        memory.take("after_optimizer", progress.iteration)
+        stop.leave_if_asked()
         if checkpoint is not None:
             restored = together(ctx, lambda: restore(engine, checkpoint, progress))
             announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
-        write_config(config, ctx)
+            memory.take("after_restore", progress.iteration)
+        stop.leave_if_asked()
         # opened late: nothing is written before the data and what is resumed were found good
         saving = Checkpoints(config, ctx) if config.checkpoint.save is not None else contextlib.nullcontext()
         with (
             saving as checkpoints,
-            MetricsLog(
-                config,
-                writes=ctx.rank == 0,
-                world_size=ctx.world_size,
-                device_peak_tflops=accelerator.peak_tflops(),
-                total_iterations=total_iterations(training),
-                resumed_iteration=progress.iteration,
+            together(
+                ctx,
+                lambda: MetricsLog(
+                    config,
+                    writes=ctx.rank == 0,
+                    world_size=ctx.world_size,
+                    device_peak_tflops=accelerator.peak_tflops(),
+                    total_iterations=total_iterations(training),
+                    resumed_iteration=progress.iteration,
+                ),
             ) as log,
+            RunFolder(config, ctx, log, progress) as folder,
         ):
-            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints)
+            memory.open(log)
+            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, memory)
+            folder.stopped = stop.reason
 
 
 def open_data(config: Config) -> tuple[Any, Any, Any]:
@@ -175,15 +197,6 @@ def end_of_document(config: Config) -> int | None:
     return tokenizer.eod
 
 
-def write_config(config: Config, ctx: ParallelContext) -> None:
-    """Leave the resolved config in the results folder."""
-    folder = config.logging.results_dir
-    if ctx.rank == 0 and folder is not None:
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "config.yaml"), "w", encoding="utf-8") as file:
-            file.write(to_yaml(config))
-
-
 def announce(ctx: ParallelContext, text: str) -> None:
     if ctx.rank == 0:
         print(text, flush=True)
@@ -192,19 +205,21 @@ def announce(ctx: ParallelContext, text: str) -> None:
 def start() -> int:
     """`main` with the user's faults as messages instead of tracebacks; the process's exit status."""
     try:
-        main(sys.argv[1:])
+        with Signals() as signals:  # first, since importing torch may take longer than a signal leaves
+            main(sys.argv[1:], signals)
     except ConfigError as error:
         # equal on every rank, so one of them speaks
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         return REFUSED
     except Exception as error:
-        from megatron.training.faults import USER_FAULTS
+        from megatron.training.faults import USER_FAULTS, exit_status
 
-        if not isinstance(error, USER_FAULTS):
-            raise
-        print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
-        return REFUSED
+        if isinstance(error, USER_FAULTS):
+            print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return exit_status(error)
     return DONE
 
 

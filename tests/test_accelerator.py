@@ -54,7 +54,14 @@ class Habana:
                 is_available=lambda: self.count > 0,
                 device_count=lambda: self.count,
                 get_device_name=lambda: self.name,
-                memory_stats=lambda: {"Limit": 96 * 2**30, "InUse": 3 * 2**29, "MaxInUse": 2**31, "NumAllocs": 12},
+                memory_stats=lambda: {
+                    "Limit": 96 * 2**30,
+                    "InUse": 3 * 2**29,
+                    "MaxInUse": 2**31,
+                    "NumAllocs": 12,
+                    "ActiveAllocs": 7,
+                    "MaxAllocSize": 2**28,
+                },
             ),
             stand_in("habana_frameworks.torch.hpu.metrics", metric_global=self.metric_global),
             stand_in("habana_frameworks.torch.core", mark_step=self.mark_step),
@@ -223,6 +230,54 @@ def test_memory_on_cuda_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> No
     assert accelerator.memory_stats() == dict(zip(KEYS, (0.5, 1.0, 80.0), strict=True))
 
 
+def test_details_on_cpu_are_the_process_and_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on(monkeypatch, "cpu")
+    details = accelerator.memory_details()
+    assert list(details) == [*KEYS, "host_rss (GB)", "host_memory_available (GB)"]
+    assert details["host_rss (GB)"] == pytest.approx(details[KEYS[0]], rel=0.05)
+    assert 0 < details["host_memory_available (GB)"] < details[KEYS[2]]
+
+
+def test_details_on_hpu_are_what_habana_documents(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+    run_on(monkeypatch, "hpu")
+    details = accelerator.memory_details()
+    assert [details[key] for key in KEYS] == [1.5, 2.0, 96.0]
+    assert (details["max_alloc_size (GB)"], details["num_active_allocs"]) == (0.25, 7)
+    assert details["host_rss (GB)"] > 0
+
+
+def test_details_on_cuda_tell_fragmentation_and_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on(monkeypatch, "cuda")
+    counted = {
+        "reserved_bytes.all.current": 3 * 2**29,
+        "reserved_bytes.all.peak": 2**31,
+        "allocated_bytes.all.current": 2**30,
+        "num_alloc_retries": 4,
+        "num_ooms": 1,
+    }
+    for name, answer in {
+        "memory_allocated": 2**30,
+        "max_memory_allocated": 2**30,
+        "current_device": 0,
+        "mem_get_info": (5 * 2**30, 80 * 2**30),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: counted)
+    details = accelerator.memory_details()
+    expected = {
+        "memory_reserved (GB)": 1.5,
+        "max_memory_reserved (GB)": 2.0,
+        "memory_fragmentation (GB)": 0.5,
+        "memory_free (GB)": 5.0,
+        "num_alloc_retries": 4,
+        "num_ooms": 1,
+    }
+    assert {key: details[key] for key in expected} == expected
+    monkeypatch.setattr(torch.cuda, "memory_stats", dict)  # before the device is first used
+    assert accelerator.memory_details().keys() == details.keys()
+
+
 @pytest.mark.parametrize(("device", "lazy", "marks"), [("hpu", True, 1), ("hpu", False, 0), ("cuda", True, 0)])
 def test_mark_step_acts_in_hpus_lazy_mode_only(
     monkeypatch: pytest.MonkeyPatch, habana: Habana, device: str, lazy: bool, marks: int
@@ -285,6 +340,22 @@ def test_peak_of_known_devices(name: str, tflops: float) -> None:
 )
 def test_peak_of_other_devices_is_unknown(name: str) -> None:
     assert accelerator.named_peak_tflops(name) is None
+
+
+def test_software_is_what_stands_between_torch_and_the_device(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+    run_on(monkeypatch, "hpu")
+    assert accelerator.software() == {"device": "GAUDI2", "habana-torch-plugin": "unknown"}
+    monkeypatch.setattr(accelerator.metadata, "version", lambda name: {"habana-torch-plugin": "1.22.0"}[name])
+    assert accelerator.software()["habana-torch-plugin"] == "1.22.0"
+    run_on(monkeypatch, "cuda")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    expected = {"device": "NVIDIA L40S", "cuda": "12.8", "cudnn": "91002", "nccl": "2.27.3"}
+    assert accelerator.software() == expected
+    run_on(monkeypatch, "cpu")
+    assert accelerator.software() == {}
 
 
 def test_peak_asks_the_device_in_use(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:

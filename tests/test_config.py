@@ -554,7 +554,39 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     ),
     "eod": ("--eod-token-id 50257", 1, "eod_token_id=50257 is outside vocab_size=50257", "below 50257"),
     "profile": ("--profile", 1, "results_dir, which is not given", "turn it off"),
-    "profile steps": ("--profile-steps 4 3", 1, "profile_steps=4 3 ends before it starts", "give FIRST LAST"),
+    "universal step": (
+        "--load runs --universal-checkpoint --ckpt-step 20",
+        1,
+        "ckpt_step=20 chooses among our own checkpoints",
+        "give the folder of that iteration as load",
+    ),
+    "save alone": ("--keep-last 3", 1, "keep_last=3 has no effect without save", "give the folder to save in"),
+    "profile steps": (
+        "--profile --results-dir out --profile-steps 4 3",
+        1,
+        "profile_steps=4 3 ends before it starts",
+        "give FIRST LAST",
+    ),
+    "profile late": (
+        "--profile --results-dir r --profile-steps 200 201",
+        1,
+        "profile_steps=200 201 begins after train_iters=100",
+        "start earlier",
+    ),
+    "profile ranks": (
+        "--profile --results-dir r --profile-ranks 0 2",
+        2,
+        "profile_ranks=0 2 must name ranks of this",
+        "use 0 to 1",
+    ),
+    "ranks of no profile": ("--profile-ranks 1", 2, "has no effect without profile", "turn it on"),
+    "stack of no profile": (
+        "--pytorch-profiler-collect-callstack",
+        1,
+        "pytorch_profiler_collect_callstack=True has no effect without profile",
+        "turn it on",
+    ),
+    "wandb": ("--wandb-exp-name n", 1, "wandb_exp_name=n has no effect without wandb_project", "give one"),
 }
 
 
@@ -573,6 +605,60 @@ def test_a_broken_rule_is_named_with_value_and_remedy(name: str) -> None:
     assert len(faults) == 1, faults
     assert wrong in faults[0]
     assert remedy in faults[0]
+
+
+# flags that do nothing alone -> what they need, and the flags that give it
+IDLE: dict[str, tuple[str, str]] = {
+    "--save-interval-in-mins 5": ("save", "--save runs"),
+    "--no-async-save": ("save", "--save runs"),
+    "--keep-last 3": ("save", "--save runs"),
+    "--no-save-optim": ("save", "--save runs"),
+    "--verify-checkpoint": ("save", "--save runs"),
+    "--save-retain-interval 500": ("keep_last", "--save runs --keep-last 3"),
+    "--ckpt-step 20": ("load", "--load runs"),
+    "--ckpt-step 0": ("load", "--load runs"),
+    "--no-load-fallback": ("load", "--load runs"),
+    "--universal-checkpoint": ("load", "--load runs"),
+    "--finetune": ("load", "--load runs"),
+    "--no-load-optim": ("load", "--load runs"),
+    "--no-load-rng": ("load", "--load runs"),
+    "--allow-data-change": ("load", "--load runs"),
+    "--initial-loss-scale 1024": ("fp16", "--fp16"),
+    "--min-loss-scale 2": ("fp16", "--fp16"),
+    "--loss-scale-window 100": ("fp16", "--fp16"),
+    "--hysteresis 1": ("fp16", "--fp16"),
+    "--lr-wsd-decay-samples 80": ("lr_decay_style=WSD", "--lr-decay-style WSD"),
+    "--lr-wsd-decay-iters 10": ("lr_decay_style=WSD", "--lr-decay-style WSD"),
+    "--lr-wsd-decay-style linear": ("lr_decay_style=WSD", "--lr-decay-style WSD --lr-wsd-decay-iters 10"),
+    "--sgd-momentum 0.5": ("optimizer=sgd", "--optimizer sgd"),
+    "--rotary-base 500000": ("position_embedding_type=rope", "--position-embedding-type rope"),
+    "--rope-scaling-low-freq-factor 2": (
+        "rope_scaling_factor",
+        "--position-embedding-type rope --rope-scaling-factor 8",
+    ),
+    "--rope-scaling-high-freq-factor 8": (
+        "rope_scaling_factor",
+        "--position-embedding-type rope --rope-scaling-factor 8",
+    ),
+    "--rope-scaling-original-length 64": (
+        "rope_scaling_factor",
+        "--position-embedding-type rope --rope-scaling-factor 8",
+    ),
+    "--vocab-file v": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --merge-file m"),
+    "--merge-file m": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --vocab-file v"),
+    "--tokenizer-model m": ("tokenizer_type", "--tokenizer-type HFTokenizer"),
+    "--profile-steps 10 12": ("profile", "--profile --results-dir out"),
+}
+
+
+@pytest.mark.parametrize("flags", IDLE)
+def test_an_option_that_would_do_nothing_is_refused(flags: str) -> None:
+    needed, given = IDLE[flags]
+    faults = faults_of([*VALID, *flags.split()])
+    assert len(faults) == 1, faults
+    assert f" has no effect without {needed}; " in faults[0]
+    assert faults[0].endswith(", or leave it out")
+    load_config([*VALID, *flags.split(), *given.split()], 1)
 
 
 def test_every_rule_is_broken_by_a_case() -> None:

@@ -24,6 +24,7 @@ FLOORS = {
     "accelerator": 1,
     "estimate": 1,
     "exit_codes": 1,
+    "files": 1,
     "parallel": 2,
     "models": 3,
     "data": 3,
@@ -35,7 +36,7 @@ FLOORS = {
 }
 
 # The files that answer before anything heavy is loaded.
-LIGHT = ("config", "rules", "command_line", "accelerator", "estimate", "exit_codes")
+LIGHT = ("config", "rules", "command_line", "accelerator", "estimate", "exit_codes", "files")
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def test_loss_falls_and_perplexity_is_its_exponential(ranks: RankPools, tmp_path
     results = tmp_path / "results"
     flags = f"--data-path {data} --train-iters 40 --lr-warmup-iters 4 --results-dir {results}"
     flags += " --tensor-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0 --profile --profile-steps 2 3"
+    flags += " --profile-ranks 1"
     assert ranks(2)(runs.train, flags) == ["", ""]
     valid = runs.rows(results, "valid")
     assert valid[-1]["lm_loss"] < 0.6 * valid[0]["lm_loss"]
@@ -58,7 +60,8 @@ def test_loss_falls_and_perplexity_is_its_exponential(ranks: RankPools, tmp_path
     assert row["tokens_per_second"] > 0
     assert (results / "config.yaml").is_file()
     assert list((results / "tensorboard").iterdir())
-    assert b"traceEvents" in (results / "profile.json").read_bytes()
+    assert b"traceEvents" in gzip.decompress((results / "profile_rank1.json.gz").read_bytes())
+    assert not (results / "profile_rank0.json.gz").exists()
 
 
 def test_kill_switch_saves_and_stops_all_ranks_and_blocks_the_next_start(

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any
 
 from tqdm import tqdm
 
+from megatron.files import sync_folder
 from tools.outcome import exit_status
 
 if TYPE_CHECKING:
@@ -296,7 +297,8 @@ def write_native(model: Model, folder: Path) -> None:
     """Weights alone, as a run's first checkpoint."""
     from megatron.checkpoint.huggingface import parameters_of
     from megatron.checkpoint.huggingface_files import DTYPES as TORCH_DTYPES
-    from megatron.checkpoint.store import Fragment, write_checkpoint
+    from megatron.checkpoint.store import Fragment
+    from megatron.checkpoint.writing import write_checkpoint
     from megatron.training.progress import Progress
 
     shards = parameters_of(model.config)
@@ -478,9 +480,7 @@ def whole_folder(save: Path) -> Iterator[Path]:
     try:
         yield work
         os.rename(work, save)
-        descriptor = os.open(save.parent, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync_folder(save.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

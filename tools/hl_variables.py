@@ -117,7 +117,8 @@ def _profile(text: str) -> list[str]:
         raise WrongValueError("needs Habana's trace viewer, which is not part of this project; use pt")
     if text not in ("pt", "pt-full"):
         raise WrongValueError("must be pt or pt-full")
-    return ["--profile", "true"]
+    full = ["--pytorch-profiler-collect-shapes", "true", "--pytorch-profiler-collect-callstack", "true"]
+    return ["--profile", "true", *(full if text == "pt-full" else [])]
 
 
 def _rampup(text: str) -> list[str]:
@@ -231,7 +232,12 @@ VARIABLES: tuple[Variable, ...] = (
     _launch("HL_SAVE", "1: save checkpoints"),
     _number("HL_SAVE_INTERVAL", "--save-interval", "steps between two checkpoints"),
     _number("HL_LOG_INTERVAL", "--log-interval", "steps between two log lines"),
-    Variable("HL_PROFILE", "pt or pt-full: a torch.profiler trace", _profile, flag="--profile"),
+    Variable(
+        "HL_PROFILE",
+        "pt: a torch.profiler trace; pt-full: with shapes, Python stacks and memory",
+        _profile,
+        flag="--profile",
+    ),
     Variable("HL_PROFILE_STEPS", "first and last iteration of the trace: 3,4", _profile_steps, flag="--profile-steps"),
     _launch("HL_DRY_RUN", "1: print the plan and start nothing"),
 )

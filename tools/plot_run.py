@@ -1,4 +1,5 @@
-"""Draw one or several runs from their metrics.jsonl: loss, learning rate, gradient norm and throughput in one PNG.
+"""Draw one or several runs from their metrics.jsonl into one PNG: loss, learning rate, gradient norm, throughput,
+memory and the time of a step.
 
 python tools/plot_run.py RESULTS_DIR [RESULTS_DIR ...] --output run.png
 """
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+ALLOCATED, PEAK = "memory_allocated (GB)", "max_memory_allocated (GB)"
+TIMER_SUFFIX = "-time"
+SINGLE_EVENTS = ("evaluation", "save-checkpoint")
+"""Timers of what no step holds."""
 
 
 class PlotError(ValueError):
@@ -25,7 +30,8 @@ Row = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Draw training runs from their metrics.jsonl: loss, learning rate, gradient norm, throughput."
+        description="Draw training runs from their metrics.jsonl: loss, learning rate, gradient norm, throughput, "
+        "memory, time of a step."
     )
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="folder with a metrics.jsonl, or such a file")
     parser.add_argument("--output", default="run.png", metavar="PNG", help="the picture to write [run.png]")
@@ -84,6 +90,58 @@ def curve(rows: Sequence[Row], kind: str, key: str) -> tuple[list[int], list[flo
     return [row["iteration"] for row in chosen], values
 
 
+def memory_curve(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+    """Iterations and gigabytes of one of the memory's keys, on the rank that has the most; on rank 0 where the run took
+    no records of all. Of several records of one iteration the last counts.
+    """
+    recorded = {row["iteration"]: float(row[key]["max"]) for row in rows if row.get("kind") == "memory" and key in row}
+    if recorded:
+        return list(recorded), list(recorded.values())
+    return curve(rows, "train", key)
+
+
+def timer_curves(rows: Sequence[Row]) -> dict[str, tuple[list[int], list[float]]]:
+    """Iterations and milliseconds of each timer, on the slowest rank, without those of single events such as saves."""
+    timed = [row for row in rows if row.get("kind") == "timers"]
+    names = dict.fromkeys(key for row in timed for key in row if key.endswith(TIMER_SUFFIX))
+    return {
+        name.removesuffix(TIMER_SUFFIX): (
+            [row["iteration"] for row in timed if name in row],
+            [1e3 * float(row[name]["max"]) for row in timed if name in row],
+        )
+        for name in names
+        if name.removesuffix(TIMER_SUFFIX) not in SINGLE_EVENTS
+    }
+
+
+class Panel:
+    """One diagram: what is drawn into it, and how it is labelled. Left out points (NaN) leave gaps."""
+
+    def __init__(self, axis: Any, title: str, label: str) -> None:
+        self.axis = axis
+        axis.set_title(title, fontsize=11)
+        axis.set_ylabel(label)
+        axis.set_xlabel("iteration")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+
+    def line(
+        self, points: tuple[list[int], list[float]], color: str, label: str | None = None, style: str = "-"
+    ) -> None:
+        """`label` None: of a run that another panel's legend names."""
+        if not points[0]:
+            return
+        # few points would be invisible as a line
+        marker = "." if len(points[0]) < 60 else ""
+        self.axis.plot(
+            *points, color=color, linestyle=style, linewidth=1.3, marker=marker, markersize=5, label=label or "_"
+        )
+
+    def legend(self) -> None:
+        if any(not line.get_label().startswith("_") for line in self.axis.get_lines()):
+            self.axis.legend(fontsize=8, frameon=False)
+
+
 def draw(runs: dict[str, list[Row]], output: Path) -> None:
     """Write the picture. `runs`: rows by name."""
     import matplotlib
@@ -92,49 +150,46 @@ def draw(runs: dict[str, list[Row]], output: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 7.5), layout="constrained", sharex=True)
-    loss, rate, norm, speed = axes.flat
+    figure, axes = pyplot.subplots(2, 3, figsize=(16, 8.5), layout="constrained", sharex=True)
+    titles = (
+        ("Loss", "cross-entropy (nats per token)"),
+        ("Learning rate", "learning rate"),
+        ("Gradient norm", "norm before clipping"),
+        ("Throughput", "tokens per second"),
+        ("Memory of the fullest rank", "GB (2^30 bytes)"),
+        ("Time of a step", "milliseconds"),
+    )
+    panels = [Panel(axis, *labels) for axis, labels in zip(axes.flat, titles, strict=True)]
+    loss, rate, norm, speed, memory, step = panels
     alone = len(runs) == 1
     for number, (name, rows) in enumerate(runs.items()):
         color = f"C{number % 10}"
-        # single points would be invisible as a line
-        points = {"color": color, "linewidth": 1.3, "marker": "." if len(rows) < 60 else "", "markersize": 5}
-        loss.plot(*curve(rows, "train", "lm_loss"), label="training" if alone else name, **points)
-        validation = curve(rows, "valid", "lm_loss")
-        if validation[0]:
-            loss.plot(
-                *validation,
-                label="validation" if alone else f"{name}, validation",
-                color="C1" if alone else color,
-                linestyle="--",
-                marker="o",
-                markersize=4,
-                linewidth=1.3,
-            )
-        for axis, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_second")):
-            axis.plot(*curve(rows, "train", key), **points)
-    titles = (
-        (loss, "Loss", "cross-entropy (nats per token)"),
-        (rate, "Learning rate", "learning rate"),
-        (norm, "Gradient norm", "norm before clipping"),
-        (speed, "Throughput", "tokens per second"),
-    )
-    for axis, title, label in titles:
-        axis.set_title(title, fontsize=11)
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    loss.legend(fontsize=9, frameon=False)
-    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    speed.yaxis.set_major_formatter(EngFormatter(sep=""))
-    for axis in (rate, speed):
-        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
-    for axis in (norm, speed):
-        axis.set_xlabel("iteration")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        loss.line(curve(rows, "train", "lm_loss"), color, "training" if alone else name)
+        label = "validation" if alone else f"{name}, validation"
+        loss.line(curve(rows, "valid", "lm_loss"), "C1" if alone else color, label, "--")
+        for panel, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_second")):
+            panel.line(curve(rows, "train", key), color)
+        memory.line(memory_curve(rows, PEAK), color, "peak so far" if alone else None)
+        memory.line(memory_curve(rows, ALLOCATED), "C1" if alone else color, "now" if alone else None, "--")
+        iterations, seconds = curve(rows, "train", "iteration_time_s")
+        step.line((iterations, [1e3 * value for value in seconds]), color, "whole step" if alone else None)
+        for line, (timer, points) in enumerate(timer_curves(rows).items() if alone else (), start=1):
+            step.line(points, f"C{line % 10}", timer, "--")
+    if not alone:
+        memory.line(([0], [math.nan]), "gray", "peak so far")
+        memory.line(([0], [math.nan]), "gray", "now", "--")
+    for panel in (loss, memory, step):
+        panel.legend()
+    rate.axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    speed.axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+    for panel in (rate, speed, memory, step):
+        panel.axis.set_ylim(0, 1.05 * panel.axis.get_ylim()[1])
+    for panel in panels:
+        panel.axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.axis.tick_params(labelbottom=True)
     figure.suptitle(next(iter(runs)) if alone else f"{len(runs)} runs", fontsize=13)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
+    figure.savefig(output, dpi=110)
     pyplot.close(figure)
 
 

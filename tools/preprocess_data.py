@@ -360,7 +360,7 @@ class Job:
             separator=self.separator,
             start=start,
             largest_document_bytes=self.arguments.max_document_mb << 20,
-            block_bytes=getattr(tokenizer, "batch_bytes", None),
+            block_bytes=tokenizer.batch_bytes,
             goes_on=self.arguments.on_bad_line == "skip",
         )
 

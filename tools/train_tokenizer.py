@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder, installed or not
 
+from megatron.files import replacing
 from tools.outcome import exit_status
 from tools.text_flags import add_input_flags, check_input_flags, find_input, separator
 
@@ -90,7 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
     }
     for name, content in contents.items():
-        write_whole(folder / name, content)
+        with replacing(folder / name) as file:
+            file.write(content.encode())
     print(f"{folder}: {', '.join(contents)} with {len(vocab)} entries, {END_OF_TEXT} = {vocab[END_OF_TEXT]}")
     if len(vocab) < arguments.vocab_size:
         print(
@@ -98,17 +98,6 @@ def run(arguments: argparse.Namespace) -> None:
             f"{len(vocab)}, or give more text",
             file=sys.stderr,
         )
-
-
-def write_whole(path: Path, content: str) -> None:
-    """The file appears under its name only when complete."""
-    partial = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:12]}")
-    try:
-        partial.write_text(content, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:

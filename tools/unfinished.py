@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from typing import IO, Any
 
 from megatron.data.documents import Position, Source
 from megatron.data.indexed import BuilderState, DataError
+from megatron.files import replacing
 
 TAIL_BYTES = 1 << 16
 """How much of what was read of a file is compared before going on behind it."""
@@ -119,12 +119,8 @@ class UnfinishedWork:
             "totals": state.totals,
             "builders": {name: builder.to_json() for name, builder in state.builders.items()},
         }
-        partial = self._state_path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self._state_path)
+        with replacing(self._state_path, partial_name=f"{self._state_path.stem}.partial") as file:
+            file.write(json.dumps(content).encode())
 
     def load(self) -> State | None:
         """What was saved; None: nothing. Raises DataError where this run differs from the one that saved it."""

@@ -36,6 +36,7 @@ from megatron.checkpoint.huggingface_files import (
 )
 from megatron.checkpoint.store import CheckpointError
 from megatron.config import Config, ModelConfig
+from megatron.files import sync_folder
 from megatron.models.registry import build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, shard_of
@@ -321,9 +322,7 @@ def export_huggingface(
             del tensor  # before the next one is made
         if missing:
             raise CheckpointError(f"the checkpoint lacks {some(list(missing))}; it is not of this model")
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    sync_folder(folder)
     return copied
 
 

@@ -41,6 +41,7 @@ from megatron.checkpoint.foreign import (
 from megatron.checkpoint.store import Checkpoint, CheckpointError
 from megatron.command_line import from_dict
 from megatron.config import Config, ConfigError
+from megatron.files import replacing, sync_file, sync_folder
 from megatron.parallel.context import LayoutError
 from megatron.parallel.shards import Shard
 
@@ -625,7 +626,7 @@ def write(checkpoint: Checkpoint | ForeignCheckpoint, folder: Path) -> None:
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
-        _flush(folder.parent)
+        sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -634,13 +635,8 @@ def write(checkpoint: Checkpoint | ForeignCheckpoint, folder: Path) -> None:
 def point_latest(folder: Path) -> None:
     """Let `latest_universal`, beside a universal folder, name it; replaced at once."""
     pointer = folder.parent / "latest_universal"
-    partial = pointer.with_name(f".latest_universal.partial-{secrets.token_hex(4)}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(folder.name)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(pointer)
-    _flush(folder.parent)
+    with replacing(pointer) as file:
+        file.write(folder.name.encode())
 
 
 def universal_info(shards: Mapping[str, Shard], tensor_size: int) -> dict[str, Any]:
@@ -770,18 +766,9 @@ def _write_states(folder: Path, shards: Mapping[str, Shard], facts: Mapping[str,
 def _save(content: Any, path: Path) -> None:
     with path.open("wb") as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
 
 
 def _flush_folders(folder: Path) -> None:
     for place, _, _ in os.walk(folder):
-        _flush(Path(place))
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(Path(place))

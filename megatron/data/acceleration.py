@@ -59,7 +59,6 @@ class AcceleratedTokenizer:
         self._load = load
         self._apart = apart
         self.batch_bytes = batch_bytes
-        """How much text at once it is fast with."""
         # One for each thread that encodes at the same time: those that share one wait for each other at its cache.
         # A list's pop and append are atomic.
         self._idle = [load()]

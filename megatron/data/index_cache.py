@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -90,17 +90,8 @@ def _load(paths: Mapping[str, Path], specs: Mapping[str, ArraySpec]) -> Arrays |
 
 
 def _store(path: Path, content: NDArray[Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
-    try:
-        with partial.open("xb") as file:
-            np.save(file, content, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        np.save(file, content, allow_pickle=False)
 
 
 @contextlib.contextmanager

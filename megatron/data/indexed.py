@@ -35,6 +35,8 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megatron.files import sync_file, sync_folder
+
 Tokens = NDArray[Any]
 """Token ids, of whichever integer type the file has."""
 
@@ -522,9 +524,9 @@ class IndexedDatasetBuilder:
             file.write(_note_lines(self._notes))
             file.write(_checksum_line(self._bin.digest.hexdigest(), name + ".bin"))
             file.write(_checksum_line(idx.digest.hexdigest(), name + ".idx"))
-            _sync(file)
+            sync_file(file)
         os.replace(self.work_dir / _UNSEALED_IDX, self.work_dir / _IDX)
-        _sync_folder(self.work_dir)
+        sync_folder(self.work_dir)
         self._close_files()
         self._state = "sealed"
         (self.work_dir / _LENGTHS).unlink()
@@ -598,7 +600,7 @@ class IndexedDatasetBuilder:
 
     def _sync(self) -> None:
         for file in self._open_files():
-            _sync(file)
+            sync_file(file)
 
     def _close_files(self) -> None:
         with contextlib.ExitStack() as stack:  # each of them, even where one cannot write its rest
@@ -631,11 +633,11 @@ def publish(work_dir: str | Path, prefix: str | Path) -> None:
         # an old index or checksum beside a new .bin would be taken for its own
         for name in (_IDX, _SHA256):
             targets[name].unlink(missing_ok=True)
-        _sync_folder(targets[_IDX].parent)
+        sync_folder(targets[_IDX].parent)
     for name, target in targets.items():
         if (work / name).exists():
             os.replace(work / name, target)
-            _sync_folder(target.parent)  # in this order even if the power fails
+            sync_folder(target.parent)  # in this order even if the power fails
     _remove_work_files(work)
 
 
@@ -658,7 +660,7 @@ class _HashedFile:
         self.digest.update(content)
 
     def sync(self) -> None:
-        _sync(self.file)
+        sync_file(self.file)
 
 
 def _count_to(last: int) -> Iterator[memoryview]:
@@ -685,20 +687,6 @@ def _open_cut(path: Path, size: int) -> IO[bytes]:
     file.truncate(size)
     file.seek(size)
     return file
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot, and keep the order in their own way
-            os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @dataclass(frozen=True)

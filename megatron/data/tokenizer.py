@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
         Where they lie and under which alias they were asked for makes no difference.
         """
 
+    @property
+    def batch_bytes(self) -> int | None:
+        """How much text at once encode_batch is fast with. None: it makes no difference."""
+
     def encode(self, text: str) -> list[int]:
         """Raises DataError for a text that cannot be encoded, such as one with a lone surrogate."""
 
@@ -69,6 +73,7 @@ class _Identified:
 
     vocab_size: int
     eod: int | None
+    batch_bytes: int | None = None
 
     def __init__(self, kind: str, *contents: bytes):
         digest = hashlib.sha256(kind.encode())

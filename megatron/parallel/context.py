@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.config import ParallelConfig
 
 COLLECTIVES = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+LARGEST_TAG = 1  # of messages from rank to rank; DeepSpeed's pipeline sends with 0, on the CPU in the same group
 
 
 class LayoutError(ValueError):
@@ -163,6 +164,30 @@ class ParallelContext:
         tensor = torch.tensor([number], dtype=torch.int64)
         dist.broadcast(tensor, src=0, group=self.control_group)
         return int(tensor.item())
+
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers, on every rank. Collective.
+
+        Up a binary tree, and down again by a broadcast, which is one too: 2 log2(ranks) hops one after the other. gloo's
+        all-reduce goes round a ring twice, which at 1024 ranks makes 2046.
+        """
+        if self.world_size == 1:
+            return number
+        import torch.distributed as dist
+
+        largest = torch.tensor([number], dtype=torch.int64)
+        theirs = torch.empty_like(largest)
+        distance = 1
+        while distance < self.world_size:
+            if self.rank & distance:
+                dist.send(largest, self.rank - distance, group=self.control_group, tag=LARGEST_TAG)
+                break
+            if self.rank + distance < self.world_size:
+                dist.recv(theirs, self.rank + distance, group=self.control_group, tag=LARGEST_TAG)
+                largest = torch.maximum(largest, theirs)
+            distance *= 2
+        dist.broadcast(largest, src=0, group=self.control_group)
+        return int(largest.item())
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Every rank's, in order of rank. Collective."""

@@ -10,7 +10,6 @@ import functools
 import logging
 import platform
 import random
-import zlib
 from collections.abc import Callable
 from importlib import metadata as packages
 from pathlib import Path
@@ -18,8 +17,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
+from isal import isal_zlib
 
-from megatron.checkpoint.store import Checkpoint, CheckpointError, Saver, newest_checkpoint
+from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.store import Checkpoint, CheckpointError, newest_checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import shard_of
@@ -272,7 +273,7 @@ def check_replicas(engine: Engine) -> None:
     for name, parameter in engine.module.named_parameters():
         local = parameter.detach().contiguous().view(torch.uint8).cpu().numpy()
         part = 0 if shard_of(parameter).dim is None else ctx.tensor_rank
-        mine[name, part] = zlib.crc32(local.data)
+        mine[name, part] = isal_zlib.crc32(local.data)
     faults = []
     first: dict[tuple[str, int], tuple[int, int]] = {}
     for rank, theirs in enumerate(ctx.gather_objects(mine)):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
 from megatron.accelerator import quiet
@@ -24,6 +28,7 @@ from megatron.parallel.shards import initialise, shard_of
 from megatron.tasks.pretrain import Microbatch
 from megatron.training.deepspeed_config import deepspeed_config
 from megatron.training.optimizers import build_optimizer
+from megatron.training.timers import StepTimers
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -75,6 +80,8 @@ class Engine:
         self._draws = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
         self.dropout_seed = config.training.seed
         """Of the random streams. A resumed run keeps that of its checkpoint."""
+        self.timers = StepTimers(config.logging.timing_log_level, ctx.device)
+        self.timers.watch(engine, is_pipeline=config.uses_pipeline)
 
     @property
     def module(self) -> nn.Module:
@@ -126,17 +133,20 @@ class Engine:
         steps = engine.gradient_accumulation_steps()
         for index, (inputs, labels) in enumerate(batches):
             engine.set_gradient_accumulation_boundary(index == steps - 1)
-            loss = self._sequential_loss(inputs, labels)
-            engine.backward(loss)
-            engine.step()
+            with self.timers("forward-compute"):
+                loss = self._sequential_loss(inputs, labels)
+            with self.timers("backward-compute"):
+                engine.backward(loss)
+            with self.timers("optimizer"):
+                engine.step()
             losses.append(loss.detach())
         return self._mean_over_data_ranks(torch.stack(losses).mean())
 
     def _sequential_loss(self, inputs: Any, labels: Any) -> Tensor:
-        labels = tuple(part.to(self.ctx.device) for part in labels)
-        inputs = (
-            inputs.to(self.ctx.device) if isinstance(inputs, Tensor) else tuple(x.to(self.ctx.device) for x in inputs)
-        )
+        device = self.ctx.device
+        with self.timers("batch-generator"):
+            labels = tuple(part.to(device) for part in labels)
+            inputs = inputs.to(device) if isinstance(inputs, Tensor) else tuple(part.to(device) for part in inputs)
         return self.deepspeed(inputs, partial(self._loss_of, labels=labels))  # type: ignore[no-any-return]
 
     def _loss_of(self, outputs: tuple[Tensor, Tensor], labels: Any) -> Tensor:
@@ -165,26 +175,54 @@ class Engine:
 
 
 def build_engine(
-    config: Config, ctx: ParallelContext, loss: LossFunction, *, masks_loss: bool, global_batch_size: int
+    config: Config,
+    ctx: ParallelContext,
+    loss: LossFunction,
+    *,
+    masks_loss: bool,
+    global_batch_size: int,
+    will_restore: bool = False,
+    after_model: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """Allocate this rank's layers, start their parameters, and wrap them in DeepSpeed. Collective."""
+    """Allocate this rank's layers, start their parameters, and wrap them in DeepSpeed. Collective.
+
+    `will_restore`: leave out the start, since a checkpoint is going to fill every parameter. `after_model` is called
+    between the model and its optimizer.
+    """
     settings = deepspeed_config(config, ctx.data_size, global_batch_size)
     specs = build_layers(config, ctx)
     with quiet():
         model = (
             _pipeline(config, ctx, specs, loss) if config.uses_pipeline else _sequential(config, ctx, specs, settings)
         )
-        _start_parameters(model, config, ctx)
+        if not will_restore:
+            _start_parameters(model, config, ctx)
         model.to(ctx.device)
+    after_model()
+    with quiet():
         optimizer = build_optimizer(model, config, ctx)
+        _import_muon_uncompiled()
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
     if config.uses_pipeline and ctx.data_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         # alone, a rank has nothing to reduce; DeepSpeed would copy every gradient into a buffer and back
         engine.pipeline_enable_backward_allreduce = False
+    if config.uses_pipeline and engine.steps_per_print() is None:
+        # DeepSpeed's own timer keeps two events of every step until it prints, which it is not asked to
+        engine.timers = NoopTimer()
     if config.training.torch_compile:
         engine.module.compile()
     return Engine(engine, config, ctx, loss, masks_loss)
+
+
+def _import_muon_uncompiled() -> None:
+    """Keep torch's compiler out of the start of a run.
+
+    DeepSpeed 0.19.8 asks of each optimizer whether it is its Muon, and that module hands functions to torch.compile
+    when it is imported: 2 s of processor time a rank, for an optimizer that nobody chose.
+    """
+    with contextlib.suppress(ImportError), patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 def _pipeline(config: Config, ctx: ParallelContext, specs: list[LayerSpec], loss: LossFunction) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,16 +11,32 @@ from megatron.accelerator import DeviceError
 from megatron.checkpoint.store import CheckpointError
 from megatron.config import ConfigError
 from megatron.data.indexed import DataError
+from megatron.exit_codes import FAILED, REFUSED
 from megatron.parallel.context import LayoutError, ParallelContext
 
 T = TypeVar("T")
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank met a fault, and says which."""
+    """Another rank met a fault, and says which. `status`: what that one ends with."""
+
+    def __init__(self, message: str, status: int = FAILED) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, DeviceError, OSError, OtherRankFailed)
+# Of a file system or a network, not of what the user asked for.
+PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+
+
+def exit_status(error: Exception) -> int:
+    """What a process ends with that met this fault: REFUSED where another try would meet it too."""
+    if isinstance(error, OtherRankFailed):
+        return error.status
+    if isinstance(error, OSError) and error.errno in PASSING:
+        return FAILED
+    return REFUSED if isinstance(error, USER_FAULTS) else FAILED
 
 
 def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
@@ -32,9 +49,12 @@ def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         fault = error
-    told = ctx.gather_objects(None if fault is None else f"rank {ctx.rank} on {socket.gethostname()} failed: {fault}")
+    mine = None
+    if fault is not None:
+        mine = f"rank {ctx.rank} on {socket.gethostname()} failed: {fault}", exit_status(fault)
+    told = ctx.gather_objects(mine)
     if fault is not None:
         raise fault
-    if faults := [message for message in told if message is not None]:
-        raise OtherRankFailed(faults[0])
+    if faults := [one for one in told if one is not None]:
+        raise OtherRankFailed(*faults[0])
     return result  # type: ignore[return-value]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron import accelerator
+from megatron.config import TrainingConfig
 from megatron.data.batches import Batches
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import Microbatch, PretrainTask
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
+from megatron.training.memory import MemoryLog
 from megatron.training.metrics import MetricsLog, StepMetrics
 from megatron.training.profiling import Profile
 from megatron.training.progress import Progress
@@ -82,6 +84,7 @@ def train(
     log: MetricsLog,
     stop: StopDecision,
     checkpoints: Checkpoints | None,
+    memory: MemoryLog,
 ) -> None:
     """Train from `progress` to the end of the configured samples, or until `stop` says so. Collective.
 
@@ -89,24 +92,23 @@ def train(
     """
     config, training = engine.config, engine.config.training
     training_data, validation_data, test_data = datasets
-    last_sample = total_samples(training)
     batches = make_batches(engine, task, training_data, progress.consumed_samples)
-    interval, saved_at, reason = Interval(), progress.iteration, None
+    interval, saved_at = Interval(), progress.iteration
     timer = SaveTimer(config.checkpoint.save_interval_in_mins, engine.ctx)
     if checkpoints is not None:
         checkpoints.reserve(engine)
     if progress.iteration == 0:
         # where the run starts from; and a validation that cannot work fails now, not after hours
-        log_evaluation(engine, task, validation_data, progress, log, "valid")
+        log_evaluation(engine, task, validation_data, progress, log, "valid", stop)
         interval.restart()
-    with batches, Profile(config.logging, writes=engine.ctx.rank == 0) as profile:
-        while progress.consumed_samples < last_sample:
+    with batches, Profile(config.logging, rank=engine.ctx.rank, iteration=progress.iteration) as profile:
+        while stop.reason is None and not is_complete(training, progress):
             size = global_batch_size(training, progress.consumed_samples)
-            if progress.consumed_samples + size > last_sample:
-                break
             lr = learning_rate(config.optimizer, training, progress.consumed_samples)
+            with engine.timers.on_host("batch-generator"):
+                microbatches = next(batches) if engine.reads_data else []
             result = engine.train_step(
-                next(batches) if engine.reads_data else [],
+                microbatches,
                 global_batch_size=size,
                 consumed_samples=progress.consumed_samples,
                 lr=lr,
@@ -120,31 +122,45 @@ def train(
 
             if progress.iteration % config.logging.log_interval == 0:
                 log_step(engine, log, progress, interval, result, lr, size)
+                timers = engine.timers.read(interval.steps, engine.ctx)
+                log.log_timers(progress.iteration, progress.consumed_samples, timers)
                 interval.restart()
-            reason = stop.after_step(progress.iteration, progress.consumed_samples)
+            memory.after_step(progress.iteration)
+            stop.ask(progress)
             paused_s = time.perf_counter()
             if progress.iteration % config.data.eval_interval == 0:
-                log_evaluation(engine, task, validation_data, progress, log, "valid")
+                log_evaluation(engine, task, validation_data, progress, log, "valid", stop)
             if checkpoints is not None:
                 is_time = timer.is_due()
                 if is_time or progress.iteration % config.checkpoint.save_interval == 0:
-                    checkpoints.save(engine, progress, fingerprint)
+                    with engine.timers.on_host("save-checkpoint"):
+                        checkpoints.save(engine, progress, fingerprint)
                     timer.restart()
                     saved_at = progress.iteration
+                    stop.ask(progress)  # a save may take minutes: no further step, and no second save, after a signal
                 for line in checkpoints.report():
                     log.message(line)
             interval.pause(time.perf_counter() - paused_s)
-            if reason is not None:
-                log.message(reason)
-                break
+            if not is_complete(training, progress):
+                stop.count(progress)
+    if stop.reason is not None:
+        log.message(stop.reason)
+    if is_complete(training, progress):
+        log.message(f"Training is complete, iteration={progress.iteration}, {progress.consumed_samples} samples")
     if checkpoints is not None:
         if saved_at != progress.iteration:
             checkpoints.save(engine, progress, fingerprint)
         checkpoints.finish(log.message)
-    if reason is None:
+    if stop.reason is None:
         if progress.iteration % config.data.eval_interval:
-            log_evaluation(engine, task, validation_data, progress, log, "valid")
-        log_evaluation(engine, task, test_data, progress, log, "test")
+            log_evaluation(engine, task, validation_data, progress, log, "valid", stop)
+        log_evaluation(engine, task, test_data, progress, log, "test", stop)
+
+
+def is_complete(training: TrainingConfig, progress: Progress) -> bool:
+    """Whether too few samples are left for one more step."""
+    size = global_batch_size(training, progress.consumed_samples)
+    return progress.consumed_samples + size > total_samples(training)
 
 
 def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samples: int) -> Batches[Microbatch]:
@@ -174,6 +190,7 @@ def log_step(
     log.log_step(
         StepMetrics(
             iteration=progress.iteration,
+            steps=interval.steps,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_samples * engine.config.training.seq_length,
             elapsed_s=elapsed_s,
@@ -196,19 +213,30 @@ def log_evaluation(
     progress: Progress,
     log: MetricsLog,
     split: Literal["valid", "test"],
+    stop: StopDecision,
 ) -> None:
-    """Loss over the first eval_iters global batches of `dataset`: the same samples each time."""
+    """Loss over the first eval_iters global batches of `dataset`: the same samples each time. Nothing once `stop` says so.
+
+    That is asked before each batch: a validation may take longer than the time that a signal leaves.
+    """
     config = engine.config
     if config.data.eval_iters == 0 or dataset is None:
         return
-    loss, tokens = evaluate(engine, config.data.eval_iters, task, dataset)
+    with engine.timers.on_host("evaluation"):
+        evaluated = evaluate(engine, config.data.eval_iters, task, dataset, lambda: stop.ask(progress))
+    if evaluated is None:
+        return
+    loss, tokens = evaluated
     log.log_validation(progress.iteration, progress.consumed_samples, loss, int(tokens), split)
 
 
-def evaluate(engine: Engine, num_batches: int, task: PretrainTask, dataset: Any) -> tuple[float, float]:
+def evaluate(
+    engine: Engine, num_batches: int, task: PretrainTask, dataset: Any, stops: Callable[[], bool] = lambda: False
+) -> tuple[float, float] | None:
     """Mean loss per loss token over `num_batches` global batches, and the number of those tokens.
 
-    Both are right on ranks that read data, rank 0 among them.
+    Both are right on ranks that read data, rank 0 among them. None if `stops`, which all ranks answer alike, is true
+    before one of the batches.
     """
     training = engine.config.training
     num_microbatches = training.global_batch_size // (training.micro_batch_size * engine.ctx.data_size)
@@ -224,6 +252,8 @@ def evaluate(engine: Engine, num_batches: int, task: PretrainTask, dataset: Any)
     )
     total, tokens = 0.0, 0.0
     for _ in range(num_batches):
+        if stops():
+            return None
         loss, count = engine.evaluate(next(batches) if engine.reads_data else [], num_microbatches)
         total, tokens = total + float(loss) * count, tokens + count
     return total / max(tokens, 1.0), tokens

@@ -1,4 +1,4 @@
-"""What a run tells: Megatron's log line, `metrics.jsonl` and TensorBoard, all with the same values.
+"""What a run tells: Megatron's log line, `metrics.jsonl`, TensorBoard and wandb, all with the same values.
 
 One rank writes (`writes=True`); on the others every method returns at once. Nothing here communicates: the caller has
 already reduced what it passes.
@@ -21,10 +21,17 @@ import orjson
 from megatron.accelerator import MAX_ALLOCATED
 from megatron.config import Config
 from megatron.estimate import flops_per_token
+from megatron.files import replacing
+from megatron.training.spread import Spread
+from megatron.training.totals import Totals
+from megatron.training.wandb_log import WandbLog
 
 METRICS_FILE = "metrics.jsonl"
 # rows that a resumed run will write anew are moved here, out of the way but not lost
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
+
+# behind the name of a timer, in rows and tags, as in Megatron's
+TIMER_SUFFIX = "-time"
 
 # Megatron caps the exponent of the perplexity here, so that an untrained model's prints
 MAX_LOG_PERPLEXITY = 20.0
@@ -35,6 +42,8 @@ class StepMetrics:
     """What the loop knows after the last step of a log interval."""
 
     iteration: int
+    steps: int
+    """Since the last log line."""
     consumed_samples: int
     """Up to and including this step; so consumed_tokens."""
     consumed_tokens: int
@@ -67,7 +76,8 @@ class Speed:
 
 
 class MetricsLog:
-    """Writes one record a logged step, and one a validation. A context manager; `close` flushes.
+    """Writes one record a logged step, validation, record of the memory and of the timers. A context manager; `close`
+    flushes.
 
     `device_peak_tflops` is overridden by `peak_tflops` of the config. Rows of iterations after `resumed_iteration` that
     an earlier attempt left in metrics.jsonl are moved out, so that the file holds each iteration once.
@@ -90,18 +100,20 @@ class MetricsLog:
         self._seq_length = config.training.seq_length
         self._flops_per_token = flops_per_token(config.model, config.training.seq_length)
         # where the last log line left off; the samples that a resumed run starts from are not known here
-        self._last_iteration = resumed_iteration
         self._last_samples = 0 if resumed_iteration == 0 else None
+        self.totals = Totals(self._flops_per_token, self._peak_tflops, world_size)
+        """Of all rows in metrics.jsonl, those of earlier attempts too."""
         self._jsonl: int | None = None
         self._tensorboard: Any = None
         self._bar: Any = None
+        self._wandb: WandbLog | None = None
         if not writes:
             return
         logging = config.logging
         if logging.results_dir is not None:
             folder = Path(logging.results_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            _supersede(folder, resumed_iteration)
+            _supersede(folder, resumed_iteration, self.totals)
             self._jsonl = os.open(folder / METRICS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         tensorboard_dir = logging.tensorboard_dir or (
             str(Path(logging.results_dir) / "tensorboard") if logging.results_dir is not None else None
@@ -112,6 +124,8 @@ class MetricsLog:
             # no SessionLog to purge by: its step counts in iterations, and would drop "vs samples" points of before
             # the resumption. TensorBoard itself drops what a step that goes back has superseded
             self._tensorboard = FileWriter(tensorboard_dir, flush_secs=30)
+        if logging.wandb_project is not None:
+            self._wandb = WandbLog(config, resumes=resumed_iteration > 0)
         if sys.stdout.isatty():
             from tqdm import tqdm
 
@@ -131,17 +145,19 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=kind is not None)
 
-    def close(self) -> None:
-        """Flush and close everything. A second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Flush and close everything. A second call does nothing. `failed`: the run ended by a fault."""
         if self._bar is not None:
             self._bar.close()
+        if self._wandb is not None:
+            self._wandb.close(failed=failed)
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._jsonl is not None:
             os.close(self._jsonl)
-        self._bar = self._tensorboard = self._jsonl = None
+        self._bar = self._tensorboard = self._jsonl = self._wandb = None
 
     def message(self, text: str) -> None:
         """Print a plain line, above the progress bar where there is one."""
@@ -159,7 +175,7 @@ class MetricsLog:
         if not self._writes:
             return
         speed = self._speed(step)
-        self._last_iteration, self._last_samples = step.iteration, step.consumed_samples
+        self._last_samples = step.consumed_samples
         self._write_row("train", _step_row(step, speed))
         self._write_scalars(_step_scalars(step, speed), step.iteration, step.consumed_samples)
         if self._bar is not None:
@@ -198,11 +214,34 @@ class MetricsLog:
             f" tokens: {num_tokens} |"
         )
 
+    def log_memory(self, event: str, iteration: int, values: Mapping[str, Spread]) -> None:
+        """Write what all ranks held; `event` says when (training/memory.py)."""
+        if not self._writes:
+            return
+        self._write_row("memory", {"iteration": iteration, "event": event, **_nested(values)})
+        self._write_scalars(
+            {
+                f"memory/{key} {part}": value
+                for key, spread in values.items()
+                for part, value in (("min", spread.min), ("mean", spread.mean), ("max", spread.max))
+            },
+            iteration,
+        )
+
+    def log_timers(self, iteration: int, consumed_samples: int, values: Mapping[str, Spread]) -> None:
+        """Tell what the steps since the last call went to (training/timers.py)."""
+        if not self._writes or not values:
+            return
+        self._write_row("timers", {"iteration": iteration, **_nested(values)})
+        # the slowest rank's, as Megatron writes them
+        self._write_scalars({name: spread.max for name, spread in values.items()}, iteration, consumed_samples)
+        self.message(timer_lines(values))
+
     def _speed(self, step: StepMetrics) -> Speed:
         batch_size = float(step.global_batch_size)
-        if self._last_samples is not None and step.iteration > self._last_iteration:
+        if self._last_samples is not None:
             # the mean: the global batch may have grown since the last log line
-            batch_size = (step.consumed_samples - self._last_samples) / (step.iteration - self._last_iteration)
+            batch_size = (step.consumed_samples - self._last_samples) / step.steps
         samples_per_second = batch_size / step.elapsed_s if step.elapsed_s > 0 else math.nan
         per_device = samples_per_second * self._seq_length / self._world_size
         tflops = per_device * self._flops_per_token / 1e12
@@ -215,19 +254,24 @@ class MetricsLog:
         )
 
     def _write_row(self, kind: str, row: dict[str, Any]) -> None:
+        self.totals.add({"kind": kind, **row})
         if self._jsonl is not None:
             # one write of a whole line to a file opened for appending; orjson writes NaN and infinity as null
             line = orjson.dumps({"kind": kind, **row, "time": time.time()}, option=orjson.OPT_APPEND_NEWLINE)
             os.write(self._jsonl, line)
 
-    def _write_scalars(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:
+    def _write_scalars(self, scalars: dict[str, float], iteration: int, consumed_samples: int | None = None) -> None:
+        """By iteration and, where `consumed_samples` is given, once more by it."""
+        if self._wandb is not None:
+            self._wandb.log(scalars, iteration, consumed_samples)
         if self._tensorboard is not None:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
             # one event for all tags: SummaryWriter.add_scalar writes one each, at several times the cost
             for suffix, position in (("", iteration), (" vs samples", consumed_samples)):
-                values = [Summary.Value(tag=tag + suffix, simple_value=value) for tag, value in scalars.items()]
-                self._tensorboard.add_summary(Summary(value=values), position)
+                if position is not None:
+                    values = [Summary.Value(tag=tag + suffix, simple_value=value) for tag, value in scalars.items()]
+                    self._tensorboard.add_summary(Summary(value=values), position)
 
 
 def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
@@ -258,6 +302,16 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
     return " | ".join(parts) + " |"
 
 
+def timer_lines(timers: Mapping[str, Spread]) -> str:
+    """Megatron's table of the log."""
+    names = [(name.removesuffix(TIMER_SUFFIX) + " ").ljust(48, ".") for name in timers]
+    rows = [
+        f"    {name}: ({spread.min * 1e3:.2f}, {spread.max * 1e3:.2f})"
+        for name, spread in zip(names, timers.values(), strict=True)
+    ]
+    return "\n".join(["(min, max) time across ranks (ms):", *rows])
+
+
 def _step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     row["iteration_time_s"] = row.pop("elapsed_s")
@@ -284,8 +338,13 @@ def _step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
     return {tag: value for tag, value in scalars.items() if value is not None}
 
 
-def _supersede(folder: Path, resumed_iteration: int) -> None:
-    """Move rows of iterations after `resumed_iteration`, and torn ones, from metrics.jsonl to SUPERSEDED_FILE.
+def _nested(values: Mapping[str, Spread]) -> dict[str, dict[str, float]]:
+    return {key: vars(spread) for key, spread in values.items()}
+
+
+def _supersede(folder: Path, resumed_iteration: int, totals: Totals) -> None:
+    """Move rows of iterations after `resumed_iteration`, and torn ones, from metrics.jsonl to SUPERSEDED_FILE; all of
+    them for a run that starts at 0, which begins with a validation of its own. What stays is added to `totals`.
 
     metrics.jsonl is replaced in one piece: a crash leaves the old file or the new.
     """
@@ -294,25 +353,24 @@ def _supersede(folder: Path, resumed_iteration: int) -> None:
     kept: list[bytes] = []
     moved: list[bytes] = []
     for line in lines:
-        (kept if _is_row_until(line, resumed_iteration) else moved).append(line)
+        row = _row_until(line, resumed_iteration)
+        (moved if row is None else kept).append(line)
+        if row is not None:
+            totals.add(row)
     if not moved:
         return
     with open(folder / SUPERSEDED_FILE, "ab") as file:
         file.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
-    new = path.with_suffix(".jsonl.new")
-    with open(new, "wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    with replacing(path, partial_name=f"{path.name}.new") as rows:
+        rows.writelines(kept)
 
 
-def _is_row_until(line: bytes, iteration: int) -> bool:
-    """Whether the line is a whole row of this iteration or an earlier one."""
-    if not line.endswith(b"\n"):
-        return False  # the writer was killed in the middle of it
+def _row_until(line: bytes, iteration: int) -> dict[str, Any] | None:
+    """The row, if the line is a whole one of this iteration or an earlier one, and the run does not start at 0."""
+    if iteration == 0 or not line.endswith(b"\n"):
+        return None  # the writer was killed in the middle of it
     try:
         row = orjson.loads(line)
-        return isinstance(row, dict) and int(row["iteration"]) <= iteration
+        return row if isinstance(row, dict) and int(row["iteration"]) <= iteration else None
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-        return False
+        return None

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.store import Fragment, Saver
+from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.store import Fragment
 from megatron.checkpoint.universal import universal_info
 from megatron.parallel.shards import Shard, shard_of
 from megatron.training.engine import Engine

@@ -25,15 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from megatron.checkpoint import store
-from megatron.checkpoint.store import (
-    Checkpoint,
-    CheckpointError,
-    Fragment,
-    Saver,
-    newest_checkpoint,
-    write_checkpoint,
-)
+from megatron.checkpoint import store, writing
+from megatron.checkpoint.saver import Outcome, Saver
+from megatron.checkpoint.store import Checkpoint, CheckpointError, Fragment, newest_checkpoint
+from megatron.checkpoint.writing import write_checkpoint
 from megatron.parallel.shards import Shard
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -197,7 +192,8 @@ def test_a_folder_holds_nothing_but_what_the_format_says(saved: dict[tuple[int, 
 
 
 def test_tensors_that_cross_many_pieces_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "PIECE_BYTES", 8192)
+    for module in (writing, store):
+        monkeypatch.setattr(module, "PIECE_BYTES", 8192)
     shards = {f"{number}.weight": Shard((length,)) for number, length in enumerate([5000, 1, 2048, 0, 9000, 3, 2047])}
     values = {name: torch.randn(shard.shape) for name, shard in shards.items()}
     pairs = [Fragment(name, "weight", shard, 0, 1, 0, values[name]) for name, shard in shards.items() if shard.shape[0]]
@@ -223,7 +219,8 @@ def test_streaming_keeps_one_tensor_in_memory(tmp_path: Path) -> None:
     """24 tensors of 4 MB each, by a child whose memory may grow by half of that."""
     code = f"""
 import resource, torch
-from megatron.checkpoint.store import Checkpoint, Fragment, write_checkpoint
+from megatron.checkpoint.store import Checkpoint, Fragment
+from megatron.checkpoint.writing import write_checkpoint
 from megatron.parallel.shards import Shard
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 shard = Shard((1 << 20,))
@@ -482,7 +479,7 @@ def test_a_closed_saver_leaves_the_folder_to_another_process(tmp_path: Path) -> 
     assert os.waitpid(in_child(other), 0)[1] == 0
 
 
-def failures(outcomes: Sequence[store.Outcome]) -> list[str]:
+def failures(outcomes: Sequence[Outcome]) -> list[str]:
     return [str(outcome.error) for outcome in outcomes]
 
 

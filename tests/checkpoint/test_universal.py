@@ -17,8 +17,9 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from megatron.checkpoint.store import Checkpoint, CheckpointError, Fragment, write_checkpoint
+from megatron.checkpoint.store import Checkpoint, CheckpointError, Fragment
 from megatron.checkpoint.universal import ForeignCheckpoint, point_latest, read, recognise, universal_info, write
+from megatron.checkpoint.writing import write_checkpoint
 from megatron.command_line import parse_arguments
 from megatron.config import Config
 from megatron.parallel.context import ParallelContext

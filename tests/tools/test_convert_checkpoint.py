@@ -242,7 +242,8 @@ def test_the_native_checkpoint_of_another_model_is_refused(tmp_path: Path, capsy
 
 
 def rewrite_metadata(checkpoint: Checkpoint, folder: Path, **model: Any) -> None:
-    from megatron.checkpoint.store import Fragment, write_checkpoint
+    from megatron.checkpoint.store import Fragment
+    from megatron.checkpoint.writing import write_checkpoint
 
     metadata = json.loads(json.dumps(checkpoint.metadata))
     metadata["config"]["model"] |= model

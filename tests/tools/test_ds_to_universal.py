@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.huggingface import parameters_of
-from megatron.checkpoint.store import Checkpoint, Fragment, write_checkpoint
+from megatron.checkpoint.store import Checkpoint, Fragment
 from megatron.checkpoint.universal import read
+from megatron.checkpoint.writing import write_checkpoint
 from megatron.command_line import parse_arguments
 from megatron.config import Config
 from tests.training import layouts

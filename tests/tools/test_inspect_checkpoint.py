@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.store import Fragment, write_checkpoint
+from megatron.checkpoint.store import Fragment
+from megatron.checkpoint.writing import write_checkpoint
 from megatron.parallel.shards import Shard
 from tools import inspect_checkpoint
 

@@ -316,7 +316,14 @@ def test_remote_runs_need_pdsh(tmp_path: Path, dataset: str, monkeypatch: pytest
         ("HL_USE_FAST_SOFTMAX", "1", ["--use-fast-softmax", "true"]),
         ("HL_USE_TORCH_COMPILE", "true", ["--torch-compile", "true"]),
         ("HL_PROFILE", "pt", ["--profile", "true"]),
-        ("HL_PROFILE", "pt-full", ["--profile", "true"]),
+        (
+            "HL_PROFILE",
+            "pt-full",
+            [
+                *("--profile", "true"),
+                *("--pytorch-profiler-collect-shapes", "true", "--pytorch-profiler-collect-callstack", "true"),
+            ],
+        ),
         ("HL_PROFILE_STEPS", "3,4", ["--profile-steps", "3", "4"]),
         ("HL_RESULTS_DIR", "r", ["--results-dir", "r"]),
         ("HL_DATA_FILE_PREFIX", "/d/p", ["--data-path", "/d/p"]),

@@ -19,6 +19,16 @@ def row(iteration: int, kind: str = "train", **values: Any) -> dict[str, Any]:
     return {"kind": kind, "iteration": iteration, **(defaults if kind == "train" else {"lm_loss": 5.5}), **values}
 
 
+def memory(iteration: int, peak: float, now: float) -> dict[str, Any]:
+    return {
+        "kind": "memory",
+        "iteration": iteration,
+        "event": "interval",
+        "max_memory_allocated (GB)": {"min": 0.1, "mean": 0.2, "max": peak, "max_rank": 1},
+        "memory_allocated (GB)": {"min": 0.1, "mean": 0.2, "max": now, "max_rank": 1},
+    }
+
+
 def write(folder: Path, *rows: dict[str, Any], tail: str = "") -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows) + tail)
@@ -41,14 +51,22 @@ def test_every_curve_is_on_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     kept: list[Any] = []
     monkeypatch.setattr(pyplot, "close", kept.append)
+    on_rank_0: dict[str, Any] = {"max_memory_allocated (GB)": 3.0}
     runs = {
-        "a": [row(10, lm_loss=6.0), row(20, lm_loss=None), row(20, "valid", lm_loss=5.25), row(30, lm_loss=4.0)],
-        "b": [row(10, lm_loss=7.0, grad_norm=2.5)],
+        "a": [
+            row(10, lm_loss=6.0),
+            row(20, lm_loss=None),
+            row(20, "valid", lm_loss=5.25),
+            row(30, lm_loss=4.0),
+            memory(0, peak=0.5, now=0.5),
+            memory(30, peak=2.0, now=1.0),
+        ],
+        "b": [row(10, lm_loss=7.0, grad_norm=2.5, iteration_time_s=0.125, **on_rank_0)],
     }
     plot_run.draw(runs, tmp_path / "run.png")
     monkeypatch.undo()
     (figure,) = kept
-    loss, rate, norm, speed = figure.axes
+    loss, rate, norm, speed, memory_panel, step = figure.axes
     lines = [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in loss.get_lines()]
     assert [(label, x) for label, x, _ in lines] == [("a", [10, 20, 30]), ("a, validation", [20]), ("b", [10])]
     assert [y for _, _, y in lines[1:]] == [[5.25], [7.0]]
@@ -56,14 +74,28 @@ def test_every_curve_is_on_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (training[0], training[2]) == (6.0, 4.0)
     assert math.isnan(training[1]), "null is a gap"
     assert list(norm.get_lines()[1].get_ydata()) == [2.5]
-    assert [axis.get_title() for axis in (loss, rate, norm, speed)] == [
+    held = [(list(line.get_xdata()), list(line.get_ydata())) for line in memory_panel.get_lines()[:3]]
+    assert held == [([0, 30], [0.5, 2.0]), ([0, 30], [0.5, 1.0]), ([10], [3.0])], "of all ranks; else of rank 0"
+    assert list(step.get_lines()[0].get_ydata()) == [125.0]
+    assert [axis.get_title() for axis in (loss, rate, norm, speed, memory_panel, step)] == [
         "Loss",
         "Learning rate",
         "Gradient norm",
         "Throughput",
+        "Memory of the fullest rank",
+        "Time of a step",
     ]
-    assert all(axis.get_ylabel() for axis in figure.axes)
+    assert all(axis.get_ylabel() and axis.get_xlabel() for axis in figure.axes)
     pyplot.close(figure)
+
+
+def test_timers_are_drawn_in_milliseconds_of_the_slowest_rank() -> None:
+    spread = {"min": 0.01, "mean": 0.02, "max": 0.03, "max_rank": 1}
+    rows = [
+        {"kind": "timers", "iteration": 10, "forward-compute-time": spread},
+        {"kind": "timers", "iteration": 20, "forward-compute-time": spread, "save-checkpoint-time": spread},
+    ]
+    assert plot_run.timer_curves(rows) == {"forward-compute": ([10, 20], [30.0, 30.0])}
 
 
 def test_line_still_being_written_is_left_out(tmp_path: Path) -> None:

@@ -108,6 +108,22 @@ def test_bf16_masters_resume_elsewhere(ranks: RankPools, tmp_path: Path, layout:
     assert_same_state(newest(tmp_path / "a"), newest(tmp_path / "b"))
 
 
+def test_the_precision_may_change_on_resume(ranks: RankPools, saved: Any, tmp_path: Path) -> None:
+    """float32 -> bfloat16 on another layout -> float32 again: the masters stay what they were, bit for bit."""
+    folder, expected = saved("PP2 TP2")
+    world_size, there = arguments("112", zero=1)
+    lower = f"{layouts.MODELS[MODEL]} {there} --bf16"
+    loss = ranks(world_size)(layouts.resume_then_save, lower, str(folder), str(tmp_path / "bf16"))[0]
+    assert loss == pytest.approx(expected, rel=5e-3)
+    world_size, back = arguments("121")
+    higher = f"{layouts.MODELS[MODEL]} {back}"
+    loss = ranks(world_size)(layouts.resume_then_save, higher, str(tmp_path / "bf16"), str(tmp_path / "fp32"))[0]
+    assert loss == pytest.approx(expected, rel=1e-6)
+    for place, dtype in ((folder, "float32"), (tmp_path / "bf16", "bfloat16"), (tmp_path / "fp32", "float32")):
+        assert set(newest(place).dtypes.values()) == {dtype}
+        assert_same_state(newest(folder), newest(place))
+
+
 def test_sgd_resumes_elsewhere(ranks: RankPools, tmp_path: Path) -> None:
     common = f"{layouts.MODELS[MODEL]} --optimizer sgd --sgd-momentum 0.9"
     expected = ranks(4)(layouts.train_then_save, f"{common} {arguments('221')[1]}", 3, str(tmp_path / "a"))[0]

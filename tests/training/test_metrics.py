@@ -18,10 +18,12 @@ import pytest
 from megatron.config import Config, LoggingConfig, TrainingConfig
 from megatron.estimate import flops_per_token
 from megatron.training.metrics import MetricsLog, StepMetrics
+from megatron.training.spread import Spread
 
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
 STEP = StepMetrics(
     iteration=10,
+    steps=10,
     consumed_samples=160,
     consumed_tokens=20480,
     elapsed_s=0.125,
@@ -155,6 +157,7 @@ def test_row_holds_every_value_under_its_key(tmp_path: Path) -> None:
     assert row == {
         "kind": "train",
         "iteration": 10,
+        "steps": 10,
         "consumed_samples": 160,
         "consumed_tokens": 20480,
         "lm_loss": 6.123456,
@@ -237,6 +240,56 @@ def test_new_run_in_a_used_folder_keeps_the_old_rows_aside(tmp_path: Path) -> No
     assert json.loads((tmp_path / "metrics.superseded.jsonl").read_text())["lm_loss"] == 5.0
 
 
+def test_run_that_starts_at_0_again_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    for lm_loss in (5.0, 4.0):
+        with open_log(config_for(tmp_path)) as log:
+            log.log_memory("before_model", 0, {"memory_allocated (GB)": SPREAD})
+            log.log_validation(0, 0, lm_loss, 128)
+    assert [(row["kind"], row.get("lm_loss")) for row in rows(tmp_path)] == [("memory", None), ("valid", 4.0)]
+
+
+def test_totals_of_a_resumed_run_are_of_the_whole_run(tmp_path: Path) -> None:
+    with open_log(config_for(tmp_path)) as log:
+        log.log_step(at(10, lm_loss=3.0))
+        log.log_validation(10, 160, 3.5, 128)
+        log.log_step(at(20, lm_loss=1.0, elapsed_s=9.0))  # will be superseded
+    with open_log(config_for(tmp_path), resumed_iteration=15) as log:
+        log.log_step(at(20, steps=5, lm_loss=4.0, elapsed_s=0.5))
+        totals = log.totals
+    assert totals.training_s == 10 * 0.125 + 5 * 0.5
+    assert (totals.lowest["train"].loss, totals.last["train"].loss, totals.last["valid"].loss) == (3.0, 4.0, 3.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory and timers
+
+SPREAD = Spread(min=1.0, mean=1.5, max=2.5, max_rank=3)
+
+
+def test_memory_row_has_every_key_over_the_ranks(tmp_path: Path) -> None:
+    with open_log(config_for(tmp_path)) as log:
+        log.log_memory("first_step", 1, {"memory_allocated (GB)": SPREAD, "num_ooms": SPREAD})
+    (row,) = rows(tmp_path)
+    assert row.pop("time") > 1.7e9
+    spread = {"min": 1.0, "mean": 1.5, "max": 2.5, "max_rank": 3}
+    memory = {"memory_allocated (GB)": spread, "num_ooms": spread}
+    assert row == {"kind": "memory", "iteration": 1, "event": "first_step", **memory}
+
+
+def test_timers_are_rows_in_seconds_and_lines_in_milliseconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_log(config_for(tmp_path)) as log:
+        log.log_timers(10, 160, {"optimizer-time": SPREAD})
+        log.log_timers(20, 320, {})
+    (row,) = rows(tmp_path)
+    assert row["optimizer-time"] == {"min": 1.0, "mean": 1.5, "max": 2.5, "max_rank": 3}
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "(min, max) time across ranks (ms):"
+    assert second.startswith("    optimizer ....")
+    assert second.endswith(": (1000.00, 2500.00)")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Who writes, where
 
@@ -245,6 +298,8 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     with open_log(config_for(tmp_path / "results"), writes=False) as log:
         log.log_step(STEP)
         log.log_validation(10, 160, 5.0, 128)
+        log.log_memory("interval", 10, {"num_ooms": SPREAD})
+        log.log_timers(10, 160, {"optimizer-time": SPREAD})
         log.message("text")
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == ""

@@ -1,0 +1,190 @@
+"""What telling and guarding cost: steps of a run that logs every one of them and records memory, against one that does
+neither.
+
+    python benchmarks/reliability_overhead.py [--rounds 12] [--block 8] [--on "FLAGS"] [--off "FLAGS"] [FLAGS]
+
+Two runs of the real training loop, each with its own engine, data, log and results folder, take turns in one process,
+`--block` steps at a time, so a slow minute of the machine meets both. Their model is small and their steps are about
+50 ms, which is short: what is added to a step weighs the more.
+
+    on     logs every step to the log line, metrics.jsonl and TensorBoard, and the memory every 10th; and `--on`
+    off    one log line at the end, no memory log, no TensorBoard; and `--off`
+
+FLAGS are those of megatron.train; `--on "--timing-log-level 2"` adds to what is on. Prints the median of a step on each
+side, and of their ratio block by block. Exit status 1 if that is above 1.01.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.alternating import positive, quotients, spread
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.parallel.context import ParallelContext
+
+LIMIT = 1.01
+MODEL = (
+    "--config tiny_llama --device cpu --seq-length 128 --micro-batch-size 4 --global-batch-size 4 --vocab-size 4096 "
+    "--eval-iters 0 --num-workers 1 --train-samples none"
+)
+ON = "--log-interval 1 --log-memory-interval 10"
+OFF = "--log-interval 1000000 --log-memory-interval 0"
+
+
+class Turns:
+    """Lets several runs take turns: only one goes on at a time, and time is taken of it alone."""
+
+    def __init__(self, names: list[str], block: int) -> None:
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        """A step, block by block."""
+        self._names, self._block = names, block
+        self._whose = 0
+        self._condition = threading.Condition()
+        self._began_s = 0.0
+        self._failed = False
+
+    def wait(self, name: str) -> None:
+        """Go on when it is this run's turn."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._failed or self._names[self._whose] == name)
+            if self._failed:
+                raise RuntimeError("the other run failed")
+        self._began_s = time.perf_counter()
+
+    def after_step(self, name: str, iteration: int) -> None:
+        """Hand over at the end of a block."""
+        if iteration % self._block:
+            return
+        self.seconds[name].append((time.perf_counter() - self._began_s) / self._block)
+        self.leave()
+        self.wait(name)
+
+    def leave(self, *, failed: bool = False) -> None:
+        with self._condition:
+            self._failed = self._failed or failed
+            self._whose = (self._whose + 1) % len(self._names)
+            self._condition.notify_all()
+
+
+def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any, turns: Turns, steps: int) -> None:
+    """One run, from its engine to its last step, as megatron.train builds it."""
+    from megatron.tasks.pretrain import PretrainTask
+    from megatron.training.engine import build_engine
+    from megatron.training.loop import train
+    from megatron.training.memory import MemoryLog
+    from megatron.training.metrics import MetricsLog
+    from megatron.training.progress import Progress
+    from megatron.training.stop import StopDecision
+
+    class Turnstile(StopDecision):
+        def after_step(self, iteration: int, consumed_samples: int) -> str | None:
+            reason = super().after_step(iteration, consumed_samples)
+            turns.after_step(name, iteration)
+            return reason
+
+    turns.wait(name)
+    task = PretrainTask(config.data, None)
+    size = config.training.global_batch_size
+    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss, global_batch_size=size)
+    memory = MemoryLog(config.logging.log_memory_interval, ctx)
+    log = MetricsLog(config, writes=True, world_size=1, device_peak_tflops=None, total_iterations=steps)
+    stop = Turnstile(config.training, broadcast=ctx.broadcast)
+    turns.leave()
+    turns.wait(name)
+    with log, stop:
+        memory.open(log)
+        train(engine, task, (dataset, None, None), "", Progress(), log, stop, None, memory)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Cost of logs, memory log and guards, on against off.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rounds", type=positive, default=12, help="blocks of steps on each side (default: 12)")
+    parser.add_argument("--block", type=positive, default=8, help="steps of a block (default: 8)")
+    parser.add_argument(
+        "--on", default="", metavar="FLAGS", help="more flags of megatron.train for the side that is on"
+    )
+    parser.add_argument("--off", default="", metavar="FLAGS", help="the same for the side that is off")
+    options, flags = parser.parse_known_args()
+    steps = (options.rounds + 1) * options.block  # the first block warms up
+
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import torch
+
+    from megatron.command_line import load_config
+    from megatron.parallel.context import ParallelContext
+
+    sides = {"on": [*ON.split(), *shlex.split(options.on)], "off": [*OFF.split(), *shlex.split(options.off)]}
+    with tempfile.TemporaryDirectory() as folder:
+        length = ["--data-path", "none", "--train-iters", str(steps), *flags]
+        results = {"on": ["--results-dir", f"{folder}/on"], "off": []}
+        configs = {name: load_config([*MODEL.split(), *length, *results[name], *sides[name]]) for name in sides}
+        ctx = ParallelContext.build(configs["on"].parallel, "cpu")
+        dataset = RandomTokens(configs["on"], steps)
+        turns, faults = Turns(list(sides), options.block), []
+
+        def run(name: str) -> None:
+            try:
+                train_in_turns(name, configs[name], ctx, dataset, turns, steps)
+            except BaseException as fault:
+                faults.append(fault)
+                turns.leave(failed=True)
+            else:
+                turns.leave()
+
+        threads = [threading.Thread(target=run, args=(name,)) for name in sides]
+        # the lines are written, as to a log file, but not shown
+        with open(os.path.join(folder, "log"), "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if faults:
+            raise faults[0]
+
+    seconds = {name: values[1:] for name, values in turns.seconds.items()}
+    print(f"{torch.get_num_threads()} threads, {options.rounds} rounds of {options.block} steps, in turns")
+    for name, values in seconds.items():
+        print(f"{name:4s} {spread([1000 * value for value in values], 2)} ms a step   {' '.join(sides[name])}")
+    ratios = quotients(seconds["on"], seconds["off"])
+    ratio = statistics.median(ratios)
+    print(f"ratio {spread(ratios)}, limit {LIMIT}")
+    return 0 if ratio <= LIMIT else 1
+
+
+class RandomTokens:
+    """As many samples as the run takes, read from memory: the same on both sides."""
+
+    def __init__(self, config: Config, steps: int) -> None:
+        import numpy as np
+
+        training = config.training
+        shape = (steps * training.global_batch_size, training.seq_length + 1)
+        self._tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def get_batch(self, indices: range) -> Any:
+        return self._tokens[indices.start : indices.stop : indices.step]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What a run adds up to, from the rows of its metrics.jsonl as they are written or found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.accelerator import MAX_ALLOCATED, TOTAL
+
+
+@dataclass(frozen=True)
+class Best:
+    """A loss, and where it was met."""
+
+    loss: float
+    iteration: int
+
+
+class Totals:
+    """Sums and extremes over every logged step. Steps after the last log line are in none of them."""
+
+    def __init__(self, flops_per_token: float, peak_tflops: float | None, world_size: int) -> None:
+        self._flops_per_token, self._peak_tflops, self._world_size = flops_per_token, peak_tflops, world_size
+        self.training_s = 0.0
+        """Time of the steps alone, without saves and evaluations."""
+        self.tokens = 0.0
+        """Trained on in that time."""
+        self.last: dict[str, Best] = {}
+        """By kind of row: train, valid, test."""
+        self.lowest: dict[str, Best] = {}
+        self.peak_memory_gb: float | None = None
+        """Of the rank that held the most."""
+        self.total_memory_gb: float | None = None
+        """Of that device, or the host."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A row of any kind; one that an earlier version wrote may lack values."""
+        kind = row.get("kind")
+        if kind in ("train", "valid", "test"):
+            self._add_loss(str(kind), row.get("lm_loss"), row["iteration"])
+        if kind == "train":
+            seconds = (row.get("iteration_time_s") or 0.0) * row.get("steps", 0)
+            self.training_s += seconds
+            self.tokens += (row.get("tokens_per_second") or 0.0) * seconds
+            self._add_memory(row.get(MAX_ALLOCATED), row.get(TOTAL))
+        if kind == "memory":
+            self._add_memory(row.get(MAX_ALLOCATED, {}).get("max"), row.get(TOTAL, {}).get("max"))
+
+    def _add_loss(self, kind: str, loss: float | None, iteration: int) -> None:
+        if loss is None or not math.isfinite(loss):
+            return
+        self.last[kind] = Best(loss, iteration)
+        if kind not in self.lowest or loss < self.lowest[kind].loss:
+            self.lowest[kind] = self.last[kind]
+
+    def _add_memory(self, peak_gb: float | None, total_gb: float | None) -> None:
+        if peak_gb is not None and peak_gb > (self.peak_memory_gb or 0.0):
+            self.peak_memory_gb, self.total_memory_gb = peak_gb, total_gb
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.training_s if self.training_s > 0 else None
+
+    @property
+    def tflops_per_device(self) -> float | None:
+        speed = self.tokens_per_second
+        return None if speed is None else speed * self._flops_per_token / self._world_size / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        tflops = self.tflops_per_device
+        return None if tflops is None or not self._peak_tflops else tflops / self._peak_tflops
