@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 LIMIT = 1.01
 MODEL = (
     "--config tiny_llama --device cpu --seq-length 128 --micro-batch-size 4 --global-batch-size 4 --vocab-size 4096 "
-    "--eval-iters 0 --num-workers 1 --train-samples none"
+    "--eval-iters 0 --train-samples none --lr-warmup-samples 0 --lr-decay-style constant"
 )
 ON = "--log-interval 1 --log-memory-interval 10"
 OFF = "--log-interval 1000000 --log-memory-interval 0"
