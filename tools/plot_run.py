@@ -17,7 +17,7 @@ from typing import Any
 METRICS_FILE = "metrics.jsonl"
 ALLOCATED, PEAK = "memory_allocated (GB)", "max_memory_allocated (GB)"
 TIMER_SUFFIX = "-time"
-SINGLE_EVENTS = ("evaluation", "save-checkpoint")
+SINGLE_EVENTS = ("evaluate", "save-checkpoint")
 """Timers of what no step holds."""
 
 

@@ -211,7 +211,7 @@ def log_evaluation(
     config = engine.config
     if config.data.eval_iters == 0 or dataset is None:
         return
-    with engine.timers.on_host("evaluation"):
+    with engine.timers.on_host("evaluate"):
         loss, tokens = evaluate(engine, config.data.eval_iters, task, dataset)
     log.log_validation(progress.iteration, progress.consumed_samples, loss, int(tokens), split)
 

@@ -69,13 +69,18 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Not collective: where a rank failed, the others may never come here."""
-        if self._ctx.rank != 0:
-            return
         reason = self.stopped or DONE
         if kind is not None:
             told = " ".join(str(error).split())
             reason = f"{kind.__name__}: {told}" if told else kind.__name__
+        self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """Tell why the run ended, and what it came to. For whoever ends the process without leaving this context; the
+        first call counts. Not collective: where a rank failed, the others may never come here.
+        """
+        if self._ctx.rank != 0 or "ended" in self._starts[-1]:
+            return
         self._starts[-1]["ended"] = {
             "time": _now(),
             "reason": reason,

@@ -82,6 +82,15 @@ def test_a_fault_is_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert " run ended: RuntimeError: out of memory" in capsys.readouterr().out
 
 
+def test_the_first_end_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path)
+    log = MetricsLog(config, writes=True, world_size=1, device_peak_tflops=None, total_iterations=10)
+    with log, RunFolder(config, ParallelContext.single(), log, Progress()) as folder:
+        folder.end("the watchdog saw no progress")
+    assert starts(tmp_path)[0]["ended"]["reason"] == "the watchdog saw no progress"
+    assert capsys.readouterr().out.count(" run ended: ") == 1
+
+
 def test_a_new_run_in_a_used_folder_keeps_the_old_record_aside(tmp_path: Path) -> None:
     live(config_of(tmp_path), Progress(), 4)
     live(config_of(tmp_path), Progress(), 7)
