@@ -222,7 +222,7 @@ def log_evaluation(
     config = engine.config
     if config.data.eval_iters == 0 or dataset is None:
         return
-    with engine.timers.on_host("evaluation"):
+    with engine.timers.on_host("evaluate"):
         evaluated = evaluate(engine, config.data.eval_iters, task, dataset, lambda: stop.ask(progress))
     if evaluated is None:
         return
