@@ -26,6 +26,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_data(config),
         *_check_tokenizer(config),
         *_check_logging(config),
+        *_check_guard(config),
     ]
 
 
@@ -279,3 +280,13 @@ def _check_logging(config: Config) -> Iterator[str]:
         yield "profile writes its trace to results_dir, which is not given; give one, or turn it off"
     if first > last:
         yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"
+
+
+def _check_guard(config: Config) -> Iterator[str]:
+    guard, checkpoint = config.guard, config.checkpoint
+    if guard.spike_action != "rollback":
+        return
+    if checkpoint.save is None:
+        yield "spike_action=rollback goes back to the run's own checkpoints, but save is not given; give a folder"
+    if checkpoint.no_save_optim:
+        yield "spike_action=rollback needs the optimizer's state, but no_save_optim leaves it out; turn one of them off"

@@ -19,6 +19,10 @@ class OtherRankFailed(RuntimeError):
     """Another rank met a fault, and says which."""
 
 
+class GaveUp(RuntimeError):
+    """The guard ends the run, on every rank alike: going on would waste the machine or spoil the checkpoints."""
+
+
 USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, DeviceError, OSError, OtherRankFailed)
 
 
