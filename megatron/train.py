@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.command_line import load_config, to_yaml
 from megatron.config import Config, ConfigError
-from megatron.exit_codes import DONE, REFUSED
+from megatron.exit_codes import DONE, GAVE_UP, REFUSED
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -196,8 +196,12 @@ def start() -> int:
             print(error, file=sys.stderr)
         return REFUSED
     except Exception as error:
-        from megatron.training.faults import USER_FAULTS
+        from megatron.training.faults import USER_FAULTS, GaveUp
 
+        if isinstance(error, GaveUp):
+            if os.environ.get("RANK", "0") == "0":
+                print(f"gave up: {error}", file=sys.stderr)
+            return GAVE_UP
         if not isinstance(error, USER_FAULTS):
             raise
         print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)

@@ -40,7 +40,8 @@ class StepResult:
     is_finite: bool = True
     """Whether loss and gradient are."""
     observed: tuple[float, float] | None = None
-    """Loss and gradient norm as the guard judged them, equal bit for bit on every rank; None: the norm is not finite."""
+    """Loss and gradient norm as the guard judged them, equal bit for bit on every rank; None: DeepSpeed itself refused
+    a norm that is not finite."""
     microbatch_losses: Sequence[Tensor] = ()
     """Of this rank's microbatches; none on inner stages."""
 
@@ -195,7 +196,9 @@ def build_engine(
     specs, gate = build_layers(config, ctx), Gate(ctx)
     with quiet():
         model = (
-            _pipeline(config, ctx, specs, gate.recording(loss)) if config.uses_pipeline else _sequential(config, ctx, specs, settings)
+            _pipeline(config, ctx, specs, gate.recording(loss))
+            if config.uses_pipeline
+            else _sequential(config, ctx, specs, settings)
         )
         _start_parameters(model, config, ctx)
         model.to(ctx.device)

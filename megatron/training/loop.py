@@ -16,6 +16,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import Microbatch, PretrainTask
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
+from megatron.training.guard import Guard
 from megatron.training.metrics import MetricsLog, StepMetrics
 from megatron.training.profiling import Profile
 from megatron.training.progress import Progress
@@ -93,6 +94,7 @@ def train(
     batches = make_batches(engine, task, training_data, progress.consumed_samples)
     interval, saved_at, reason = Interval(), progress.iteration, None
     timer = SaveTimer(config.checkpoint.save_interval_in_mins, engine.ctx)
+    guard = Guard(engine, progress, training_data, log, checkpoints)
     if checkpoints is not None:
         checkpoints.reserve(engine)
     if progress.iteration == 0:
@@ -105,22 +107,33 @@ def train(
             if progress.consumed_samples + size > last_sample:
                 break
             lr = learning_rate(config.optimizer, training, progress.consumed_samples)
-            result = engine.train_step(
-                next(batches) if engine.reads_data else [],
-                global_batch_size=size,
-                consumed_samples=progress.consumed_samples,
-                lr=lr,
-            )
-            accelerator.mark_step()
+            begin, result = progress.consumed_samples, None
+            if progress.leaves_out(begin, begin + size):
+                batches.seek(begin + size)
+            else:
+                result = engine.train_step(
+                    next(batches) if engine.reads_data else [],
+                    global_batch_size=size,
+                    consumed_samples=begin,
+                    lr=lr,
+                )
+                accelerator.mark_step()
             progress.iteration += 1
             progress.consumed_samples += size
-            progress.skipped_iterations += result.skipped
-            interval.add(result)
+            progress.skipped_iterations += result is None or result.skipped
+            if result is not None:
+                interval.add(result)
+                if guard.after_step(result, begin):
+                    batches.seek(progress.consumed_samples)
+                    interval.restart()
+                    saved_at = progress.iteration
+                    continue
             profile.step(progress.iteration)
 
-            if progress.iteration % config.logging.log_interval == 0:
+            if progress.iteration % config.logging.log_interval == 0 and interval.steps:
                 log_step(engine, log, progress, interval, result, lr, size)
                 interval.restart()
+            guard.check_replicas()
             reason = stop.after_step(progress.iteration, progress.consumed_samples)
             paused_s = time.perf_counter()
             if progress.iteration % config.data.eval_interval == 0:
@@ -128,6 +141,7 @@ def train(
             if checkpoints is not None:
                 is_time = timer.is_due()
                 if is_time or progress.iteration % config.checkpoint.save_interval == 0:
+                    guard.before_save()
                     checkpoints.save(engine, progress, fingerprint)
                     timer.restart()
                     saved_at = progress.iteration
@@ -139,6 +153,7 @@ def train(
                 break
     if checkpoints is not None:
         if saved_at != progress.iteration:
+            guard.before_save()
             checkpoints.save(engine, progress, fingerprint)
         checkpoints.finish(log.message)
     if reason is None:
@@ -167,8 +182,15 @@ def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samp
 
 
 def log_step(
-    engine: Engine, log: MetricsLog, progress: Progress, interval: Interval, result: StepResult, lr: float, size: int
+    engine: Engine,
+    log: MetricsLog,
+    progress: Progress,
+    interval: Interval,
+    result: StepResult | None,
+    lr: float,
+    size: int,
 ) -> None:
+    """`result` None: the last step of the interval was left out."""
     loss, nan_steps, elapsed_s = interval.read()
     progress.nan_iterations += nan_steps
     log.log_step(
@@ -181,7 +203,7 @@ def log_step(
             global_batch_size=size,
             lm_loss=loss,
             loss_scale=engine.loss_scale,
-            grad_norm=None if result.grad_norm is None else float(result.grad_norm),
+            grad_norm=None if result is None or result.grad_norm is None else float(result.grad_norm),
             skipped_iterations=progress.skipped_iterations,
             nan_iterations=progress.nan_iterations,
             memory=accelerator.memory_stats(),

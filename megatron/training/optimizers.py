@@ -33,7 +33,7 @@ class Gate:
         self.judge: Judge = lambda loss, norm: True
         self.norm: Callable[[], Tensor | float | None] = lambda: None
         """The gradient norm that DeepSpeed has found in this step."""
-        self.uncounted: Callable[[], list[Tensor]] = lambda: []
+        self.uncounted: Callable[[], list[Tensor]] = list
         """Gradients of this rank that the norm leaves out."""
         self.losses: list[Tensor] = []
         """Of this rank's microbatches in this step; none on inner stages."""
@@ -43,6 +43,8 @@ class Gate:
 
         self.is_finite = True
         """Whether loss and gradient of this step are, as far as anybody asked."""
+        self.is_bad_here: Tensor | bool = False
+        """Whether this rank itself saw something that is not."""
 
     @property
     def refused(self) -> bool:
@@ -51,7 +53,7 @@ class Gate:
 
     def begin_step(self) -> None:
         self.losses = []
-        self._answer, self.observed, self.is_finite = None, None, False
+        self._answer, self.observed, self.is_finite, self.is_bad_here = None, None, False, False
 
     def recording(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """A pipeline's loss function that leaves each training loss in `losses`."""
@@ -95,7 +97,7 @@ class Gate:
             # the largest number shows whatever is not finite, and no square can overflow
             largest = torch.stack(torch._foreach_norm(uncounted, float("inf"))).float().max()
             seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
-        facts[2] = (~torch.isfinite(torch.cat(seen))).any()
+        facts[2] = self.is_bad_here = (~torch.isfinite(torch.cat(seen))).any()
         if ctx.world_size > 1:
             dist.all_reduce(facts)
         return facts.tolist()
@@ -155,9 +157,7 @@ def _clipping(cls: Any) -> Callable[..., torch.optim.Optimizer]:
     """`_guarded` where DeepSpeed wraps nothing around it: it also finds the whole model's norm, and clips by it."""
 
     class Clipping(cls):  # type: ignore[misc]
-        def __init__(
-            self, groups: Any, *, gate: Gate, ctx: ParallelContext, max_norm: float, **arguments: Any
-        ) -> None:
+        def __init__(self, groups: Any, *, gate: Gate, ctx: ParallelContext, max_norm: float, **arguments: Any) -> None:
             super().__init__(groups, **arguments)
             self._gate, self._ctx, self._max_norm = gate, ctx, max_norm
             # read by DeepSpeed's engine under these names

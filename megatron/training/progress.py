@@ -58,7 +58,7 @@ class Progress:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Progress:
-        """From what dataclasses.asdict made of one, by way of JSON. Raises TypeError or ValueError for anything else."""
+        """From what dataclasses.asdict made of one, by way of JSON. Raises TypeError or ValueError for others."""
         values = dict(saved)
         for name in ("loss", "log_grad_norm"):
             if name in values:

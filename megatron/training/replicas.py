@@ -81,7 +81,7 @@ class Replicas:
         )
 
     def _difference(self, copy: Copy, odd: int, holder: int) -> str:
-        """By how much rank `odd`'s differs from rank `holder`'s: only they talk, and rank `odd` tells all. Collective."""
+        """By how much rank `odd`'s differs from rank `holder`'s: they compare, and rank `odd` tells all. Collective."""
         ctx, told = self._ctx, None
         tensor = self._held.get(copy)
         if tensor is not None and ctx.rank in (odd, holder):
@@ -91,7 +91,9 @@ class Replicas:
             else:
                 theirs = torch.empty_like(flat)
                 dist.recv(theirs.view(torch.uint8), holder, group=ctx.control_group)
-                count = int((flat.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, flat.element_size()).any(1).sum())
+                count = int(
+                    (flat.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, flat.element_size()).any(1).sum()
+                )
                 largest = float((flat.double() - theirs.double()).abs().max())
                 told = f": {count} of {flat.numel()} numbers, by up to {largest:.3g}"
         return next((text for text in ctx.gather_objects(told) if text is not None), "")

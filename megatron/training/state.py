@@ -115,6 +115,16 @@ def restore(engine: Engine, checkpoint: Readable, saved: dict[str, Any] | None) 
             setattr(engine.deepspeed.optimizer.loss_scaler, name, value)
 
 
+def gather_again(engine: Engine) -> None:
+    """After `restore` into an engine that has trained: ZeRO-3 keeps small parameters whole on all ranks. Collective."""
+    if engine.config.optimizer.zero_stage == 3:
+        optimizer = engine.deepspeed.optimizer
+        for parameter in optimizer.persistent_parameters:
+            parameter.partition(has_been_updated=False)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
 def _place(engine: Engine, shard: Shard) -> tuple[int, int]:
     """Tensor-parallel rank and size of a local tensor; (0, 1) where every rank holds the whole."""
     return (0, 1) if shard.dim is None else (engine.ctx.tensor_rank, engine.ctx.tensor_size)
@@ -212,7 +222,7 @@ def uncounted_gradients(engine: Engine) -> Callable[[], list[Tensor]]:
     parameters that the first tensor-parallel rank holds too.
     """
     if engine.ctx.tensor_rank == 0:
-        return lambda: []
+        return list
     optimizer, stage = engine.deepspeed.optimizer, engine.config.effective_zero_stage
     parameters = [p for p in engine.module.parameters() if p.requires_grad and shard_of(p).dim is None]
     if stage == 0:

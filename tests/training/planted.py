@@ -1,5 +1,4 @@
-"""Faults planted into a few steps of a tiny model, and what they leave behind. Runs inside the ranks of
-tests/ranks.py."""
+"""Faults planted into the training of a tiny model. Runs inside the ranks of tests/ranks.py."""
 
 from __future__ import annotations
 
@@ -8,11 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.data.blend import BlendedDataset
+from megatron.data.gpt import GPTDataset
 from megatron.training import state
-from megatron.training.engine import Engine
+from megatron.training.engine import Engine, StepResult
+from tests import runs
 from tests.training import layouts
 
 
@@ -40,7 +43,9 @@ def snapshot(engine: Engine) -> dict[str, Tensor]:
         held = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
         found[name] = held.detach().clone()
     for part in state._parts(engine):
-        found |= {f"{part.name} {kind}": t.detach().clone() for kind, t in {"weight": part.weight, **part.moments}.items()}
+        found |= {
+            f"{part.name} {kind}": t.detach().clone() for kind, t in {"weight": part.weight, **part.moments}.items()
+        }
     found["step"] = torch.tensor(state.scalars(engine)["step"] or 0.0)
     return found
 
@@ -79,35 +84,141 @@ def nan_gradient(engine: Engine, rank: int, name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def nan_loss(engine: Engine, rank: int) -> Iterator[None]:
     """The loss of one rank's microbatches is NaN, its gradient is not."""
-    original = engine.deepspeed.loss_model if engine.config.uses_pipeline else engine._loss
+    original = engine._loss
 
     def spoiled(outputs: Any, labels: Any) -> Tensor:
         loss = original(outputs, labels)
         return loss + (torch.full_like(loss, float("nan")) if engine.ctx.rank == rank else 0.0)
 
     if engine.config.uses_pipeline:
-        spoiled_pipeline = engine.gate.recording(spoiled)
-        with patch.object(engine.deepspeed, "loss_model", spoiled_pipeline):
+        recorded = engine.gate.recording(spoiled)
+        with patch.object(engine.deepspeed, "loss_model", recorded):
             yield
     else:
         with patch.object(engine, "_loss", spoiled):
             yield
 
 
-def plant(arguments: str, fault: str, rank: int, name: str = "") -> dict[str, Any]:
-    """Two good steps, one with the fault, two good ones."""
+def plant_all(arguments: str, faults: list[tuple[str, int, str]]) -> list[dict[str, Any]]:
+    """What each (fault, rank, parameter) does to one step of a training whose other steps are good."""
+    found = []
     with float16_allowed(arguments):
         engine, task = layouts.build(arguments)
-        results = [step(engine, task, 0), step(engine, task, 1)]
-        before = snapshot(engine)
-        with nan_gradient(engine, rank, name) if fault == "gradient" else nan_loss(engine, rank):
-            results.append(step(engine, task, 2))
-        kept = changed(before, snapshot(engine))
-        results += [step(engine, task, 3), step(engine, task, 4)]
-        return {
-            "changed": kept,
-            "skipped": [result.skipped for result in results],
-            "finite": [result.is_finite for result in results],
-            "losses": [float(result.loss) for result in results],
-            "moved": len(changed(before, snapshot(engine))),
-        }
+        number = 0
+        for fault, rank, name in faults:
+            good = step(engine, task, number)
+            before = snapshot(engine)
+            with nan_gradient(engine, rank, name) if fault == "gradient" else nan_loss(engine, rank):
+                bad = step(engine, task, number + 1)
+            unchanged = changed(before, snapshot(engine))
+            following = step(engine, task, number + 2)
+            found.append(
+                {
+                    "changed": unchanged,
+                    "good": (good.skipped, good.is_finite),
+                    "bad": (bad.skipped, bad.is_finite),
+                    "following": (following.skipped, following.is_finite),
+                    "moved": len(changed(before, snapshot(engine))),
+                    "loss": float(following.loss),
+                }
+            )
+            number += 3
+    return found
+
+
+# Whole runs
+
+
+HELD_OUT = 50
+"""Validation and test sets are smaller."""
+
+
+@contextlib.contextmanager
+def poisoned(begin: int, end: int) -> Iterator[None]:
+    """Training samples [begin, end) are noise, which a model that has learned anything finds most unlikely."""
+    originals = {cls: cls.get_batch for cls in (GPTDataset, BlendedDataset)}
+
+    def get_batch(self: Any, indices: Any) -> Any:
+        samples = originals[type(self)](self, indices)
+        for row, index in enumerate(np.asarray(indices)):
+            if begin <= index < end and len(self) > HELD_OUT:
+                samples[row] = np.random.default_rng(int(index)).integers(0, 128, samples.shape[1])
+        return samples
+
+    with patch.object(GPTDataset, "get_batch", get_batch), patch.object(BlendedDataset, "get_batch", get_batch):
+        yield
+
+
+@contextlib.contextmanager
+def absent(begin: int, end: int) -> Iterator[None]:
+    """Steps over the samples [begin, end) never reach the engine."""
+    original = Engine.train_step
+
+    def train_step(self: Engine, microbatches: Any, *, consumed_samples: int, **options: Any) -> StepResult:
+        if begin <= consumed_samples < end:
+            return StepResult(torch.tensor(1.0), 1.0, skipped=False)
+        return original(self, microbatches, consumed_samples=consumed_samples, **options)
+
+    with patch.object(Engine, "train_step", train_step):
+        yield
+
+
+@contextlib.contextmanager
+def nan_from(consumed_samples: int) -> Iterator[None]:
+    """Every loss from there on is NaN, on rank 0 alone."""
+    original = Engine.train_step
+
+    def train_step(self: Engine, microbatches: Any, **options: Any) -> StepResult:
+        if options["consumed_samples"] < consumed_samples:
+            return original(self, microbatches, **options)
+        with nan_loss(self, 0):
+            return original(self, microbatches, **options)
+
+    with patch.object(Engine, "train_step", train_step):
+        yield
+
+
+@contextlib.contextmanager
+def overflowing(consumed_samples: int) -> Iterator[None]:
+    """Every gradient from there on is NaN on rank 0, in a float16 run; the losses are not."""
+    original = Engine.train_step
+
+    def train_step(self: Engine, microbatches: Any, **options: Any) -> StepResult:
+        if options["consumed_samples"] < consumed_samples:
+            return original(self, microbatches, **options)
+        with nan_gradient(self, 0, "1.attention_norm.weight"):
+            return original(self, microbatches, **options)
+
+    with patch.object(Engine, "train_step", train_step):
+        yield
+
+
+@contextlib.contextmanager
+def drift(rank: int, name: str, consumed_samples: int) -> Iterator[None]:
+    """One number of a parameter moves on one rank alone, right after the step over these samples."""
+    original = Engine.train_step
+
+    def train_step(self: Engine, microbatches: Any, **options: Any) -> StepResult:
+        result = original(self, microbatches, **options)
+        if self.ctx.rank == rank and options["consumed_samples"] == consumed_samples:
+            parameter = dict(self.module.named_parameters())[name]
+            held = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
+            with torch.no_grad():
+                held.view(-1)[1] += 0.25
+        return result
+
+    with patch.object(Engine, "train_step", train_step):
+        yield
+
+
+def run(arguments: str, plan: str = "", *values: Any) -> str:
+    """A whole run with one of the above; the fault that ended it, or ''."""
+    plans = {
+        "poisoned": poisoned,
+        "absent": absent,
+        "nan_from": nan_from,
+        "overflowing": overflowing,
+        "drift": drift,
+    }
+    with float16_allowed(arguments), plans[plan](*values) if plan else contextlib.nullcontext():
+        return runs.train(arguments)
