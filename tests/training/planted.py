@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset
 from megatron.training import state
 from megatron.training.engine import Engine, StepResult
+from megatron.training.progress import Progress
 from tests import runs
 from tests.training import layouts
 
@@ -150,6 +152,13 @@ def poisoned(begin: int, end: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def knowing(begin: int, end: int) -> Iterator[None]:
+    """A new run that leaves out the samples [begin, end), as one does after a rollback."""
+    with patch("megatron.training.progress.Progress", partial(Progress, left_out=[(begin, end)])):
+        yield
+
+
+@contextlib.contextmanager
 def absent(begin: int, end: int) -> Iterator[None]:
     """Steps over the samples [begin, end) never reach the engine."""
     original = Engine.train_step
@@ -215,6 +224,7 @@ def run(arguments: str, plan: str = "", *values: Any) -> str:
     """A whole run with one of the above; the fault that ended it, or ''."""
     plans = {
         "poisoned": poisoned,
+        "knowing": knowing,
         "absent": absent,
         "nan_from": nan_from,
         "overflowing": overflowing,

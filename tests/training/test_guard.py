@@ -176,14 +176,17 @@ def test_an_interrupted_run_decides_as_the_undisturbed_one(ranks: RankPools, tmp
     assert_same_state(whole, parts)
     one, other = (Checkpoint(f / f"global_step{STEPS}").metadata["progress"] for f in (whole, parts))
     assert one == other
-    # another data-parallel size leaves the same samples out
-    folder = tmp_path / "cut"
-    folder.mkdir()
-    (parts / "global_step18").rename(folder / "global_step18")  # saved after the rollback, at the second stop
-    (folder / "latest").write_text("global_step18\n")
-    flags = f"{common} --save {tmp_path / 'c'} --load {folder} --results-dir {tmp_path / 'r3'}"
-    assert set(ranks(4)(planted.run, flags, "poisoned", *POISON)) == {""}
-    assert Checkpoint(tmp_path / "c" / f"global_step{STEPS}").metadata["progress"]["left_out"] == one["left_out"]
+
+
+def test_what_is_left_out_stays_so_on_another_layout(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    common = f"--data-path {data} {GUARDED} --spike-action skip --save {tmp_path / 'a'} --load {tmp_path / 'a'}"
+    common += f" --results-dir {tmp_path / 'results'}"
+    flags = f"{common} --tensor-model-parallel-size 2 --exit-interval 14"
+    assert set(ranks(2)(planted.run, flags, "knowing", POISON[0] - 16, POISON[1])) == {""}
+    assert set(ranks(4)(planted.run, f"{common} {LAYOUTS['TP2 DP2 ZeRO-1']}", "poisoned", *POISON)) == {""}
+    assert runs.rows(tmp_path / "results", "bad_step") == []
+    progress = Checkpoint(tmp_path / "a" / f"global_step{STEPS}").metadata["progress"]
+    assert (progress["left_out"], progress["skipped_iterations"]) == ([[POISON[0] - 16, POISON[1]]], 3)
 
 
 def test_without_an_old_checkpoint_a_spike_is_skipped(ranks: RankPools, tmp_path: Path, data: Path) -> None:
