@@ -30,6 +30,7 @@ PROFILING = (
     "pytorch_profiler_collect_shapes",
     "pytorch_profiler_collect_callstack",
 )
+ROLLBACK = ("rollback_skip_steps", "max_rollbacks")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 
 
@@ -49,6 +50,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_tokenizer(config),
         *_check_checkpoint(config),
         *_check_logging(config, world_size),
+        *_check_guard(config),
         *_check_idle(config),
     ]
 
@@ -320,6 +322,16 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
         yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
 
 
+def _check_guard(config: Config) -> Iterator[str]:
+    guard, checkpoint = config.guard, config.checkpoint
+    if guard.spike_action != "rollback":
+        return
+    if checkpoint.save is None:
+        yield "spike_action=rollback goes back to the run's own checkpoints, but save is not given; give a folder"
+    if checkpoint.no_save_optim:
+        yield "spike_action=rollback needs the optimizer's state, but no_save_optim leaves it out; turn one of them off"
+
+
 def _check_idle(config: Config) -> Iterator[str]:
     """Options that were given a value which nothing looks at, as the others stand.
 
@@ -345,6 +357,8 @@ def _check_idle(config: Config) -> Iterator[str]:
         ),
         (tokenizer, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
         (config.logging.profile, "profile", "turn it on", PROFILING),
+        (config.guard.spike_action != "off", "spike_action", "choose one", ("spike_threshold", "spike_window")),
+        (config.guard.spike_action == "rollback", "spike_action=rollback", "choose that", ROLLBACK),
         (config.logging.wandb_project, "wandb_project", "give one", WANDB),
     ]
     for present, needed, remedy, names in needs:

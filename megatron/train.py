@@ -213,10 +213,14 @@ def start() -> int:
             print(error, file=sys.stderr)
         return REFUSED
     except Exception as error:
-        from megatron.training.faults import USER_FAULTS, exit_status
+        from megatron.training.faults import USER_FAULTS, GaveUp, exit_status
 
-        if isinstance(error, USER_FAULTS):
-            print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        if isinstance(error, GaveUp):
+            if rank == "0":  # equal on every rank
+                print(f"gave up: {error}", file=sys.stderr)
+        elif isinstance(error, USER_FAULTS):
+            print(f"rank {rank}: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
         return exit_status(error)

@@ -11,7 +11,7 @@ from megatron.accelerator import DeviceError
 from megatron.checkpoint.store import CheckpointError
 from megatron.config import ConfigError
 from megatron.data.indexed import DataError
-from megatron.exit_codes import FAILED, REFUSED
+from megatron.exit_codes import FAILED, GAVE_UP, REFUSED
 from megatron.parallel.context import LayoutError, ParallelContext
 
 T = TypeVar("T")
@@ -25,6 +25,10 @@ class OtherRankFailed(RuntimeError):
         self.status = status
 
 
+class GaveUp(RuntimeError):
+    """The guard ends the run, on every rank alike: going on would waste the machine or spoil the checkpoints."""
+
+
 USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, DeviceError, OSError, OtherRankFailed)
 # Of a file system or a network, not of what the user asked for.
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
@@ -34,6 +38,8 @@ def exit_status(error: Exception) -> int:
     """What a process ends with that met this fault: REFUSED where another try would meet it too."""
     if isinstance(error, OtherRankFailed):
         return error.status
+    if isinstance(error, GaveUp):
+        return GAVE_UP
     if isinstance(error, OSError) and error.errno in PASSING:
         return FAILED
     return REFUSED if isinstance(error, USER_FAULTS) else FAILED

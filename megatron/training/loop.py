@@ -17,6 +17,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import Microbatch, PretrainTask
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
+from megatron.training.guard import Guard
 from megatron.training.memory import MemoryLog
 from megatron.training.metrics import MetricsLog, StepMetrics
 from megatron.training.profiling import Profile
@@ -95,6 +96,7 @@ def train(
     batches = make_batches(engine, task, training_data, progress.consumed_samples)
     interval, saved_at = Interval(), progress.iteration
     timer = SaveTimer(config.checkpoint.save_interval_in_mins, engine.ctx)
+    guard = Guard(engine, progress, training_data, log, checkpoints)
     if checkpoints is not None:
         checkpoints.reserve(engine)
     if progress.iteration == 0:
@@ -105,27 +107,33 @@ def train(
         while stop.reason is None and not is_complete(training, progress):
             size = global_batch_size(training, progress.consumed_samples)
             lr = learning_rate(config.optimizer, training, progress.consumed_samples)
-            with engine.timers.on_host("batch-generator"):
-                microbatches = next(batches) if engine.reads_data else []
-            result = engine.train_step(
-                microbatches,
-                global_batch_size=size,
-                consumed_samples=progress.consumed_samples,
-                lr=lr,
-            )
-            accelerator.mark_step()
+            begin, result = progress.consumed_samples, None
+            if progress.leaves_out(begin, begin + size):
+                batches.seek(begin + size)
+            else:
+                with engine.timers.on_host("batch-generator"):
+                    microbatches = next(batches) if engine.reads_data else []
+                result = engine.train_step(microbatches, global_batch_size=size, consumed_samples=begin, lr=lr)
+                accelerator.mark_step()
             progress.iteration += 1
             progress.consumed_samples += size
-            progress.skipped_iterations += result.skipped
-            interval.add(result)
+            progress.skipped_iterations += result is None or result.skipped
+            if result is not None:
+                interval.add(result)
+                if guard.after_step(result, begin):
+                    batches.seek(progress.consumed_samples)
+                    interval.restart()
+                    saved_at = progress.iteration
+                    continue
             profile.step(progress.iteration)
 
-            if progress.iteration % config.logging.log_interval == 0:
+            if progress.iteration % config.logging.log_interval == 0 and interval.steps:
                 log_step(engine, log, progress, interval, result, lr, size)
                 timers = engine.timers.read(interval.steps, engine.ctx)
                 log.log_timers(progress.iteration, progress.consumed_samples, timers)
                 interval.restart()
             memory.after_step(progress.iteration)
+            guard.check_replicas()
             stop.ask(progress)
             paused_s = time.perf_counter()
             if progress.iteration % config.data.eval_interval == 0:
@@ -133,6 +141,7 @@ def train(
             if checkpoints is not None:
                 is_time = timer.is_due()
                 if is_time or progress.iteration % config.checkpoint.save_interval == 0:
+                    guard.before_save()
                     with engine.timers.on_host("save-checkpoint"):
                         checkpoints.save(engine, progress, fingerprint)
                     timer.restart()
@@ -149,6 +158,7 @@ def train(
         log.message(f"Training is complete, iteration={progress.iteration}, {progress.consumed_samples} samples")
     if checkpoints is not None:
         if saved_at != progress.iteration:
+            guard.before_save()
             checkpoints.save(engine, progress, fingerprint)
         checkpoints.finish(log.message)
     if stop.reason is None:
@@ -183,8 +193,15 @@ def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samp
 
 
 def log_step(
-    engine: Engine, log: MetricsLog, progress: Progress, interval: Interval, result: StepResult, lr: float, size: int
+    engine: Engine,
+    log: MetricsLog,
+    progress: Progress,
+    interval: Interval,
+    result: StepResult | None,
+    lr: float,
+    size: int,
 ) -> None:
+    """`result` None: the last step of the interval was left out."""
     loss, nan_steps, elapsed_s = interval.read()
     progress.nan_iterations += nan_steps
     log.log_step(
@@ -198,7 +215,7 @@ def log_step(
             global_batch_size=size,
             lm_loss=loss,
             loss_scale=engine.loss_scale,
-            grad_norm=None if result.grad_norm is None else float(result.grad_norm),
+            grad_norm=None if result is None or result.grad_norm is None else float(result.grad_norm),
             skipped_iterations=progress.skipped_iterations,
             nan_iterations=progress.nan_iterations,
             memory=accelerator.memory_stats(),

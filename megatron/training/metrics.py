@@ -101,8 +101,9 @@ class MetricsLog:
         self._flops_per_token = flops_per_token(config.model, config.training.seq_length)
         # where the last log line left off; the samples that a resumed run starts from are not known here
         self._last_samples = 0 if resumed_iteration == 0 else None
-        self.totals = Totals(self._flops_per_token, self._peak_tflops, world_size)
+        self.totals = self._no_totals()
         """Of all rows in metrics.jsonl, those of earlier attempts too."""
+        self._folder: Path | None = None
         self._jsonl: int | None = None
         self._tensorboard: Any = None
         self._bar: Any = None
@@ -111,7 +112,7 @@ class MetricsLog:
             return
         logging = config.logging
         if logging.results_dir is not None:
-            folder = Path(logging.results_dir)
+            folder = self._folder = Path(logging.results_dir)
             folder.mkdir(parents=True, exist_ok=True)
             _supersede(folder, resumed_iteration, self.totals)
             self._jsonl = os.open(folder / METRICS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -236,6 +237,25 @@ class MetricsLog:
         # the slowest rank's, as Megatron writes them
         self._write_scalars({name: spread.max for name, spread in values.items()}, iteration, consumed_samples)
         self.message(timer_lines(values))
+
+    def log_bad_step(self, row: dict[str, Any]) -> None:
+        """Keep what the guard found of a step, as a row of its own kind."""
+        self._write_row("bad_step", row)
+
+    def rewind(self, iteration: int, consumed_samples: int) -> None:
+        """The run goes on from there: what was written of later iterations is moved out, as at a resumption."""
+        self._last_iteration, self._last_samples = iteration, consumed_samples
+        if self._jsonl is not None and self._folder is not None:
+            os.close(self._jsonl)
+            self.totals = self._no_totals()
+            _supersede(self._folder, iteration, self.totals)
+            self._jsonl = os.open(self._folder / METRICS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if self._bar is not None:
+            self._bar.n = iteration
+            self._bar.refresh()
+
+    def _no_totals(self) -> Totals:
+        return Totals(self._flops_per_token, self._peak_tflops, self._world_size)
 
     def _speed(self, step: StepMetrics) -> Speed:
         batch_size = float(step.global_batch_size)
