@@ -372,6 +372,19 @@ class LoggingConfig:
     """Write a torch.profiler trace of profile_steps to results_dir, from rank 0."""
     profile_steps: tuple[Positive, Positive] = (3, 4)
     """First and last iteration of the trace."""
+    log_straggler: bool = False
+    """Measure what each rank does without waiting for another, and tell the spread and the slowest rank with each log
+    line."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class GuardConfig:
+    """What watches over the run."""
+
+    watchdog_timeout_s: NonNegativeFloat | None = None
+    """Seconds without progress after which the run is ended, with the stacks of every rank. Until the first step is
+    done, distributed_timeout_minutes count instead. 0: never. Unset: 600, or distributed_timeout_minutes if that is
+    less."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -385,6 +398,13 @@ class Config:
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+
+    @property
+    def effective_watchdog_timeout_s(self) -> float:
+        """0: there is no watchdog."""
+        given = self.guard.watchdog_timeout_s
+        return min(600.0, self.parallel.distributed_timeout_minutes * 60) if given is None else given
 
     @property
     def uses_pipeline(self) -> bool:

@@ -26,6 +26,8 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_data(config),
         *_check_tokenizer(config),
         *_check_logging(config),
+        *_check_straggler(config),
+        *_check_guard(config),
     ]
 
 
@@ -279,3 +281,30 @@ def _check_logging(config: Config) -> Iterator[str]:
         yield "profile writes its trace to results_dir, which is not given; give one, or turn it off"
     if first > last:
         yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"
+
+
+def _check_straggler(config: Config) -> Iterator[str]:
+    tp = config.parallel.tensor_model_parallel_size
+    if not config.logging.log_straggler:
+        return
+    if config.optimizer.zero_stage == 3:
+        yield (
+            "log_straggler measures a rank's own work, but under zero_stage=3 every layer waits for the parameters of "
+            "other ranks; turn it off"
+        )
+    if config.training.torch_compile and tp > 1:
+        yield (
+            f"log_straggler looks into the layers where tensor_model_parallel_size={tp} is above 1, which it cannot "
+            "once torch_compile has compiled them; turn one of the two off"
+        )
+
+
+def _check_guard(config: Config) -> Iterator[str]:
+    minutes, timeout_s = config.parallel.distributed_timeout_minutes, config.guard.watchdog_timeout_s
+    if timeout_s is not None and timeout_s > minutes * 60:
+        yield (
+            f"watchdog_timeout_s={timeout_s:g} is above distributed_timeout_minutes={minutes:g} ({minutes * 60:g} s), "
+            "after which a collective fails without telling why; lower it, or raise distributed_timeout_minutes"
+        )
+    if timeout_s is not None and 0 < timeout_s < 1:
+        yield f"watchdog_timeout_s={timeout_s:g} leaves no time for a step; use 1 or more, or 0 for no watchdog"

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.command_line import load_config, to_yaml
 from megatron.config import Config, ConfigError
-from megatron.exit_codes import DONE, REFUSED
+from megatron.exit_codes import DONE, FAILED, REFUSED
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
+    from megatron.training.watchdog import Watchdog
 
 
 def main(arguments: list[str]) -> None:
@@ -34,17 +37,27 @@ def main(arguments: list[str]) -> None:
 
     from megatron.parallel.context import ParallelContext
     from megatron.training.faults import together
+    from megatron.training.watchdog import Watchdog
 
-    ctx = ParallelContext.build(config.parallel, device)
-    try:
-        run(config, ctx)
-        together(ctx, lambda: None)  # no rank leaves while another still needs it
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with Watchdog(config) as watchdog:
+        try:
+            watchdog.phase("joining the other ranks")
+            ctx = ParallelContext.build(config.parallel, device)
+            watchdog.connect(ctx)
+            run(config, ctx, watchdog=watchdog)
+            watchdog.phase("end", watchdog.step)
+            together(ctx, lambda: None)  # no rank leaves while another still needs it
+        except BaseException as error:
+            to_tell = watchdog.fail(error)
+            if to_tell is not error:
+                raise to_tell from error
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
-def run(config: Config, ctx: ParallelContext) -> None:
+def run(config: Config, ctx: ParallelContext, watchdog: Watchdog | None = None) -> None:
     """Build everything, restore what was saved, and train. Collective."""
     from megatron import accelerator
     from megatron.tasks.registry import TASKS
@@ -56,16 +69,20 @@ def run(config: Config, ctx: ParallelContext) -> None:
     from megatron.training.progress import Progress, check_data
     from megatron.training.schedule import global_batch_size, total_iterations
     from megatron.training.stop import StopDecision
+    from megatron.training.watchdog import Watchdog
 
     training, data = config.training, config.data
+    watchdog = watchdog or Watchdog(config)  # one that nobody has started
     with StopDecision(training, broadcast=ctx.broadcast, decides=ctx.rank == 0) as stop:
         if reason := stop.before_start():
             announce(ctx, reason)
             return
+        watchdog.phase("reading the checkpoint")
         checkpoint = find_checkpoint(config, ctx)
         progress, saved_data = Progress(), None
         if checkpoint is not None:
             progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config.checkpoint))
+        watchdog.phase("opening the data")
         datasets = together(ctx, lambda: open_data(config))
         fingerprint = datasets[0].fingerprint
         if saved_data is not None:
@@ -73,6 +90,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
             if change is not None:
                 announce(ctx, f"allow_data_change: {change}")
         task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
+        watchdog.phase("building the model")
         engine = build_engine(
             config,
             ctx,
@@ -81,11 +99,14 @@ def run(config: Config, ctx: ParallelContext) -> None:
             global_batch_size=global_batch_size(training, progress.consumed_samples),
         )
         if checkpoint is not None:
+            watchdog.phase("restoring")
             restored = together(ctx, lambda: restore(engine, checkpoint, progress))
             announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
         write_config(config, ctx)
+        watchdog.open()
         # opened late: nothing is written before the data and what is resumed were found good
-        saving = Checkpoints(config, ctx) if config.checkpoint.save is not None else contextlib.nullcontext()
+        beat = partial(watchdog.beat_of, "save")
+        saving = Checkpoints(config, ctx, beat) if config.checkpoint.save is not None else contextlib.nullcontext()
         with (
             saving as checkpoints,
             MetricsLog(
@@ -97,7 +118,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
                 resumed_iteration=progress.iteration,
             ) as log,
         ):
-            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints)
+            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, watchdog)
 
 
 def open_data(config: Config) -> tuple[Any, Any, Any]:
@@ -196,10 +217,15 @@ def start() -> int:
             print(error, file=sys.stderr)
         return REFUSED
     except Exception as error:
-        from megatron.training.faults import USER_FAULTS
+        from megatron.training.faults import USER_FAULTS, PeerLostError
 
+        if isinstance(error, PeerLostError):
+            if str(error):
+                print(error, file=sys.stderr)
+            return FAILED
         if not isinstance(error, USER_FAULTS):
-            raise
+            traceback.print_exc()
+            return FAILED
         print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return REFUSED
     return DONE
@@ -211,8 +237,9 @@ def leave(status: int) -> None:
     gloo's threads release the tensors of the last collective after it has returned. One that does so while the
     interpreter is being torn down aborts the process: status 134 after a run that went well.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk, a reader that left
+            stream.flush()
     os._exit(status)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron import accelerator
 from megatron.data.batches import Batches
+from megatron.data.indexed import DataError
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import Microbatch, PretrainTask
 from megatron.training.checkpoints import Checkpoints
@@ -21,6 +22,8 @@ from megatron.training.profiling import Profile
 from megatron.training.progress import Progress
 from megatron.training.schedule import global_batch_size, learning_rate, total_samples
 from megatron.training.stop import StopDecision
+from megatron.training.straggler import Straggler
+from megatron.training.watchdog import Watchdog
 
 
 class Interval:
@@ -82,6 +85,7 @@ def train(
     log: MetricsLog,
     stop: StopDecision,
     checkpoints: Checkpoints | None,
+    watchdog: Watchdog,
 ) -> None:
     """Train from `progress` to the end of the configured samples, or until `stop` says so. Collective.
 
@@ -93,11 +97,12 @@ def train(
     batches = make_batches(engine, task, training_data, progress.consumed_samples)
     interval, saved_at, reason = Interval(), progress.iteration, None
     timer = SaveTimer(config.checkpoint.save_interval_in_mins, engine.ctx)
+    straggler = Straggler(engine) if config.logging.log_straggler else None
     if checkpoints is not None:
         checkpoints.reserve(engine)
     if progress.iteration == 0:
         # where the run starts from; and a validation that cannot work fails now, not after hours
-        log_evaluation(engine, task, validation_data, progress, log, "valid")
+        log_evaluation(engine, task, validation_data, progress, log, "valid", watchdog)
         interval.restart()
     with batches, Profile(config.logging, writes=engine.ctx.rank == 0) as profile:
         while progress.consumed_samples < last_sample:
@@ -105,26 +110,36 @@ def train(
             if progress.consumed_samples + size > last_sample:
                 break
             lr = learning_rate(config.optimizer, training, progress.consumed_samples)
+            step = progress.iteration + 1
+            watchdog.phase("data", step)
+            microbatches = next_batch(batches, straggler) if engine.reads_data else []
+            watchdog.phase("train", step)
             result = engine.train_step(
-                next(batches) if engine.reads_data else [],
+                microbatches,
                 global_batch_size=size,
                 consumed_samples=progress.consumed_samples,
                 lr=lr,
             )
             accelerator.mark_step()
+            if straggler is not None:
+                straggler.count_step()
             progress.iteration += 1
             progress.consumed_samples += size
             progress.skipped_iterations += result.skipped
             interval.add(result)
             profile.step(progress.iteration)
 
+            watchdog.phase("log", step)
             if progress.iteration % config.logging.log_interval == 0:
-                log_step(engine, log, progress, interval, result, lr, size)
+                log_step(engine, log, progress, interval, result, lr, size, straggler)
                 interval.restart()
+            watchdog.started()
+            watchdog.phase("agreeing on whether to stop", step)
             reason = stop.after_step(progress.iteration, progress.consumed_samples)
             paused_s = time.perf_counter()
             if progress.iteration % config.data.eval_interval == 0:
-                log_evaluation(engine, task, validation_data, progress, log, "valid")
+                log_evaluation(engine, task, validation_data, progress, log, "valid", watchdog)
+            watchdog.phase("save", step)
             if checkpoints is not None:
                 is_time = timer.is_due()
                 if is_time or progress.iteration % config.checkpoint.save_interval == 0:
@@ -137,14 +152,30 @@ def train(
             if reason is not None:
                 log.message(reason)
                 break
+    watchdog.phase("save", progress.iteration)
     if checkpoints is not None:
         if saved_at != progress.iteration:
             checkpoints.save(engine, progress, fingerprint)
         checkpoints.finish(log.message)
     if reason is None:
         if progress.iteration % config.data.eval_interval:
-            log_evaluation(engine, task, validation_data, progress, log, "valid")
-        log_evaluation(engine, task, test_data, progress, log, "test")
+            log_evaluation(engine, task, validation_data, progress, log, "valid", watchdog)
+        log_evaluation(engine, task, test_data, progress, log, "test", watchdog)
+
+
+def next_batch(batches: Batches[Microbatch], straggler: Straggler | None) -> list[Microbatch]:
+    """This rank's microbatches of the next step. Raises DataError where there are none: other ranks may have some."""
+    began_s = time.perf_counter()
+    try:
+        microbatches = next(batches)
+    except StopIteration:
+        raise DataError(
+            f"this rank has no data after {batches.consumed_samples} samples, though the run goes on; see to it that "
+            "every host has the same files"
+        ) from None
+    if straggler is not None:
+        straggler.add_data_wait(time.perf_counter() - began_s)
+    return microbatches
 
 
 def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samples: int) -> Batches[Microbatch]:
@@ -167,7 +198,8 @@ def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samp
 
 
 def log_step(
-    engine: Engine, log: MetricsLog, progress: Progress, interval: Interval, result: StepResult, lr: float, size: int
+    engine: Engine, log: MetricsLog, progress: Progress, interval: Interval, result: StepResult, lr: float, size: int,
+    straggler: Straggler | None,
 ) -> None:
     loss, nan_steps, elapsed_s = interval.read()
     progress.nan_iterations += nan_steps
@@ -185,6 +217,7 @@ def log_step(
             skipped_iterations=progress.skipped_iterations,
             nan_iterations=progress.nan_iterations,
             memory=accelerator.memory_stats(),
+            spread=None if straggler is None else straggler.read(),
         )
     )
 
@@ -196,19 +229,23 @@ def log_evaluation(
     progress: Progress,
     log: MetricsLog,
     split: Literal["valid", "test"],
+    watchdog: Watchdog,
 ) -> None:
     """Loss over the first eval_iters global batches of `dataset`: the same samples each time."""
     config = engine.config
     if config.data.eval_iters == 0 or dataset is None:
         return
-    loss, tokens = evaluate(engine, config.data.eval_iters, task, dataset)
+    watchdog.phase("evaluation", progress.iteration)
+    loss, tokens = evaluate(engine, config.data.eval_iters, task, dataset, watchdog.beat)
     log.log_validation(progress.iteration, progress.consumed_samples, loss, int(tokens), split)
 
 
-def evaluate(engine: Engine, num_batches: int, task: PretrainTask, dataset: Any) -> tuple[float, float]:
+def evaluate(
+    engine: Engine, num_batches: int, task: PretrainTask, dataset: Any, beat: Callable[[], None] = lambda: None
+) -> tuple[float, float]:
     """Mean loss per loss token over `num_batches` global batches, and the number of those tokens.
 
-    Both are right on ranks that read data, rank 0 among them.
+    `beat` is called after each of them. Both are right on ranks that read data, rank 0 among them.
     """
     training = engine.config.training
     num_microbatches = training.global_batch_size // (training.micro_batch_size * engine.ctx.data_size)
@@ -226,4 +263,5 @@ def evaluate(engine: Engine, num_batches: int, task: PretrainTask, dataset: Any)
     for _ in range(num_batches):
         loss, count = engine.evaluate(next(batches) if engine.reads_data else [], num_microbatches)
         total, tokens = total + float(loss) * count, tokens + count
+        beat()
     return total / max(tokens, 1.0), tokens
