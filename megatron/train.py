@@ -220,15 +220,21 @@ def start() -> int:
         from megatron.training.faults import USER_FAULTS, PeerLostError
 
         if isinstance(error, PeerLostError):
-            if str(error):
-                print(error, file=sys.stderr)
+            tell(str(error))
             return FAILED
         if not isinstance(error, USER_FAULTS):
-            traceback.print_exc()
+            tell(traceback.format_exc().rstrip())
             return FAILED
-        print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        tell(f"rank {os.environ.get('RANK', '0')}: {error}")
         return REFUSED
     return DONE
+
+
+def tell(text: str) -> None:
+    """On stderr, where that can be: on a full disk the exit status must still tell."""
+    with contextlib.suppress(OSError):
+        if text:
+            print(text, file=sys.stderr, flush=True)
 
 
 def leave(status: int) -> None:

@@ -380,11 +380,11 @@ class Watchdog:
             self._channel.send(report)
         if not lost:
             if report.step and not isinstance(error, OtherRankFailed):
-                print(f"{report.name} failed {report.at}: {reason}", file=sys.stderr, flush=True)
+                self._say(f"{report.name} failed {report.at}:")
             self.beat()  # the way out has its time too
             return error
         if self._verbose:
-            traceback.print_exception(error)
+            self._say("".join(traceback.format_exception(error)))
         heard = self._channel is not None and self._verdict_is_told.wait(timeout=GIVE_UP_S + self._look_s)
         time.sleep(max(0.0, told_s + LINGER_S - time.monotonic()))
         self.beat()

@@ -64,10 +64,6 @@ def fail() -> None:
     raise ArithmeticError("the fault of the test")
 
 
-def slow_down() -> None:
-    time.sleep(0.2)
-
-
 def fill_disk() -> None:
     """No file may become longer than a few bytes: as a full disk, but for this process alone."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
@@ -116,16 +112,18 @@ def install(fault: str, at_rank: int) -> None:
         return original_step(engine, *arguments, **options)
 
     Engine.train_step = train_step  # type: ignore[method-assign]
-    if fault == "slow rank":
+    if fault in ("slow layer", "slow attention"):
+        from megatron.models.attention import SelfAttention
         from megatron.models.transformer import TransformerLayer
 
-        original_layer = TransformerLayer.forward
+        where: Any = (TransformerLayer, "forward") if fault == "slow layer" else (SelfAttention, "_core")
+        original: Any = getattr(*where)
 
-        def slow_layer(layer: Any, stream: Any) -> Any:
-            slow_down()
-            return original_layer(layer, stream)
+        def slow(*arguments: Any) -> Any:
+            time.sleep(0.02)
+            return original(*arguments)
 
-        TransformerLayer.forward = slow_layer  # type: ignore[method-assign]
+        setattr(*where, slow)
     if not fault.startswith(("reader", "iterator")):
         return
     original_read, original_next = Batches._microbatch, Batches.__next__
@@ -216,9 +214,12 @@ def launch(order: dict[str, Any]) -> int:
     """The launcher of one run, in a process of its own."""
     from tools import processes
 
-    output = os.open(Path(order["folder"]) / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    reading, writing = os.pipe()  # a file of output would be on the full disk, too
+    os.dup2(writing, 1)
+    os.dup2(writing, 2)
+    os.close(writing)
+    copier = threading.Thread(target=copy_to, args=(reading, Path(order["folder"]) / "output"))
+    copier.start()
     processes.subprocess.Popen = ForkedRank  # type: ignore[misc, assignment]
     size = str(order["world_size"])
     common = {
@@ -231,7 +232,18 @@ def launch(order: dict[str, Any]) -> int:
         "FAULT_FOLDER": order["folder"],
     }
     ranks = [{**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(int(size)))]
-    return processes.run_processes(["megatron.train", *order["flags"]], ranks)
+    status = processes.run_processes(["megatron.train", *order["flags"]], ranks)
+    sys.stderr.flush()
+    os.close(1)
+    os.close(2)
+    copier.join()  # ends once no rank is left that could write
+    return status
+
+
+def copy_to(reading: int, path: Path) -> None:
+    with open(reading, "rb", buffering=0) as source, open(path, "wb", buffering=0) as target:
+        while content := source.read(65536):
+            target.write(content)
 
 
 def serve() -> None:
@@ -240,9 +252,7 @@ def serve() -> None:
     import torch
     import torch.utils.tensorboard.writer
 
-    import megatron.train
-    import megatron.training.loop
-    import tools.processes
+    import tools.processes  # noqa: F401
 
     torch.set_num_threads(1)
 
