@@ -395,11 +395,15 @@ class LoggingConfig:
     """wandb: name of the run. Unset: the name of the results folder."""
     wandb_save_dir: str | None = None
     """wandb: folder of its own files. Unset: results_dir."""
+    log_straggler: bool = False
+    """Measure what each rank does without waiting for another, and tell the spread and the slowest rank with each log
+    line."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class GuardConfig:
-    """What becomes of bad steps. A loss or gradient that is not finite is never applied, whatever is set here."""
+    """What becomes of bad steps and of ranks that hang. A loss or gradient that is not finite is never applied, whatever
+    is set here."""
 
     spike_action: Literal["off", "log", "skip", "rollback"] = "log"
     """What is done about a loss or gradient norm far above its running estimate. `log`: name the batch. `skip`: and
@@ -419,6 +423,10 @@ class GuardConfig:
     check_replicas_interval: NonNegative = 0
     """Steps between two checks that all ranks' copies of a parameter are equal bit by bit, before each save too.
     0: never."""
+    watchdog_timeout_s: NonNegativeFloat | None = None
+    """Seconds without progress after which the run is ended, with the stacks of every rank. Until the first step is
+    done, distributed_timeout_minutes count instead. 0: never. Unset: 600, or distributed_timeout_minutes if that is
+    less."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -433,6 +441,12 @@ class Config:
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
+
+    @property
+    def effective_watchdog_timeout_s(self) -> float:
+        """0: there is no watchdog."""
+        given = self.guard.watchdog_timeout_s
+        return min(600.0, self.parallel.distributed_timeout_minutes * 60) if given is None else given
 
     @property
     def uses_pipeline(self) -> bool:

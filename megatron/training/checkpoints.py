@@ -202,7 +202,8 @@ class Checkpoints:
     A context manager: the folder is locked against other runs inside.
     """
 
-    def __init__(self, config: Config, ctx: ParallelContext):
+    def __init__(self, config: Config, ctx: ParallelContext, beat: Callable[[], None] = lambda: None):
+        """`beat` is called, also by a thread, whenever a save under way has made progress."""
         options = config.checkpoint
         assert options.save is not None
         self._ctx = ctx
@@ -220,6 +221,7 @@ class Checkpoints:
                 keep_last=options.keep_last,
                 retain_interval=options.save_retain_interval,
                 timeout_s=RANK_TIMEOUT_S,
+                beat=beat,
             ),
         )
         try:

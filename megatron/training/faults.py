@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 from collections.abc import Callable
 from typing import TypeVar
@@ -27,6 +28,10 @@ class OtherRankFailed(RuntimeError):
 
 class GaveUp(RuntimeError):
     """The guard ends the run, on every rank alike: going on would waste the machine or spoil the checkpoints."""
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed because another rank has gone. An empty message: all there is to say has been said."""
 
 
 USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, DeviceError, OSError, OtherRankFailed)
@@ -64,3 +69,16 @@ def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
     if faults := [one for one in told if one is not None]:
         raise OtherRankFailed(*faults[0])
     return result  # type: ignore[return-value]
+
+
+# the words of gloo's transport and of NCCL's and HCCL's watchdogs; their errors have no type of their own
+_LOST = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|NCCL|HCCL|Broken pipe")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed, as it does where another rank has ended."""
+    import torch.distributed as dist
+
+    if isinstance(error, OSError):  # of a file or a pipe
+        return False
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
