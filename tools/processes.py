@@ -19,14 +19,18 @@ from types import FrameType
 from typing import IO
 
 from megatron.exit_codes import HUNG
+from megatron.training.stop import SIGNALS
 from tools.preflight import REPOSITORY, Plan
 
 MASTER_PORT = 29500  # where the nodes meet, unless --master-port says otherwise: torch's and DeepSpeed's default
-# After one rank has failed the others wait in a collective for ever. Time to end by themselves, then after SIGTERM.
+# After one rank has failed the others wait in a collective for ever, and hold their devices: all are gone within 5 s.
+# Time to end by themselves: those that notice, on gloo or in `together`, report what they met within a second or two.
 FAILED_GRACE_S = 3.0
-TERMINATED_GRACE_S = 10.0
 # After the watchdog of one rank has ended it: the others end by themselves, unless they are stopped or stuck.
 HUNG_GRACE_S = 1.5
+# Then after SIGTERM. For a rank of ours that is a request to stop after the step, which never ends: SIGTERM is for what
+# else a user's environment runs, and SIGKILL ends the rest, be it stopped.
+TERMINATED_GRACE_S = 1.0
 # Of another host, once its ranks have been killed: a host that is gone answers nobody.
 UNREACHABLE_GRACE_S = 30.0
 # A host that loses its power or its network says nothing, and ssh would wait for it for ever. A backstop, and patient:
@@ -187,7 +191,7 @@ def _wait_for_hosts(runner: subprocess.Popen[bytes], output: PdshOutput, plan: P
         # a signal may come before the ranks: it waits for them
         if received and time.monotonic() - tried_s > RETRY_S:
             if signal_ranks(plan, received[0]):
-                received.popleft()
+                _acknowledge(received.popleft())
             tried_s = time.monotonic()
         if output.failed is None:
             continue
@@ -201,7 +205,8 @@ def _wait_for_hosts(runner: subprocess.Popen[bytes], output: PdshOutput, plan: P
             if number == signal.SIGTERM:
                 host, status = output.failed
                 print(f"host {host} ended with status {status}; ending the ranks that still run", file=sys.stderr)
-            signal_ranks(plan, number)
+            # not waited for: it returns once every host has answered, and one may be gone
+            threading.Thread(target=signal_ranks, args=(plan, number), daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -210,12 +215,10 @@ def _noted_signals() -> Iterator[deque[int]]:
     received: deque[int] = deque()
 
     def note(number: int, frame: FrameType | None) -> None:
-        # a rank saves at SIGTERM and SIGINT only; a terminal that is closed asks for no less
-        received.append(signal.SIGTERM if number == signal.SIGHUP else number)
+        received.append(number)
 
-    wanted = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     previous = {
-        number: signal.signal(number, note) for number in wanted if signal.getsignal(number) is not signal.SIG_IGN
+        number: signal.signal(number, note) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield received
@@ -257,6 +260,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], received: deque[int]) ->
             number = received.popleft()
             for process in running:
                 process.send_signal(number)
+            _acknowledge(number)
         if failed is None:
             failed = next((place for place, process in enumerate(processes) if process.returncode), None)
             failed_s = time.monotonic()
@@ -277,6 +281,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], received: deque[int]) ->
     statuses = [process.returncode for process in processes]
     first = statuses[failed] if failed is not None else next((status for status in statuses if status), 0)
     return first if first >= 0 else 128 - first
+
+
+def _acknowledge(number: int) -> None:
+    text = "the ranks were told; they stop after their step and save. A second signal ends them at once"
+    print(f"{signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
 
 
 def _status(returncode: int) -> str:
