@@ -268,7 +268,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         ("HL_CHECK_TP_NORM",),
         ("0",),
-        "activations are not compared over tensor-parallel ranks; --check-replicas-interval compares parameters. Unset it",
+        "activations are not compared over tensor-parallel ranks; --check-replicas-interval compares parameters. "
+        "Unset it",
     ),
     Refused(
         ("HL_START_CHECK_TP_NORM_ITER", "HL_END_CHECK_TP_NORM_ITER", "HL_CHECK_TP_NORM_TYPE"),
