@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -47,6 +48,10 @@ from benchmarks.checkpointing import (
     work_folder,
 )
 
+if TYPE_CHECKING:
+    from megatron.training.checkpoints import Checkpoints
+    from megatron.training.engine import Engine
+
 DURABLE_LIMIT = 2.5
 BLOCKING_LIMIT = 1.25
 NUM_RANKS = 4
@@ -60,19 +65,22 @@ Times = dict[str, list[float]]
 
 def measure(arguments: str, folder: Path, rounds: int) -> tuple[Times, Times, dict[str, int]]:
     """On each rank: seconds of the durable saves, seconds of the blocking ones, bytes that each durable save wrote."""
-    import torch
+    engine, task = build(arguments)
+    train_step(engine, task)
+    saved, written = durable_saves(engine, folder, rounds)
+    return saved, blocking_saves(engine, folder, rounds), written
+
+
+def durable_saves(engine: Engine, folder: Path, rounds: int) -> tuple[Times, dict[str, int]]:
+    """Seconds of each save, and the bytes that it wrote. Collective."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as torch_checkpoint
 
     from megatron.accelerator import quiet
     from megatron.training import state
-    from megatron.training.checkpoints import Checkpoints
     from megatron.training.progress import Progress
 
-    engine, task = build(arguments)
-    train_step(engine, task)
-    owned = state.fragments(engine, with_optimizer=True)
-    rank, world_size, config = engine.ctx.rank, engine.ctx.world_size, engine.config
+    rank, world_size = engine.ctx.rank, engine.ctx.world_size
     written: dict[str, int] = {}
 
     def durable(name: str, save: Callable[[Path, int], None]) -> Callable[[], float]:
@@ -98,17 +106,14 @@ def measure(arguments: str, folder: Path, rounds: int) -> tuple[Times, Times, di
 
         return side
 
-    def checkpoints(name: str, asynchronous: bool) -> Checkpoints:
-        options = dataclasses.replace(config.checkpoint, save=str(folder / name), async_save=asynchronous)
-        return Checkpoints(dataclasses.replace(config, checkpoint=options), engine.ctx)
-
-    synchronous, background = checkpoints("ours", asynchronous=False), checkpoints("asynchronous", asynchronous=True)
+    checkpoints = checkpoints_in(engine, folder / "ours", asynchronous=False)
 
     def ours(_: Path, turn: int) -> None:
-        synchronous.save(engine, Progress(iteration=turn), "")
-        synchronous.finish(lambda _: None)
+        checkpoints.save(engine, Progress(iteration=turn), "")
+        checkpoints.finish(lambda _: None)
 
     # plain tensors of one name are one tensor to it; each rank's are its own
+    owned = state.fragments(engine, with_optimizer=True)
     tensors = {f"rank{rank}/{fragment.kind}/{fragment.name}": fragment.tensor for fragment in owned}
 
     def torchs(place: Path, turn: int) -> None:
@@ -127,20 +132,33 @@ def measure(arguments: str, folder: Path, rounds: int) -> tuple[Times, Times, di
             fsync(place / str(turn))
             fsync(place)
 
-    turn = 0
+    sides = {"ours": ours, "torch": torchs, "DeepSpeed": deepspeeds}
+    return alternate({name: durable(name, save) for name, save in sides.items()}, rounds), written
+
+
+def blocking_saves(engine: Engine, folder: Path, rounds: int) -> Times:
+    """Seconds that training waits for an asynchronous save, and for a copy of the same tensors. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.training import state
+    from megatron.training.progress import Progress
+
+    checkpoints, turn = checkpoints_in(engine, folder / "asynchronous", asynchronous=True), 0
 
     def blocking() -> float:
         nonlocal turn
         turn += 1
         dist.barrier()
         began_s = time.perf_counter()
-        background.save(engine, Progress(iteration=turn), "")
+        checkpoints.save(engine, Progress(iteration=turn), "")
         seconds = time.perf_counter() - began_s
-        background.finish(lambda _: None)
-        if rank == 0:
+        checkpoints.finish(lambda _: None)
+        if engine.ctx.rank == 0:
             shutil.rmtree(folder / "asynchronous" / f"global_step{turn}")
         return seconds
 
+    owned = state.fragments(engine, with_optimizer=True)
     buffers = [torch.empty_like(fragment.tensor) for fragment in owned]
 
     def memcpy() -> float:
@@ -150,10 +168,15 @@ def measure(arguments: str, folder: Path, rounds: int) -> tuple[Times, Times, di
             buffer.copy_(fragment.tensor)
         return time.perf_counter() - began_s
 
-    sides = {"ours": ours, "torch": torchs, "DeepSpeed": deepspeeds}
-    saved = alternate({name: durable(name, save) for name, save in sides.items()}, rounds)
-    blocked = alternate({"ours": blocking, "memcpy": memcpy}, rounds)
-    return saved, blocked, written
+    return alternate({"ours": blocking, "memcpy": memcpy}, rounds)
+
+
+def checkpoints_in(engine: Engine, folder: Path, *, asynchronous: bool) -> Checkpoints:
+    """What a run with `--save folder` saves with. Collective."""
+    from megatron.training.checkpoints import Checkpoints
+
+    options = dataclasses.replace(engine.config.checkpoint, save=str(folder), async_save=asynchronous)
+    return Checkpoints(dataclasses.replace(engine.config, checkpoint=options), engine.ctx)
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -46,6 +46,8 @@ from benchmarks.checkpointing import (
 CONVERTER = Path(__file__).resolve().parent.parent / "tools" / "convert_checkpoint.py"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_BYTES = 10**9
+ROUTES = {"to ours": ("given", "native"), "back": ("native", "returned")}
+"""Folders that each conversion reads and writes."""
 
 
 def write_model(folder: Path, hidden_size: int, num_layers: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -129,6 +131,43 @@ def read(path: Path, name: str) -> Tensor:
         return tensor
 
 
+def measure(folder: Path, name: str, dtype: str, rounds: int) -> tuple[dict[str, list[float]], int, int]:
+    """Seconds of a conversion and of a copy of what it wrote, the bytes of that, and the most memory it had."""
+    source, target = (folder / part for part in ROUTES[name])
+    form = ["--to", "native"] if name == "to ours" else ["--to", "hf", "--dtype", dtype]
+    command = [sys.executable, str(CONVERTER), "--load", str(source), "--save", str(target), "--no-verify", *form]
+    peaks_bytes: list[int] = []
+
+    def converted() -> float:
+        shutil.rmtree(target, ignore_errors=True)
+        os.sync()
+        began_s = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - began_s
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"error: {' '.join(command)} ended with status {process.returncode}")
+        peaks_bytes.append(used.ru_maxrss * 1024)
+        return seconds
+
+    def copied() -> float:
+        os.sync()
+        copy = folder / "copy"
+        began_s = time.perf_counter()
+        subprocess.run(["cp", "-r", str(target), str(copy)], check=True)
+        for path in files_in(copy):
+            fsync(path)
+        fsync(copy)
+        seconds = time.perf_counter() - began_s
+        shutil.rmtree(copy)
+        return seconds
+
+    converted()  # warms up, and makes what is to be copied
+    times = alternate({name: converted, "copy": copied}, rounds, warm_up=False)
+    return times, num_bytes(target), max(peaks_bytes)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hugging Face to ours and back.", allow_abbrev=False)
     parser.add_argument("--gigabytes", type=float, default=2.0, metavar="G", help="of Hugging Face files (default: 2)")
@@ -143,8 +182,6 @@ def main() -> int:
     ends, one_more = (num_parameters(hidden_size, layers, vocab_size) for layers in (0, 1))
     num_layers = max(1, round((options.gigabytes * 1e9 / dtype.itemsize - ends) / (one_more - ends)))
     numel = num_parameters(hidden_size, num_layers, vocab_size)
-    peaks: dict[str, list[int]] = {"to ours": [], "back": []}
-    sizes: dict[str, int] = {}
     with work_folder(options.folder, numel * (3 * dtype.itemsize + 2 * 4)) as folder:
         shape = folder / "given", hidden_size, num_layers, vocab_size, dtype
         # in a process of its own: Linux counts the most memory of a parent as its children's
@@ -153,60 +190,17 @@ def main() -> int:
         writer.join()
         if writer.exitcode:
             raise SystemExit(f"error: writing the model ended with status {writer.exitcode}")
-
-        def converted(name: str, source: str, target: str, *more: str) -> Callable[[], float]:
-            def side() -> float:
-                shutil.rmtree(folder / target, ignore_errors=True)
-                os.sync()
-                command = [sys.executable, str(CONVERTER), "--load", str(folder / source), "--save"]
-                command += [str(folder / target), "--no-verify", *more]
-                began_s = time.perf_counter()
-                process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-                _, status, used = os.wait4(process.pid, 0)
-                seconds = time.perf_counter() - began_s
-                process.returncode = os.waitstatus_to_exitcode(status)
-                if process.returncode:
-                    raise SystemExit(f"error: {' '.join(command)} ended with status {process.returncode}")
-                peaks[name].append(used.ru_maxrss * 1024)
-                sizes[name] = num_bytes(folder / target)
-                return seconds
-
-            return side
-
-        def copied(source: str) -> Callable[[], float]:
-            def side() -> float:
-                os.sync()
-                target = folder / "copy"
-                began_s = time.perf_counter()
-                subprocess.run(["cp", "-r", str(folder / source), str(target)], check=True)
-                for path in files_in(target):
-                    fsync(path)
-                fsync(target)
-                seconds = time.perf_counter() - began_s
-                shutil.rmtree(target)
-                return seconds
-
-            return side
-
-        seconds = {}
-        there = {"to ours": converted("to ours", "given", "native", "--to", "native"), "copy": copied("native")}
-        back = {
-            "back": converted("back", "native", "returned", "--to", "hf", "--dtype", options.dtype),
-            "copy": copied("returned"),
-        }
-        for name, sides in (("to ours", there), ("back", back)):
-            sides[name]()  # warms up, and makes what is to be copied
-            seconds[name] = alternate(sides, options.rounds, warm_up=False)
+        measured = {name: measure(folder, name, options.dtype, options.rounds) for name in ROUTES}
         different = first_difference(folder / "given", folder / "returned")
 
     print(f"{numel / 1e6:.0f} million parameters in {options.dtype}, {options.rounds} rounds: median (from to)")
-    for name, times in seconds.items():
+    for name, (times, written_bytes, peak_bytes) in measured.items():
         ratios = quotients(times[name], times["copy"])
-        speeds = [sizes[name] / statistics.median(times[side]) / 1e9 for side in (name, "copy")]
-        print(f"  {name:8s} {spread(times[name], 2)} s, {sizes[name] / 1e9:.2f} GB written, {speeds[0]:.2f} GB/s")
+        speeds = [written_bytes / statistics.median(times[side]) / 1e9 for side in (name, "copy")]
+        print(f"  {name:8s} {spread(times[name], 2)} s, {written_bytes / 1e9:.2f} GB written, {speeds[0]:.2f} GB/s")
         print(f"    cp and fsync of these  {spread(times['copy'], 2)} s, {speeds[1]:.2f} GB/s")
         print(f"    ratio to the copy      {spread(ratios, 2)}")
-        print(f"    most memory            {max(peaks[name]) / 1e9:.2f} GB")
+        print(f"    most memory            {peak_bytes / 1e9:.2f} GB")
     largest = max(vocab_size, ffn_hidden_size(hidden_size)) * hidden_size
     print(f"  the largest tensor has {largest * 4 / 1e9:.2f} GB in float32")
     print(f"  weights that came back: {'equal bit for bit' if different is None else f'{different} is DIFFERENT'}")

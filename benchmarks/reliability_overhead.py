@@ -1,7 +1,7 @@
 """What telling and guarding cost: steps of a run that logs every one of them and records memory, against one that does
 neither.
 
-    python benchmarks/reliability_overhead.py [--rounds 12] [--block 8] [--on "FLAGS"] [--off "FLAGS"] [FLAGS]
+    python benchmarks/reliability_overhead.py [--rounds 40] [--block 4] [--on "FLAGS"] [--off "FLAGS"] [FLAGS]
 
 Two runs of the real training loop, each with its own engine, data, log and results folder, take turns in one process,
 `--block` steps at a time, so a slow minute of the machine meets both. Their model is small and their steps are about
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 LIMIT = 1.01
 MODEL = (
     "--config tiny_llama --device cpu --seq-length 128 --micro-batch-size 4 --global-batch-size 4 --vocab-size 4096 "
-    "--eval-iters 0 --num-workers 1 --train-samples none"
+    "--eval-iters 0 --train-samples none --lr-warmup-samples 0 --lr-decay-style constant"
 )
 ON = "--log-interval 1 --log-memory-interval 10"
 OFF = "--log-interval 1000000 --log-memory-interval 0"
@@ -116,8 +116,8 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--rounds", type=positive, default=12, help="blocks of steps on each side (default: 12)")
-    parser.add_argument("--block", type=positive, default=8, help="steps of a block (default: 8)")
+    parser.add_argument("--rounds", type=positive, default=40, help="blocks of steps on each side (default: 40)")
+    parser.add_argument("--block", type=positive, default=4, help="steps of a block (default: 4)")
     parser.add_argument(
         "--on", default="", metavar="FLAGS", help="more flags of megatron.train for the side that is on"
     )

@@ -8,6 +8,7 @@ imported, and a rejected config must not wait for any of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import logging
@@ -206,13 +207,27 @@ def memory_stats() -> dict[str, float]:
         allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     else:
-        import psutil
-
-        allocated, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
+        allocated, total = _process(os.getpid()).memory_info().rss, _host_memory()
         # in KiB on Linux, in bytes on macOS (getrusage(2)). The kernel's peak lags; the present may be above it
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = max(peak, allocated)
     return {ALLOCATED: allocated / GB, MAX_ALLOCATED: peak / GB, TOTAL: total / GB}
+
+
+@functools.lru_cache(maxsize=1)
+def _process(pid: int) -> Any:
+    """Making one costs more than what is asked of it each step. Anew in a forked process."""
+    import psutil
+
+    return psutil.Process(pid)
+
+
+@functools.cache
+def _host_memory() -> int:
+    """Bytes that the host has in all."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
 
 
 def memory_details() -> dict[str, float]:
@@ -241,7 +256,7 @@ def memory_details() -> dict[str, float]:
         stats["memory_free (GB)"] = torch.cuda.mem_get_info()[0] / GB
         stats["num_alloc_retries"] = float(counted.get("num_alloc_retries", 0))
         stats["num_ooms"] = float(counted.get("num_ooms", 0))
-    stats[HOST_RSS] = psutil.Process().memory_info().rss / GB
+    stats[HOST_RSS] = _process(os.getpid()).memory_info().rss / GB
     stats[HOST_AVAILABLE] = psutil.virtual_memory().available / GB
     return stats
 

@@ -395,6 +395,38 @@ class LoggingConfig:
     """wandb: name of the run. Unset: the name of the results folder."""
     wandb_save_dir: str | None = None
     """wandb: folder of its own files. Unset: results_dir."""
+    log_straggler: bool = False
+    """Measure what each rank does without waiting for another, and tell the spread and the slowest rank with each log
+    line."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class GuardConfig:
+    """What becomes of bad steps and of ranks that hang. A loss or gradient that is not finite is never applied, whatever
+    is set here."""
+
+    spike_action: Literal["off", "log", "skip", "rollback"] = "log"
+    """What is done about a loss or gradient norm far above its running estimate. `log`: name the batch. `skip`: and
+    do not apply it. `rollback`: go back to a checkpoint from before it, and leave out the samples around it."""
+    spike_threshold: PositiveFloat = 6.0
+    """Standard deviations above the running mean from which a loss, or the logarithm of a gradient norm, is a spike."""
+    spike_window: Annotated[int, Field(ge=2)] = 128
+    """Steps that the running mean and deviation look back, exponentially. Nothing is judged before so many."""
+    max_skipped_in_a_row: Positive = 10
+    """Give up, with exit status 3, when so many steps in a row were skipped. An fp16 overflow counts only once the loss
+    scale can fall no further."""
+    rollback_skip_steps: Positive = 10
+    """Steps whose samples a rollback leaves out: the spike, and those right before it, for the update that does the
+    damage comes before the loss that shows it."""
+    max_rollbacks: Positive = 3
+    """Give up when so many rollbacks have brought the run past no new checkpoint."""
+    check_replicas_interval: NonNegative = 0
+    """Steps between two checks that all ranks' copies of a parameter are equal bit by bit, before each save too.
+    0: never."""
+    watchdog_timeout_s: NonNegativeFloat | None = None
+    """Seconds without progress after which the run is ended, with the stacks of every rank. Until the first step is
+    done, distributed_timeout_minutes count instead. 0: never. Unset: 600, or distributed_timeout_minutes if that is
+    less."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -408,6 +440,13 @@ class Config:
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+
+    @property
+    def effective_watchdog_timeout_s(self) -> float:
+        """0: there is no watchdog."""
+        given = self.guard.watchdog_timeout_s
+        return min(600.0, self.parallel.distributed_timeout_minutes * 60) if given is None else given
 
     @property
     def uses_pipeline(self) -> bool:

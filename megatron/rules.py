@@ -30,6 +30,7 @@ PROFILING = (
     "pytorch_profiler_collect_shapes",
     "pytorch_profiler_collect_callstack",
 )
+ROLLBACK = ("rollback_skip_steps", "max_rollbacks")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 
 
@@ -49,6 +50,8 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_tokenizer(config),
         *_check_checkpoint(config),
         *_check_logging(config, world_size),
+        *_check_straggler(config),
+        *_check_guard(config),
         *_check_idle(config),
     ]
 
@@ -320,6 +323,38 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
         yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
 
 
+def _check_straggler(config: Config) -> Iterator[str]:
+    tp = config.parallel.tensor_model_parallel_size
+    if not config.logging.log_straggler:
+        return
+    if config.optimizer.zero_stage == 3:
+        yield (
+            "log_straggler measures a rank's own work, but under zero_stage=3 every layer waits for the parameters of "
+            "other ranks; turn it off"
+        )
+    if config.training.torch_compile and tp > 1:
+        yield (
+            f"log_straggler looks into the layers where tensor_model_parallel_size={tp} is above 1, which it cannot "
+            "once torch_compile has compiled them; turn one of the two off"
+        )
+
+
+def _check_guard(config: Config) -> Iterator[str]:
+    guard, checkpoint = config.guard, config.checkpoint
+    if guard.spike_action == "rollback" and checkpoint.save is None:
+        yield "spike_action=rollback goes back to the run's own checkpoints, but save is not given; give a folder"
+    if guard.spike_action == "rollback" and checkpoint.no_save_optim:
+        yield "spike_action=rollback needs the optimizer's state, but no_save_optim leaves it out; turn one of them off"
+    minutes, timeout_s = config.parallel.distributed_timeout_minutes, config.guard.watchdog_timeout_s
+    if timeout_s is not None and timeout_s > minutes * 60:
+        yield (
+            f"watchdog_timeout_s={timeout_s:g} is above distributed_timeout_minutes={minutes:g} ({minutes * 60:g} s), "
+            "after which a collective fails without telling why; lower it, or raise distributed_timeout_minutes"
+        )
+    if timeout_s is not None and 0 < timeout_s < 1:
+        yield f"watchdog_timeout_s={timeout_s:g} leaves no time for a step; use 1 or more, or 0 for no watchdog"
+
+
 def _check_idle(config: Config) -> Iterator[str]:
     """Options that were given a value which nothing looks at, as the others stand.
 
@@ -345,6 +380,8 @@ def _check_idle(config: Config) -> Iterator[str]:
         ),
         (tokenizer, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
         (config.logging.profile, "profile", "turn it on", PROFILING),
+        (config.guard.spike_action != "off", "spike_action", "choose one", ("spike_threshold", "spike_window")),
+        (config.guard.spike_action == "rollback", "spike_action=rollback", "choose that", ROLLBACK),
         (config.logging.wandb_project, "wandb_project", "give one", WANDB),
     ]
     for present, needed, remedy, names in needs:

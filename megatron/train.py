@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.command_line import load_config
@@ -20,6 +21,7 @@ from megatron.training.wandb_log import check_wandb
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
+    from megatron.training.watchdog import Watchdog
 
 
 def main(arguments: list[str], signals: Signals) -> None:
@@ -38,20 +40,33 @@ def main(arguments: list[str], signals: Signals) -> None:
 
     from megatron.parallel.context import ParallelContext
     from megatron.training.faults import together
+    from megatron.training.watchdog import Watchdog
 
-    ctx = ParallelContext.build(config.parallel, device)
-    try:
-        run(config, ctx, signals)
-        together(ctx, lambda: None)  # no rank leaves while another still needs it
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with Watchdog(config) as watchdog:
+        try:
+            watchdog.phase("joining the other ranks")
+            ctx = ParallelContext.build(config.parallel, device)
+            watchdog.connect(ctx)
+            run(config, ctx, signals, watchdog)
+            watchdog.phase("end", watchdog.step)
+            together(ctx, lambda: None)  # no rank leaves while another still needs it
+        except BaseException as error:
+            to_tell = watchdog.fail(error)
+            if to_tell is not error:
+                raise to_tell from error
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
-def run(config: Config, ctx: ParallelContext, signals: Signals | None = None) -> None:
+def run(
+    config: Config, ctx: ParallelContext, signals: Signals | None = None, watchdog: Watchdog | None = None
+) -> None:
     """Build everything, restore what was saved, and train. Collective.
 
-    `signals`: those that ask for a stop, as noted since the process began; None: noted from here on.
+    `signals`: those that ask for a stop, as noted since the process began; None: noted from here on. `watchdog`: which
+    is told what the run is at; None: nobody watches.
     """
     from megatron import accelerator
     from megatron.tasks.registry import TASKS
@@ -66,16 +81,20 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None) ->
     from megatron.training.schedule import global_batch_size, total_iterations
     from megatron.training.sharing import check_same_config, check_same_data
     from megatron.training.stop import StopDecision
+    from megatron.training.watchdog import Watchdog
 
     training, data = config.training, config.data
+    watchdog = watchdog or Watchdog(config)  # one that nobody has started
     check_same_config(ctx, config)
     with StopDecision(training, ctx, signals) as stop:
         stop.leave_if_asked()
+        watchdog.phase("reading the checkpoint")
         checkpoint = find_checkpoint(config, ctx)
         stop.leave_if_asked()
         progress, saved_data = Progress(), None
         if checkpoint is not None:
             progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config.checkpoint))
+        watchdog.phase("opening the data")
         datasets = together(ctx, lambda: open_data(config))
         stop.leave_if_asked()
         fingerprint = datasets[0].fingerprint
@@ -87,6 +106,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None) ->
         task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
         memory = MemoryLog(config.logging.log_memory_interval, ctx)
         memory.take("before_model", progress.iteration)
+        watchdog.phase("building the model")
         engine = build_engine(
             config,
             ctx,
@@ -99,12 +119,15 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None) ->
         memory.take("after_optimizer", progress.iteration)
         stop.leave_if_asked()
         if checkpoint is not None:
+            watchdog.phase("restoring")
             restored = together(ctx, lambda: restore(engine, checkpoint, progress))
             announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
             memory.take("after_restore", progress.iteration)
         stop.leave_if_asked()
+        watchdog.open()
         # opened late: nothing is written before the data and what is resumed were found good
-        saving = Checkpoints(config, ctx) if config.checkpoint.save is not None else contextlib.nullcontext()
+        beat = partial(watchdog.beat_of, "save")
+        saving = Checkpoints(config, ctx, beat) if config.checkpoint.save is not None else contextlib.nullcontext()
         with (
             saving as checkpoints,
             together(
@@ -121,7 +144,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None) ->
             RunFolder(config, ctx, log, progress) as folder,
         ):
             memory.open(log)
-            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, memory)
+            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, memory, watchdog)
             folder.stopped = stop.reason
 
 
@@ -213,14 +236,27 @@ def start() -> int:
             print(error, file=sys.stderr)
         return REFUSED
     except Exception as error:
-        from megatron.training.faults import USER_FAULTS, exit_status
+        from megatron.training.faults import USER_FAULTS, GaveUp, PeerLostError, exit_status
 
-        if isinstance(error, USER_FAULTS):
-            print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        if isinstance(error, GaveUp):
+            if rank == "0":  # equal on every rank
+                tell(f"gave up: {error}")
+        elif isinstance(error, PeerLostError):
+            tell(str(error))
+        elif isinstance(error, USER_FAULTS):
+            tell(f"rank {rank}: {error}")
         else:
-            traceback.print_exc()
+            tell(traceback.format_exc().rstrip())
         return exit_status(error)
     return DONE
+
+
+def tell(text: str) -> None:
+    """On stderr, where that can be: on a full disk the exit status must still tell."""
+    with contextlib.suppress(OSError):
+        if text:
+            print(text, file=sys.stderr, flush=True)
 
 
 def leave(status: int) -> None:
@@ -229,8 +265,9 @@ def leave(status: int) -> None:
     gloo's threads release the tensors of the last collective after it has returned. One that does so while the
     interpreter is being torn down aborts the process: status 134 after a run that went well.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk, a reader that left
+            stream.flush()
     os._exit(status)
 
 

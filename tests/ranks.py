@@ -7,6 +7,7 @@ collective, is killed and started anew for the next test.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -22,6 +23,7 @@ START_METHOD = multiprocessing.get_context("spawn")
 
 
 GRACE_S = 5.0
+LRU_CACHE = type(functools.cache(len))
 
 
 class RankFailure(AssertionError):
@@ -34,15 +36,43 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _let_engines_go() -> None:
+def _settle() -> list[Any]:
+    """Import what tasks need, and keep the collector off it, as each task ends with a search of all objects.
+
+    Returns DeepSpeed's caches of functions, which that search then no longer finds.
+    """
+    import deepspeed  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    found = [cache for cache in gc.get_objects() if type(cache) is LRU_CACHE]
+    gc.collect()
+    gc.freeze()
+    return [cache for cache in found if (cache.__module__ or "").startswith("deepspeed.")]
+
+
+def _let_engines_go(caches: list[Any]) -> None:
     """Collect the engines of a finished task, and with them the threads of their process groups.
 
-    They hang in cycles. DeepSpeed's hooks on the outputs of a training step make one through C++, which the collector
-    cannot see: those are taken apart.
+    They hang in cycles through C++, which the collector cannot see: by hooks on the parameters, which `destroy`
+    removes, and by hooks on the outputs of a training step, which are taken apart. DeepSpeed itself holds on to the
+    model of every ZeRO-3 engine, to the last pipeline's groups, and to whatever a cached method was called with.
     """
+    import deepspeed
+    from deepspeed.runtime.pipe import p2p
+    from deepspeed.runtime.zero import parameter_offload
+
+    has_world = deepspeed.comm.is_initialized()
     for candidate in gc.get_objects():
-        if type(candidate).__name__ == "OutputBackwardHookManager":
+        kind = type(candidate)
+        if issubclass(kind, deepspeed.DeepSpeedEngine) and has_world:
+            candidate.destroy()
+        elif kind.__name__ == "OutputBackwardHookManager":
             vars(candidate).clear()
+    for cache in caches:
+        cache.cache_clear()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    importlib.reload(p2p)
     gc.collect()
 
 
@@ -55,9 +85,7 @@ def _serve(pipe: Connection, rank: int, world_size: int) -> None:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    import torch
-
-    torch.set_num_threads(1)
+    caches = _settle()
     while True:
         try:
             port, function, arguments, options = pipe.recv()
@@ -66,7 +94,7 @@ def _serve(pipe: Connection, rank: int, world_size: int) -> None:
         os.environ["MASTER_PORT"] = str(port)
         try:
             result = function(*arguments, **options)
-            _let_engines_go()
+            _let_engines_go(caches)
             _leave_world()
             pipe.send((True, result))
         except BaseException:  # whatever it is, the test must see it

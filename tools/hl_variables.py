@@ -265,11 +265,15 @@ REFUSED: tuple[Refused, ...] = (
     Refused(("HL_MOE_*",), (), "mixture-of-experts models (Mixtral) are not supported. Unset it"),
     Refused(("HL_TENSOR_LOGGER",), ("0",), "there is no tensor logger. Unset it"),
     Refused(("HL_TENSOR_LOGGER_*",), ("0",), "there is no tensor logger. Unset it"),
-    Refused(("HL_CHECK_TP_NORM",), ("0",), "there is no per-step check of norms over tensor-parallel ranks. Unset it"),
+    Refused(
+        ("HL_CHECK_TP_NORM",),
+        ("0",),
+        "activations are not compared over tensor-parallel ranks; --check-replicas-interval compares parameters. Unset it",
+    ),
     Refused(
         ("HL_START_CHECK_TP_NORM_ITER", "HL_END_CHECK_TP_NORM_ITER", "HL_CHECK_TP_NORM_TYPE"),
         ("-1", "all"),
-        "there is no per-step check of norms over tensor-parallel ranks. Unset it",
+        "it belongs to HL_CHECK_TP_NORM. Unset it",
     ),
     Refused(
         ("HL_LATEST_CHECKPOINT", "HL_UNIV_CP_EXTRACT_WORKERS", "HL_UNIV_CP_MERGE_WORKERS"),

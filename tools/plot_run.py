@@ -17,7 +17,7 @@ from typing import Any
 METRICS_FILE = "metrics.jsonl"
 ALLOCATED, PEAK = "memory_allocated (GB)", "max_memory_allocated (GB)"
 TIMER_SUFFIX = "-time"
-SINGLE_EVENTS = ("evaluation", "save-checkpoint")
+SINGLE_EVENTS = ("evaluate", "save-checkpoint")
 """Timers of what no step holds."""
 
 
@@ -94,7 +94,10 @@ def memory_curve(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]
     """Iterations and gigabytes of one of the memory's keys, on the rank that has the most; on rank 0 where the run took
     no records of all. Of several records of one iteration the last counts.
     """
-    recorded = {row["iteration"]: float(row[key]["max"]) for row in rows if row.get("kind") == "memory" and key in row}
+    records = [row for row in rows if row.get("kind") == "memory" and key in row]
+    # what a run holds while it starts, and each time it is resumed, would be dents in the curve
+    records = [row for row in records if row.get("event") in ("first_step", "interval")] or records
+    recorded = {row["iteration"]: float(row[key]["max"]) for row in records}
     if recorded:
         return list(recorded), list(recorded.values())
     return curve(rows, "train", key)
@@ -139,7 +142,14 @@ class Panel:
 
     def legend(self) -> None:
         if any(not line.get_label().startswith("_") for line in self.axis.get_lines()):
-            self.axis.legend(fontsize=8, frameon=False)
+            self.axis.legend(fontsize=8, frameon=False, ncols=2)
+
+
+def has_outliers(panel: Panel) -> bool:
+    """Whether single values are so large that the others would lie on the axis: a logarithmic one shows both."""
+    drawn = [value for line in panel.axis.get_lines() for value in line.get_ydata()]
+    values = sorted(value for value in drawn if math.isfinite(value))
+    return bool(values) and values[0] > 0 and values[-1] > 10 * values[len(values) // 2]
 
 
 def draw(runs: dict[str, list[Row]], output: Path) -> None:
@@ -182,8 +192,10 @@ def draw(runs: dict[str, list[Row]], output: Path) -> None:
         panel.legend()
     rate.axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     speed.axis.yaxis.set_major_formatter(EngFormatter(sep=""))
-    for panel in (rate, speed, memory, step):
-        panel.axis.set_ylim(0, 1.05 * panel.axis.get_ylim()[1])
+    if has_outliers(norm):
+        norm.axis.set_yscale("log")
+    for panel, room in ((rate, 1.05), (speed, 1.05), (memory, 1.2), (step, 1.3)):
+        panel.axis.set_ylim(0, room * panel.axis.get_ylim()[1])
     for panel in panels:
         panel.axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.axis.tick_params(labelbottom=True)

@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
+from megatron.exit_codes import HUNG
 from tools.preflight import REPOSITORY, Plan
 
 MASTER_PORT = 29500  # where the nodes meet, unless --master-port says otherwise: torch's and DeepSpeed's default
 # After one rank has failed the others wait in a collective for ever. Time to end by themselves, then after SIGTERM.
 FAILED_GRACE_S = 3.0
 TERMINATED_GRACE_S = 10.0
+# After the watchdog of one rank has ended it: the others end by themselves, unless they are stopped or stuck.
+HUNG_GRACE_S = 1.5
 # Of another host, once its ranks have been killed: a host that is gone answers nobody.
 UNREACHABLE_GRACE_S = 30.0
 # A host that loses its power or its network says nothing, and ssh would wait for it for ever. A backstop, and patient:
@@ -257,6 +260,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], received: deque[int]) ->
         if failed is None:
             failed = next((place for place, process in enumerate(processes) if process.returncode), None)
             failed_s = time.monotonic()
+            if failed is not None and processes[failed].returncode < 0:  # it cannot have said so itself
+                print(f"rank {failed} ended with {_status(processes[failed].returncode)}", file=sys.stderr)
+        elif processes[failed].returncode == HUNG and time.monotonic() - failed_s > HUNG_GRACE_S:
+            for process in running:
+                process.kill()
         elif not terminated and time.monotonic() - failed_s > FAILED_GRACE_S:
             terminated = True
             status = _status(processes[failed].returncode)

@@ -79,7 +79,8 @@ class Saver:
 
     `keep_last` newest checkpoints by their number are kept (None: all), and those whose number is a multiple of
     `retain_interval`; never is the one just saved removed. `timeout_s` is how long nothing may happen in a save's
-    folder before the ranks that are missing are given up. Raises CheckpointError if the folder cannot be used.
+    folder before the ranks that are missing are given up. `beat` is called, in whichever thread saves, at each sign of
+    progress. Raises CheckpointError if the folder cannot be used.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class Saver:
         keep_last: int | None,
         retain_interval: int | None,
         timeout_s: float,
+        beat: Callable[[], None] = lambda: None,
     ):
         self.folder = Path(folder)
+        self._beat = beat
         self._rank, self._world_size, self._asynchronous = rank, world_size, asynchronous
         self._keep_last, self._retain_interval, self._timeout_s = keep_last, retain_interval, timeout_s
         self._thread: threading.Thread | None = None
@@ -351,6 +354,7 @@ class _Job:
             for fragment in fragments:
                 part.add_parameter(fragment)
                 writer.add(fragment)
+                self._saver._beat()
             part.files[path.name] = writer.close()
         finally:
             writer.abandon()
@@ -364,6 +368,7 @@ class _Job:
             sizes = self._sizes()
             if sizes != seen:
                 changed_s, seen = time.monotonic(), sizes
+                self._saver._beat()
             elif time.monotonic() - changed_s > timeout_s:
                 raise CheckpointError(f"nothing was heard of {self._missing()} for {timeout_s:.0f} s")
             time.sleep(pause_s)

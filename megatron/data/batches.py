@@ -136,6 +136,14 @@ class Batches(Generic[T]):
     def _microbatch(self, start: int) -> T:
         return self._collate(self._dataset.get_batch(range(start, start + self._micro_batch_size)))
 
+    def seek(self, consumed_samples: int) -> None:
+        """Go on with the sample there; what was read ahead is dropped."""
+        for _, futures in self._ahead:
+            for future in futures:
+                future.cancel()
+        self._ahead.clear()
+        self.consumed_samples = self._planned_samples = consumed_samples
+
     def close(self) -> None:
         """Drop what was read ahead and wait for the threads to end."""
         self._closed = True

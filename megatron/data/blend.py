@@ -29,6 +29,9 @@ class TokenDataset(Protocol):
     def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Several samples at once: [len(indices), seq_length + 1]."""
 
+    def documents_of(self, index: int) -> tuple[str, list[int]]:
+        """Prefix of the dataset that a sample is from, and the documents in it."""
+
 
 class BlendMember(TokenDataset, Protocol):
     """What a blend asks of its datasets besides."""
@@ -103,6 +106,10 @@ class BlendedDataset:
             rows = np.flatnonzero(sources == source)
             self.datasets[source].read_into(numbers[rows], samples, rows)
         return samples
+
+    def documents_of(self, index: int) -> tuple[str, list[int]]:
+        """Prefix of the dataset that sample `index` is from, and its documents in there."""
+        return self.datasets[int(self.dataset_index[index])].documents_of(int(self.dataset_sample_index[index]))
 
     def _outside(self, index: int) -> IndexError:
         return IndexError(f"sample {index} is outside the {len(self)} of the blend")

@@ -187,6 +187,12 @@ class GPTDataset:
         except (ValueError, IndexError) as error:
             raise self._named(error) from None
 
+    def documents_of(self, index: int) -> tuple[str, list[int]]:
+        """The dataset's prefix, and the documents that sample `index` is cut from."""
+        place = int(self.shuffle_index[index])
+        first, last = int(self.sample_index[place, 0]), int(self.sample_index[place + 1, 0])
+        return str(self._data.prefix), [int(document) for document in self.document_index[first : last + 1]]
+
     def _named(self, error: ValueError | IndexError) -> DataError | IndexError:
         """The reader's error as one of this dataset."""
         kind = IndexError if isinstance(error, IndexError) else DataError

@@ -26,6 +26,18 @@ class LayoutError(ValueError):
     """A tensor or a world does not fit the parallel layout."""
 
 
+def address_towards(address: str) -> str | None:
+    """This machine's own address from which `address` is reached; None where it cannot be told."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing
+            own: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return own
+
+
 def interface_towards(address: str) -> str | None:
     """The network interface of this machine from which `address` is reached; None where it cannot be told.
 
@@ -33,14 +45,8 @@ def interface_towards(address: str) -> str | None:
     """
     import psutil
 
-    try:
-        family, kind, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(there)  # sends nothing
-            own = probe.getsockname()[0]
-    except OSError:
-        return None
-    if own.startswith("127.") or own == "::1":
+    own = address_towards(address)
+    if own is None or own.startswith("127.") or own == "::1":
         return None
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, addresses in interfaces if any(entry.address == own for entry in addresses)), None)

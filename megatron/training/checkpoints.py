@@ -16,18 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
-import torch
-from isal import isal_zlib
-
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.store import Checkpoint, CheckpointError, newest_checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import shard_of
 from megatron.training import state
 from megatron.training.engine import Engine
 from megatron.training.faults import together
 from megatron.training.progress import Progress, SavedData
+from megatron.training.replicas import Replicas
 from megatron.training.sharing import check_same_start, check_shared
 
 if TYPE_CHECKING:
@@ -35,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TAG = "global_step"
 VERSIONS = ("torch", "deepspeed", "numpy")
 RANK_TIMEOUT_S = 1800.0
 """How long a save waits for a rank that writes nothing."""
@@ -61,7 +59,7 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
         check_same_start(ctx, folder, opened.folder)
         return opened
     damaged: list[str] = []
-    tag = None if options.ckpt_step is None else f"global_step{options.ckpt_step}"
+    tag = None if options.ckpt_step is None else f"{TAG}{options.ckpt_step}"
     while True:
 
         def choose() -> Path | None:
@@ -113,11 +111,11 @@ def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Pro
     if options.finetune:
         return Progress(), None
     try:
-        progress = Progress(**content["progress"])
+        progress = Progress.from_saved(content["progress"])
         if "data_fingerprint" not in content:  # converted from elsewhere
             return progress, None
         return progress, SavedData(checkpoint.folder, content["data_fingerprint"], content["config"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.folder} has no usable progress ({error!r}); load another one") from None
 
 
@@ -134,11 +132,65 @@ def restore(engine: Engine, checkpoint: Resumable, progress: Progress) -> str:
     with_rng = seed is not None and not (options.finetune or options.no_load_rng)
     if with_rng:
         engine.dropout_seed = seed
+    _count_from(engine, progress)
+    what = ["weights", *(["optimizer"] if saved is not None else []), *(["random streams"] if with_rng else [])]
+    return f"{checkpoint.folder}: {', '.join(what)}"
+
+
+def _count_from(engine: Engine, progress: Progress) -> None:
+    """DeepSpeed's own counters."""
     engine.deepspeed.global_steps = progress.iteration
     engine.deepspeed.global_samples = progress.consumed_samples
     engine.deepspeed.skipped_steps = progress.skipped_iterations
-    what = ["weights", *(["optimizer"] if saved is not None else []), *(["random streams"] if with_rng else [])]
-    return f"{checkpoint.folder}: {', '.join(what)}"
+
+
+# Rolling back
+
+
+def checkpoint_before(sample: int, config: Config, ctx: ParallelContext) -> Checkpoint | None:
+    """The newest whole checkpoint, optimizer included, that has not seen `sample` or a later one: of this run's folder,
+    or else of the one it resumed from. None where there is none. Collective.
+    """
+    options, damaged = config.checkpoint, set[Path]()
+    folders = [options.save]
+    if options.load != options.save and not (options.universal_checkpoint or options.finetune or options.no_load_optim):
+        folders.append(options.load)
+
+    def choose() -> Path | None:
+        if ctx.rank:
+            return None
+        for folder in (Path(folder) for folder in folders if folder is not None):
+            steps = [(path, path.name.removeprefix(TAG)) for path in folder.glob(f"{TAG}*")]
+            for path, _ in sorted(((p, int(step)) for p, step in steps if step.isdigit()), key=lambda x: -x[1]):
+                if path not in damaged and _is_before(path, sample):
+                    return path
+        return None
+
+    while (chosen := ctx.broadcast_object(together(ctx, choose))) is not None:
+        checkpoint, damage = together(ctx, lambda: _opened(chosen, ctx))
+        damages = [told for told in ctx.gather_objects(damage) if told]
+        if not damages:
+            return checkpoint
+        if ctx.rank == 0:
+            logger.warning("%s is passed over: %s", chosen, damages[0])
+        damaged.add(chosen)
+    return None
+
+
+def _is_before(folder: Path, sample: int) -> bool:
+    try:
+        checkpoint = Checkpoint(folder)
+        return len(checkpoint.kinds) > 1 and int(checkpoint.metadata["progress"]["consumed_samples"]) <= sample
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return False
+
+
+def restore_whole(engine: Engine, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Put a running engine back to where one of its own checkpoints was saved. Collective."""
+    together(engine.ctx, lambda: state.restore(engine, checkpoint, checkpoint.metadata["optimizer"]))
+    state.gather_again(engine)
+    engine.dropout_seed = checkpoint.metadata["rng"]["seed"]
+    _count_from(engine, progress)
 
 
 # Saving
@@ -150,7 +202,8 @@ class Checkpoints:
     A context manager: the folder is locked against other runs inside.
     """
 
-    def __init__(self, config: Config, ctx: ParallelContext):
+    def __init__(self, config: Config, ctx: ParallelContext, beat: Callable[[], None] = lambda: None):
+        """`beat` is called, also by a thread, whenever a save under way has made progress."""
         options = config.checkpoint
         assert options.save is not None
         self._ctx = ctx
@@ -168,6 +221,7 @@ class Checkpoints:
                 keep_last=options.keep_last,
                 retain_interval=options.save_retain_interval,
                 timeout_s=RANK_TIMEOUT_S,
+                beat=beat,
             ),
         )
         try:
@@ -192,10 +246,10 @@ class Checkpoints:
     def save(self, engine: Engine, progress: Progress, fingerprint: str) -> None:
         """Begin a save, or carry it out. Every rank calls it. What fails is told by `report`, and by `finish`.
 
-        Raises CheckpointError if verify_checkpoint finds copies that differ.
+        Raises GaveUp if verify_checkpoint finds copies that differ.
         """
         if engine.config.checkpoint.verify_checkpoint:
-            check_replicas(engine)
+            Replicas(engine).check(progress.iteration)
         with_optimizer = not engine.config.checkpoint.no_save_optim
         content = {
             "progress": dataclasses.asdict(progress),
@@ -208,7 +262,7 @@ class Checkpoints:
         }
         self._count += 1
         self._saver.save(
-            f"global_step{progress.iteration}",
+            f"{TAG}{progress.iteration}",
             f"{self._token}{self._count:06d}",
             state.fragments(engine, with_optimizer=with_optimizer),
             content,
@@ -227,6 +281,15 @@ class Checkpoints:
             again = f", at the second try: {outcome.retried}" if outcome.retried else ""
             lines.append(f"saved {self._saver.folder / outcome.tag} in {outcome.seconds:.1f} s{again}")
         return lines
+
+    def settle(self) -> list[str]:
+        """Wait for the save under way; what became of it, a line each. Collective."""
+
+        def wait() -> list[str]:
+            self._saver.wait()
+            return self.report()
+
+        return together(self._ctx, wait)
 
     def finish(self, say: Callable[[str], None]) -> None:
         """Wait for the save under way, and say what became of it. Collective.
@@ -258,32 +321,3 @@ def _layout(engine: Engine) -> dict[str, Any]:
 @functools.cache  # reads the packages' metadata, while training waits
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: packages.version(name) for name in VERSIONS}}
-
-
-def check_replicas(engine: Engine) -> None:
-    """Compare what several ranks hold copies of, bit by bit. Collective. Raises CheckpointError naming rank and tensor.
-
-    Copies are: every parameter over the data-parallel ranks, those that are not cut over the tensor-parallel ones too,
-    and tied ones over their stages.
-    """
-    ctx = engine.ctx
-    if ctx.world_size == 1 or engine.config.optimizer.zero_stage == 3:  # ZeRO-3 keeps one copy of each
-        return
-    mine = {}
-    for name, parameter in engine.module.named_parameters():
-        local = parameter.detach().contiguous().view(torch.uint8).cpu().numpy()
-        part = 0 if shard_of(parameter).dim is None else ctx.tensor_rank
-        mine[name, part] = isal_zlib.crc32(local.data)
-    faults = []
-    first: dict[tuple[str, int], tuple[int, int]] = {}
-    for rank, theirs in enumerate(ctx.gather_objects(mine)):
-        for key, checksum in theirs.items():
-            holder, expected = first.setdefault(key, (rank, checksum))
-            if checksum != expected:
-                faults.append(f"{key[0]} on rank {rank} differs from its copy on rank {holder}")
-    if faults:
-        more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
-        raise CheckpointError(
-            f"verify_checkpoint: {'; '.join(faults[:4])}{more}. Copies must be equal bit by bit: the model has drifted "
-            "apart; resume from an earlier checkpoint"
-        )

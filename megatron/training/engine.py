@@ -27,7 +27,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import initialise, shard_of
 from megatron.tasks.pretrain import Microbatch
 from megatron.training.deepspeed_config import deepspeed_config
-from megatron.training.optimizers import build_optimizer
+from megatron.training.optimizers import Gate, build_optimizer
+from megatron.training.state import uncounted_gradients
 from megatron.training.timers import StepTimers
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -40,6 +41,14 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor | float
     skipped: bool
+    """Whether weights and optimizer are as they were before."""
+    is_finite: bool = True
+    """Whether loss and gradient are."""
+    observed: tuple[float, float] | None = None
+    """Loss and gradient norm as the guard judged them, equal bit for bit on every rank; None: DeepSpeed itself refused
+    a norm that is not finite."""
+    microbatch_losses: Sequence[Tensor] = ()
+    """Of this rank's microbatches; none on inner stages."""
 
 
 class SequentialModel(nn.Module):
@@ -73,8 +82,10 @@ class SequentialModel(nn.Module):
 class Engine:
     """One face for both of DeepSpeed's engines."""
 
-    def __init__(self, engine: Any, config: Config, ctx: ParallelContext, loss: LossFunction, masks_loss: bool) -> None:
-        self.deepspeed, self.config, self.ctx = engine, config, ctx
+    def __init__(
+        self, engine: Any, config: Config, ctx: ParallelContext, loss: LossFunction, masks_loss: bool, gate: Gate
+    ) -> None:
+        self.deepspeed, self.config, self.ctx, self.gate = engine, config, ctx, gate
         self._loss, self._masks_loss = loss, masks_loss
         self._global_batch_size = engine.train_batch_size()
         self._draws = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
@@ -82,6 +93,12 @@ class Engine:
         """Of the random streams. A resumed run keeps that of its checkpoint."""
         self.timers = StepTimers(config.logging.timing_log_level, ctx.device)
         self.timers.watch(engine, is_pipeline=config.uses_pipeline)
+        # what DeepSpeed's engine itself reads after the step
+        gate.norm = lambda: getattr(engine.optimizer, "_global_grad_norm", None)
+        gate.uncounted = uncounted_gradients(self)
+        if config.training.fp16:
+            # at its end the scale stays; the guard counts, and gives up with a message
+            engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     @property
     def module(self) -> nn.Module:
@@ -112,10 +129,17 @@ class Engine:
         if self._draws:
             ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.data_rank, ctx.tensor_rank)
         batches, _ = self._weighted(microbatches)
+        self.gate.begin_step()
         skipped_before = self.deepspeed.skipped_steps
         loss = self.deepspeed.train_batch(batches) if self.config.uses_pipeline else self._sequential_step(batches)
+        gate = self.gate
         return StepResult(
-            loss.detach(), self.deepspeed.get_global_grad_norm(), self.deepspeed.skipped_steps > skipped_before
+            loss.detach(),
+            self.deepspeed.get_global_grad_norm(),
+            skipped=gate.refused or self.deepspeed.skipped_steps > skipped_before,
+            is_finite=gate.is_finite,
+            observed=gate.observed,
+            microbatch_losses=gate.losses,
         )
 
     def _weighted(self, microbatches: Sequence[Microbatch]) -> tuple[Iterator[Any], float]:
@@ -129,17 +153,17 @@ class Engine:
         return iter([(batch.inputs, (batch.labels, batch.loss_mask * factor)) for batch in microbatches]), total
 
     def _sequential_step(self, batches: Iterator[Any]) -> Tensor:
-        engine, losses = self.deepspeed, []
+        engine, losses = self.deepspeed, self.gate.losses
         steps = engine.gradient_accumulation_steps()
         for index, (inputs, labels) in enumerate(batches):
             engine.set_gradient_accumulation_boundary(index == steps - 1)
             with self.timers("forward-compute"):
                 loss = self._sequential_loss(inputs, labels)
+            losses.append(loss.detach())
             with self.timers("backward-compute"):
                 engine.backward(loss)
             with self.timers("optimizer"):
                 engine.step()
-            losses.append(loss.detach())
         return self._mean_over_data_ranks(torch.stack(losses).mean())
 
     def _sequential_loss(self, inputs: Any, labels: Any) -> Tensor:
@@ -190,17 +214,19 @@ def build_engine(
     between the model and its optimizer.
     """
     settings = deepspeed_config(config, ctx.data_size, global_batch_size)
-    specs = build_layers(config, ctx)
+    specs, gate = build_layers(config, ctx), Gate(ctx)
     with quiet():
         model = (
-            _pipeline(config, ctx, specs, loss) if config.uses_pipeline else _sequential(config, ctx, specs, settings)
+            _pipeline(config, ctx, specs, gate.recording(loss))
+            if config.uses_pipeline
+            else _sequential(config, ctx, specs, settings)
         )
         if not will_restore:
             _start_parameters(model, config, ctx)
         model.to(ctx.device)
     after_model()
     with quiet():
-        optimizer = build_optimizer(model, config, ctx)
+        optimizer = build_optimizer(model, config, ctx, gate)
         _import_muon_uncompiled()
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
@@ -212,7 +238,7 @@ def build_engine(
         engine.timers = NoopTimer()
     if config.training.torch_compile:
         engine.module.compile()
-    return Engine(engine, config, ctx, loss, masks_loss)
+    return Engine(engine, config, ctx, loss, masks_loss, gate)
 
 
 def _import_muon_uncompiled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,7 +12,7 @@ from megatron.accelerator import DeviceError
 from megatron.checkpoint.store import CheckpointError
 from megatron.config import ConfigError
 from megatron.data.indexed import DataError
-from megatron.exit_codes import FAILED, REFUSED
+from megatron.exit_codes import FAILED, GAVE_UP, REFUSED
 from megatron.parallel.context import LayoutError, ParallelContext
 
 T = TypeVar("T")
@@ -25,6 +26,14 @@ class OtherRankFailed(RuntimeError):
         self.status = status
 
 
+class GaveUp(RuntimeError):
+    """The guard ends the run, on every rank alike: going on would waste the machine or spoil the checkpoints."""
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed because another rank has gone. An empty message: all there is to say has been said."""
+
+
 USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, DeviceError, OSError, OtherRankFailed)
 # Of a file system or a network, not of what the user asked for.
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
@@ -34,6 +43,8 @@ def exit_status(error: Exception) -> int:
     """What a process ends with that met this fault: REFUSED where another try would meet it too."""
     if isinstance(error, OtherRankFailed):
         return error.status
+    if isinstance(error, GaveUp):
+        return GAVE_UP
     if isinstance(error, OSError) and error.errno in PASSING:
         return FAILED
     return REFUSED if isinstance(error, USER_FAULTS) else FAILED
@@ -58,3 +69,16 @@ def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
     if faults := [one for one in told if one is not None]:
         raise OtherRankFailed(*faults[0])
     return result  # type: ignore[return-value]
+
+
+# the words of gloo's transport and of NCCL's and HCCL's watchdogs; their errors have no type of their own
+_LOST = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|NCCL|HCCL|Broken pipe")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed, as it does where another rank has ended."""
+    import torch.distributed as dist
+
+    if isinstance(error, OSError):  # of a file or a pipe
+        return False
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))

@@ -13,16 +13,20 @@ from torch import Tensor
 from megatron import accelerator
 from megatron.config import TrainingConfig
 from megatron.data.batches import Batches
+from megatron.data.indexed import DataError
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import Microbatch, PretrainTask
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
+from megatron.training.guard import Guard
 from megatron.training.memory import MemoryLog
 from megatron.training.metrics import MetricsLog, StepMetrics
 from megatron.training.profiling import Profile
 from megatron.training.progress import Progress
 from megatron.training.schedule import global_batch_size, learning_rate, total_samples
 from megatron.training.stop import StopDecision
+from megatron.training.straggler import Straggler
+from megatron.training.watchdog import Watchdog
 
 
 class Interval:
@@ -85,6 +89,7 @@ def train(
     stop: StopDecision,
     checkpoints: Checkpoints | None,
     memory: MemoryLog,
+    watchdog: Watchdog,
 ) -> None:
     """Train from `progress` to the end of the configured samples, or until `stop` says so. Collective.
 
@@ -95,44 +100,61 @@ def train(
     batches = make_batches(engine, task, training_data, progress.consumed_samples)
     interval, saved_at = Interval(), progress.iteration
     timer = SaveTimer(config.checkpoint.save_interval_in_mins, engine.ctx)
+    guard = Guard(engine, progress, training_data, log, checkpoints)
+    straggler = Straggler(engine) if config.logging.log_straggler else None
     if checkpoints is not None:
         checkpoints.reserve(engine)
     if progress.iteration == 0:
         # where the run starts from; and a validation that cannot work fails now, not after hours
-        log_evaluation(engine, task, validation_data, progress, log, "valid", stop)
+        log_evaluation(engine, task, validation_data, progress, log, "valid", stop, watchdog)
         interval.restart()
     with batches, Profile(config.logging, rank=engine.ctx.rank, iteration=progress.iteration) as profile:
         while stop.reason is None and not is_complete(training, progress):
             size = global_batch_size(training, progress.consumed_samples)
             lr = learning_rate(config.optimizer, training, progress.consumed_samples)
-            with engine.timers.on_host("batch-generator"):
-                microbatches = next(batches) if engine.reads_data else []
-            result = engine.train_step(
-                microbatches,
-                global_batch_size=size,
-                consumed_samples=progress.consumed_samples,
-                lr=lr,
-            )
-            accelerator.mark_step()
+            begin, step, result = progress.consumed_samples, progress.iteration + 1, None
+            watchdog.phase("data", step)
+            if progress.leaves_out(begin, begin + size):
+                batches.seek(begin + size)
+            else:
+                with engine.timers.on_host("batch-generator"):
+                    microbatches = next_batch(batches, straggler) if engine.reads_data else []
+                watchdog.phase("train", step)
+                result = engine.train_step(microbatches, global_batch_size=size, consumed_samples=begin, lr=lr)
+                accelerator.mark_step()
+                if straggler is not None:
+                    straggler.count_step()
             progress.iteration += 1
             progress.consumed_samples += size
-            progress.skipped_iterations += result.skipped
-            interval.add(result)
+            progress.skipped_iterations += result is None or result.skipped
+            if result is not None:
+                interval.add(result)
+                if guard.after_step(result, begin):
+                    batches.seek(progress.consumed_samples)
+                    interval.restart()
+                    saved_at = progress.iteration
+                    continue
             profile.step(progress.iteration)
 
-            if progress.iteration % config.logging.log_interval == 0:
-                log_step(engine, log, progress, interval, result, lr, size)
+            watchdog.phase("log", step)
+            if progress.iteration % config.logging.log_interval == 0 and interval.steps:
+                log_step(engine, log, progress, interval, result, lr, size, straggler)
                 timers = engine.timers.read(interval.steps, engine.ctx)
                 log.log_timers(progress.iteration, progress.consumed_samples, timers)
                 interval.restart()
             memory.after_step(progress.iteration)
+            guard.check_replicas()
+            watchdog.started()
+            watchdog.phase("agreeing on whether to stop", step)
             stop.ask(progress)
             paused_s = time.perf_counter()
             if progress.iteration % config.data.eval_interval == 0:
-                log_evaluation(engine, task, validation_data, progress, log, "valid", stop)
+                log_evaluation(engine, task, validation_data, progress, log, "valid", stop, watchdog)
+            watchdog.phase("save", step)
             if checkpoints is not None:
                 is_time = timer.is_due()
                 if is_time or progress.iteration % config.checkpoint.save_interval == 0:
+                    guard.before_save()
                     with engine.timers.on_host("save-checkpoint"):
                         checkpoints.save(engine, progress, fingerprint)
                     timer.restart()
@@ -147,20 +169,37 @@ def train(
         log.message(stop.reason)
     if is_complete(training, progress):
         log.message(f"Training is complete, iteration={progress.iteration}, {progress.consumed_samples} samples")
+    watchdog.phase("save", progress.iteration)
     if checkpoints is not None:
         if saved_at != progress.iteration:
+            guard.before_save()
             checkpoints.save(engine, progress, fingerprint)
         checkpoints.finish(log.message)
     if stop.reason is None:
         if progress.iteration % config.data.eval_interval:
-            log_evaluation(engine, task, validation_data, progress, log, "valid", stop)
-        log_evaluation(engine, task, test_data, progress, log, "test", stop)
+            log_evaluation(engine, task, validation_data, progress, log, "valid", stop, watchdog)
+        log_evaluation(engine, task, test_data, progress, log, "test", stop, watchdog)
 
 
 def is_complete(training: TrainingConfig, progress: Progress) -> bool:
     """Whether too few samples are left for one more step."""
     size = global_batch_size(training, progress.consumed_samples)
     return progress.consumed_samples + size > total_samples(training)
+
+
+def next_batch(batches: Batches[Microbatch], straggler: Straggler | None) -> list[Microbatch]:
+    """This rank's microbatches of the next step. Raises DataError where there are none: other ranks may have some."""
+    began_s = time.perf_counter()
+    try:
+        microbatches = next(batches)
+    except StopIteration:
+        raise DataError(
+            f"this rank has no data after {batches.consumed_samples} samples, though the run goes on; see to it that "
+            "every host has the same files"
+        ) from None
+    if straggler is not None:
+        straggler.add_data_wait(time.perf_counter() - began_s)
+    return microbatches
 
 
 def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samples: int) -> Batches[Microbatch]:
@@ -183,8 +222,16 @@ def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samp
 
 
 def log_step(
-    engine: Engine, log: MetricsLog, progress: Progress, interval: Interval, result: StepResult, lr: float, size: int
+    engine: Engine,
+    log: MetricsLog,
+    progress: Progress,
+    interval: Interval,
+    result: StepResult | None,
+    lr: float,
+    size: int,
+    straggler: Straggler | None,
 ) -> None:
+    """`result` None: the last step of the interval was left out."""
     loss, nan_steps, elapsed_s = interval.read()
     progress.nan_iterations += nan_steps
     log.log_step(
@@ -198,10 +245,11 @@ def log_step(
             global_batch_size=size,
             lm_loss=loss,
             loss_scale=engine.loss_scale,
-            grad_norm=None if result.grad_norm is None else float(result.grad_norm),
+            grad_norm=None if result is None or result.grad_norm is None else float(result.grad_norm),
             skipped_iterations=progress.skipped_iterations,
             nan_iterations=progress.nan_iterations,
             memory=accelerator.memory_stats(),
+            own_times=None if straggler is None else straggler.read(),
         )
     )
 
@@ -214,6 +262,7 @@ def log_evaluation(
     log: MetricsLog,
     split: Literal["valid", "test"],
     stop: StopDecision,
+    watchdog: Watchdog,
 ) -> None:
     """Loss over the first eval_iters global batches of `dataset`: the same samples each time. Nothing once `stop` says so.
 
@@ -222,8 +271,14 @@ def log_evaluation(
     config = engine.config
     if config.data.eval_iters == 0 or dataset is None:
         return
-    with engine.timers.on_host("evaluation"):
-        evaluated = evaluate(engine, config.data.eval_iters, task, dataset, lambda: stop.ask(progress))
+
+    def stops() -> bool:
+        watchdog.beat()
+        return stop.ask(progress)
+
+    watchdog.phase("evaluation", progress.iteration)
+    with engine.timers.on_host("evaluate"):
+        evaluated = evaluate(engine, config.data.eval_iters, task, dataset, stops)
     if evaluated is None:
         return
     loss, tokens = evaluated

@@ -6,12 +6,15 @@ already reduced what it passes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -22,6 +25,7 @@ from megatron.accelerator import MAX_ALLOCATED
 from megatron.config import Config
 from megatron.estimate import flops_per_token
 from megatron.files import replacing
+from megatron.training.own_times import OwnTimes
 from megatron.training.spread import Spread
 from megatron.training.totals import Totals
 from megatron.training.wandb_log import WandbLog
@@ -62,6 +66,8 @@ class StepMetrics:
     nan_iterations: int
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """As `accelerator.memory_stats` gives it."""
+    own_times: OwnTimes | None = None
+    """Over the ranks, where log_straggler is on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +107,11 @@ class MetricsLog:
         self._flops_per_token = flops_per_token(config.model, config.training.seq_length)
         # where the last log line left off; the samples that a resumed run starts from are not known here
         self._last_samples = 0 if resumed_iteration == 0 else None
-        self.totals = Totals(self._flops_per_token, self._peak_tflops, world_size)
+        self.totals = self._no_totals()
         """Of all rows in metrics.jsonl, those of earlier attempts too."""
+        self._folder: Path | None = None
         self._jsonl: int | None = None
+        self._lost: Counter[str] = Counter()  # what could not be written, by where it should have gone
         self._tensorboard: Any = None
         self._bar: Any = None
         self._wandb: WandbLog | None = None
@@ -111,7 +119,7 @@ class MetricsLog:
             return
         logging = config.logging
         if logging.results_dir is not None:
-            folder = Path(logging.results_dir)
+            folder = self._folder = Path(logging.results_dir)
             folder.mkdir(parents=True, exist_ok=True)
             _supersede(folder, resumed_iteration, self.totals)
             self._jsonl = os.open(folder / METRICS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -154,21 +162,36 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.close(failed=failed)
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with self._surviving("TensorBoard's events"):
+                self._tensorboard.close()
         if self._jsonl is not None:
             os.close(self._jsonl)
         self._bar = self._tensorboard = self._jsonl = self._wandb = None
+        for place, times in self._lost.items():
+            _complain(f"WARNING: {place}: {times} writes failed; what they held was not written")
+        self._lost.clear()
+
+    @contextlib.contextmanager
+    def _surviving(self, place: str) -> Iterator[None]:
+        """A disk that is full, or away, costs what is told, but no training. It is said once, and again at the end."""
+        try:
+            yield
+        except OSError as error:
+            self._lost[place] += 1
+            if self._lost[place] == 1:
+                _complain(f"WARNING: {place} could not be written: {error.strerror}; training goes on")
 
     def message(self, text: str) -> None:
         """Print a plain line, above the progress bar where there is one."""
         if not self._writes:
             return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        else:
-            print(text)
-        # a launcher's pipe is block-buffered; a run that dies must not take its last lines along
-        sys.stdout.flush()
+        with self._surviving("stdout"):
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stdout)
+            else:
+                print(text)
+            # a launcher's pipe is block-buffered; a run that dies must not take its last lines along
+            sys.stdout.flush()
 
     def log_step(self, step: StepMetrics) -> None:
         """Tell of the steps since the last call."""
@@ -237,6 +260,25 @@ class MetricsLog:
         self._write_scalars({name: spread.max for name, spread in values.items()}, iteration, consumed_samples)
         self.message(timer_lines(values))
 
+    def log_bad_step(self, row: dict[str, Any]) -> None:
+        """Keep what the guard found of a step, as a row of its own kind."""
+        self._write_row("bad_step", row)
+
+    def rewind(self, iteration: int, consumed_samples: int) -> None:
+        """The run goes on from there: what was written of later iterations is moved out, as at a resumption."""
+        self._last_iteration, self._last_samples = iteration, consumed_samples
+        if self._jsonl is not None and self._folder is not None:
+            os.close(self._jsonl)
+            self.totals = self._no_totals()
+            _supersede(self._folder, iteration, self.totals)
+            self._jsonl = os.open(self._folder / METRICS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if self._bar is not None:
+            self._bar.n = iteration
+            self._bar.refresh()
+
+    def _no_totals(self) -> Totals:
+        return Totals(self._flops_per_token, self._peak_tflops, self._world_size)
+
     def _speed(self, step: StepMetrics) -> Speed:
         batch_size = float(step.global_batch_size)
         if self._last_samples is not None:
@@ -258,7 +300,11 @@ class MetricsLog:
         if self._jsonl is not None:
             # one write of a whole line to a file opened for appending; orjson writes NaN and infinity as null
             line = orjson.dumps({"kind": kind, **row, "time": time.time()}, option=orjson.OPT_APPEND_NEWLINE)
-            os.write(self._jsonl, line)
+            with self._surviving(METRICS_FILE):
+                end = os.fstat(self._jsonl).st_size
+                if os.write(self._jsonl, line) < len(line):
+                    os.ftruncate(self._jsonl, end)  # the disk is full: no torn row before later ones
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _write_scalars(self, scalars: dict[str, float], iteration: int, consumed_samples: int | None = None) -> None:
         """By iteration and, where `consumed_samples` is given, once more by it."""
@@ -271,7 +317,13 @@ class MetricsLog:
             for suffix, position in (("", iteration), (" vs samples", consumed_samples)):
                 if position is not None:
                     values = [Summary.Value(tag=tag + suffix, simple_value=value) for tag, value in scalars.items()]
-                    self._tensorboard.add_summary(Summary(value=values), position)
+                    with self._surviving("TensorBoard's events"):
+                        self._tensorboard.add_summary(Summary(value=values), position)
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
@@ -299,6 +351,8 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
         parts.append(f"MFU: {speed.mfu:.1%}")
     if MAX_ALLOCATED in step.memory:
         parts.append(f"memory (GB): {step.memory[MAX_ALLOCATED]:.2f}")
+    if step.own_times is not None:
+        parts.append(str(step.own_times))
     return " | ".join(parts) + " |"
 
 
@@ -316,7 +370,8 @@ def _step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     row["iteration_time_s"] = row.pop("elapsed_s")
     memory = row.pop("memory")
-    return {**row, **vars(speed), **memory}
+    own_times = row.pop("own_times")
+    return {**row, **vars(speed), **memory, **({} if own_times is None else vars(own_times))}
 
 
 def _step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
@@ -335,6 +390,15 @@ def _step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
         "throughput/mfu": speed.mfu,
         "memory/max_memory_allocated (GB)": step.memory.get(MAX_ALLOCATED),
     }
+    if step.own_times is not None:
+        scalars |= {
+            "straggler/own time min": step.own_times.own_time_min_s,
+            "straggler/own time median": step.own_times.own_time_median_s,
+            "straggler/own time max": step.own_times.own_time_max_s,
+            "straggler/slowest rank": step.own_times.slowest_rank,
+            "straggler/slowest ratio": step.own_times.slowest_ratio,
+            "straggler/data wait max": step.own_times.data_wait_max_s,
+        }
     return {tag: value for tag, value in scalars.items() if value is not None}
 
 

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.store import CheckpointError
 from megatron.config import Config
 from megatron.data.blend import content_of
+
+
+@dataclass
+class RunningEstimate:
+    """Mean and variance of what was seen, weighted exponentially, so that they follow a value that drifts.
+
+    An outlier counts no more than the limit it went over: a single one moves the estimate little, a lasting change
+    moves it there in time. Source: ZClip (arXiv:2504.02507), there for gradient norms.
+    """
+
+    steps: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def limit(self, threshold: float, window: int) -> float:
+        """What is `threshold` standard deviations above the mean; infinite before `window` steps."""
+        return self.mean + threshold * math.sqrt(self.variance) if self.steps >= window else math.inf
+
+    def follow(self, value: float, threshold: float, window: int) -> None:
+        """Take in one more finite value."""
+        value = min(value, self.limit(threshold, window))
+        self.steps += 1
+        # all alike at first, so that the estimate does not hang on the very first value
+        weight = max(1 / self.steps, 2 / (window + 1))
+        difference = value - self.mean
+        self.mean += weight * difference
+        self.variance = (1 - weight) * (self.variance + weight * difference * difference)
 
 
 @dataclass
@@ -20,6 +48,37 @@ class Progress:
     consumed_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    skipped_in_a_row: int = 0
+    rollbacks: int = 0
+    """Since the last checkpoint from beyond all samples that are left out."""
+    left_out: list[tuple[int, int]] = field(default_factory=list)
+    """[from, to) of the samples that a rollback leaves out; in order, apart from each other."""
+    loss: RunningEstimate = field(default_factory=RunningEstimate)
+    log_grad_norm: RunningEstimate = field(default_factory=RunningEstimate)
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> Progress:
+        """From what dataclasses.asdict made of one, by way of JSON. Raises TypeError or ValueError for others."""
+        values = dict(saved)
+        for name in ("loss", "log_grad_norm"):
+            if name in values:
+                values[name] = RunningEstimate(**values[name])
+        if "left_out" in values:
+            values["left_out"] = [(int(begin), int(end)) for begin, end in values["left_out"]]
+        return cls(**values)
+
+    def leaves_out(self, begin: int, end: int) -> bool:
+        """Whether a step over these samples is left out: where the batch size has changed, as a whole."""
+        return any(begin < stop and start < end for start, stop in self.left_out)
+
+    def leave_out(self, begin: int, end: int) -> None:
+        merged = [(begin, end)]
+        for start, stop in sorted(self.left_out):
+            if start <= merged[0][1] and merged[0][0] <= stop:
+                merged[0] = (min(start, merged[0][0]), max(stop, merged[0][1]))
+            else:
+                merged.append((start, stop))
+        self.left_out = sorted(merged)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from megatron import accelerator
 from megatron.command_line import to_yaml
 from megatron.config import Config
@@ -49,7 +51,8 @@ class RunFolder:
     def __init__(self, config: Config, ctx: ParallelContext, log: MetricsLog, progress: Progress) -> None:
         self._config, self._ctx, self._log, self._progress = config, ctx, log, progress
         self._folder = None if config.logging.results_dir is None else Path(config.logging.results_dir)
-        self._began_s = time.monotonic()
+        # of the process: importing and building are part of what was waited for
+        self._began_s = psutil.Process().create_time()
         self._starts: list[dict[str, Any]] = []
         self.stopped: str | None = None
         """Why the run ended before its end, where that was wanted."""
@@ -66,19 +69,24 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Not collective: where a rank failed, the others may never come here."""
-        if self._ctx.rank != 0:
-            return
         reason = self.stopped or DONE
         if kind is not None:
             told = " ".join(str(error).split())
             reason = f"{kind.__name__}: {told}" if told else kind.__name__
+        self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """Tell why the run ended, and what it came to. For whoever ends the process without leaving this context; the
+        first call counts. Not collective: where a rank failed, the others may never come here.
+        """
+        if self._ctx.rank != 0 or "ended" in self._starts[-1]:
+            return
         self._starts[-1]["ended"] = {
             "time": _now(),
             "reason": reason,
             "iteration": self._progress.iteration,
             "consumed_samples": self._progress.consumed_samples,
-            "wall_s": round(time.monotonic() - self._began_s, 3),
+            "wall_s": round(time.time() - self._began_s, 3),
         }
         self._write_starts()
         summary = Summary(self._config, self._starts, self._progress, self._log.totals)
@@ -130,7 +138,7 @@ class Summary:
         """All of it: a name and a value a line."""
         start = self._starts[-1]
         layout, hosts = start["layout"], start["hosts"]
-        ranks = f"{start['world_size']} rank{'s' if start['world_size'] > 1 else ''}"
+        sizes = ", ".join(f"{name} {size}" for name, size in layout.items())
         lines = [
             ("ended", f"{start['ended']['time']}, {self._reason()}"),
             *self._progress_lines(),
@@ -138,10 +146,7 @@ class Summary:
             *self._speed_lines(),
             ("peak memory", self._memory()),
             ("checkpoints", self._checkpoints()),
-            (
-                "layout",
-                f"{', '.join(f'{name} {size}' for name, size in layout.items())} on {ranks} of {len(hosts)} host(s)",
-            ),
+            ("layout", f"{sizes}; {_counted(start['world_size'], 'rank')} on {_counted(len(hosts), 'host')}"),
             ("versions", ", ".join(f"{name} {version}" for name, version in start["versions"].items())),
             ("code", _said_of_project(start["project"])),
         ]
@@ -182,7 +187,7 @@ class Summary:
                 f"{progress.skipped_iterations:,} skipped, {progress.nan_iterations:,} NaN",
             ),
             ("wall time", f"{_duration(start['ended']['wall_s'])} in this start{all_starts}"),
-            ("training", f"{_duration(self._totals.training_s)} of it in the steps that were logged"),
+            ("training", f"{_duration(self._totals.training_s)} in the steps that were logged, of all starts"),
             ("restarts", str(len(self._starts) - 1)),
         ]
 
@@ -280,6 +285,10 @@ def _said_of_project(project: dict[str, Any]) -> str:
     return f"{PROJECT} {project['version'] or 'not installed'}, {commit}" + (
         ", with changes" if project["dirty"] else ""
     )
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def _loss(best: Best) -> str:

@@ -12,9 +12,9 @@ Parameters that every tensor-parallel rank holds are the first one's; tied ones 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from megatron.checkpoint.store import Checkpoint, CheckpointError, Fragment
 from megatron.models.transformer import compute_dtype
 from megatron.parallel.shards import Shard, shard_of
-from megatron.training.engine import Engine
+
+if TYPE_CHECKING:
+    from megatron.training.engine import Engine
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -111,6 +113,16 @@ def restore(engine: Engine, checkpoint: Readable, saved: dict[str, Any] | None) 
     if saved is not None and saved.get("loss_scaler") and engine.config.training.fp16:
         for name, value in saved["loss_scaler"].items():
             setattr(engine.deepspeed.optimizer.loss_scaler, name, value)
+
+
+def gather_again(engine: Engine) -> None:
+    """After `restore` into an engine that has trained: ZeRO-3 keeps small parameters whole on all ranks. Collective."""
+    if engine.config.optimizer.zero_stage == 3:
+        optimizer = engine.deepspeed.optimizer
+        for parameter in optimizer.persistent_parameters:
+            parameter.partition(has_been_updated=False)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
 def _place(engine: Engine, shard: Shard) -> tuple[int, int]:
@@ -203,6 +215,44 @@ def _start_optimizer(engine: Engine, kinds: list[str], step: float) -> None:
     for group in inner.param_groups:
         if "step" in group:  # Habana's FusedAdamW counts in the group
             group["step"] = int(step)
+
+
+def uncounted_gradients(engine: Engine) -> Callable[[], list[Tensor]]:
+    """Finds, while the optimizer steps, this rank's gradients that the norm of the whole model leaves out: of
+    parameters that the first tensor-parallel rank holds too.
+    """
+    if engine.ctx.tensor_rank == 0:
+        return list
+    optimizer, stage = engine.deepspeed.optimizer, engine.config.effective_zero_stage
+    parameters = [p for p in engine.module.parameters() if p.requires_grad and shard_of(p).dim is None]
+    if stage == 0:
+        return lambda: [p.grad for p in parameters if p.grad is not None]
+    if not hasattr(optimizer, "averaged_gradients"):  # BF16_Optimizer, which has whole gradients
+        return lambda: [p._hp_grad for p in parameters if getattr(p, "_hp_grad", None) is not None]
+    uncounted = {id(p) for p in parameters}
+    if stage == 3:
+        groups, flats = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+    else:
+        groups, flats = optimizer.params_in_partition, _flat_partitions(optimizer)
+
+    def place(parameter: Any) -> tuple[int, int]:
+        """First number and length in the flat partition."""
+        if stage == 3:
+            return optimizer.grad_position[optimizer.get_param_id(parameter)][1:]  # type: ignore[no-any-return]
+        where = parameter._hp_mapping.get_hp_fragment_address()
+        return where.start, where.numel
+
+    def find() -> list[Tensor]:
+        found: list[Tensor] = []
+        for index, (group, flat) in enumerate(zip(groups, flats, strict=True)):
+            if flat.grad is not None:  # of the update that is about to be; offloaded ones are always there
+                found += [flat.grad.narrow(0, *place(p)) for p in group if id(p) in uncounted]
+                continue
+            gradients = [g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False)]
+            found += [g for p, g in zip(group, gradients, strict=True) if id(p) in uncounted]
+        return found
+
+    return find
 
 
 def _numbers(scaler: Any) -> dict[str, float | int | bool]:

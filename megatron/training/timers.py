@@ -33,7 +33,7 @@ COMMUNICATION = (
 """At level 1 these are one, `communication`."""
 PER_STEP = ("batch-generator", "forward-compute", "backward-compute", "communication", *COMMUNICATION, "optimizer")
 """Told in seconds a step."""
-PER_CALL = ("evaluation", "save-checkpoint")
+PER_CALL = ("evaluate", "save-checkpoint")
 """Told in seconds an evaluation, and a save; the part of it that training waits for."""
 
 

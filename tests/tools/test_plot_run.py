@@ -58,7 +58,8 @@ def test_every_curve_is_on_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyP
             row(20, lm_loss=None),
             row(20, "valid", lm_loss=5.25),
             row(30, lm_loss=4.0),
-            memory(0, peak=0.5, now=0.5),
+            memory(10, peak=0.5, now=0.5),
+            {**memory(20, peak=0.1, now=0.1), "event": "after_restore"},
             memory(30, peak=2.0, now=1.0),
         ],
         "b": [row(10, lm_loss=7.0, grad_norm=2.5, iteration_time_s=0.125, **on_rank_0)],
@@ -75,7 +76,7 @@ def test_every_curve_is_on_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert math.isnan(training[1]), "null is a gap"
     assert list(norm.get_lines()[1].get_ydata()) == [2.5]
     held = [(list(line.get_xdata()), list(line.get_ydata())) for line in memory_panel.get_lines()[:3]]
-    assert held == [([0, 30], [0.5, 2.0]), ([0, 30], [0.5, 1.0]), ([10], [3.0])], "of all ranks; else of rank 0"
+    assert held == [([10, 30], [0.5, 2.0]), ([10, 30], [0.5, 1.0]), ([10], [3.0])], "of all ranks; else of rank 0"
     assert list(step.get_lines()[0].get_ydata()) == [125.0]
     assert [axis.get_title() for axis in (loss, rate, norm, speed, memory_panel, step)] == [
         "Loss",
@@ -87,6 +88,23 @@ def test_every_curve_is_on_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     assert all(axis.get_ylabel() and axis.get_xlabel() for axis in figure.axes)
     pyplot.close(figure)
+
+
+@pytest.mark.parametrize(("norms", "scale"), [([1.0, 1.5, 2.0], "linear"), ([1.0, 1.5, 30.0, 1.2], "log")])
+def test_gradient_norms_with_outliers_are_drawn_on_a_logarithmic_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norms: list[float], scale: str
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kept: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    plot_run.draw({"a": [row(10 * at, grad_norm=norm) for at, norm in enumerate(norms)]}, tmp_path / "run.png")
+    monkeypatch.undo()
+    assert kept[0].axes[2].get_yscale() == scale
+    pyplot.close(kept[0])
 
 
 def test_timers_are_drawn_in_milliseconds_of_the_slowest_rank() -> None:

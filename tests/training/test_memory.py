@@ -138,7 +138,7 @@ def test_run_records_every_moment_and_a_resumed_one_its_own(ranks: RankPools, tm
     kinds = {f"{way}-{what}-time" for way in ("forward", "backward") for what in ("send", "recv")}
     assert kinds | {"grads-all-reduce-time", "embedding-grads-all-reduce-time"} < set(first)
     assert not kinds & set(later[0])
-    assert "evaluation-time" in first
+    assert "evaluate-time" in first
     for row in later:
         assert {"batch-generator-time", "forward-compute-time", "communication-time", "optimizer-time"} < set(row)
         assert row["backward-compute-time"]["min"] > 0

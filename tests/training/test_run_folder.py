@@ -82,6 +82,15 @@ def test_a_fault_is_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert " run ended: RuntimeError: out of memory" in capsys.readouterr().out
 
 
+def test_the_first_end_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path)
+    log = MetricsLog(config, writes=True, world_size=1, device_peak_tflops=None, total_iterations=10)
+    with log, RunFolder(config, ParallelContext.single(), log, Progress()) as folder:
+        folder.end("the watchdog saw no progress")
+    assert starts(tmp_path)[0]["ended"]["reason"] == "the watchdog saw no progress"
+    assert capsys.readouterr().out.count(" run ended: ") == 1
+
+
 def test_a_new_run_in_a_used_folder_keeps_the_old_record_aside(tmp_path: Path) -> None:
     live(config_of(tmp_path), Progress(), 4)
     live(config_of(tmp_path), Progress(), 7)
@@ -212,7 +221,7 @@ def test_run_over_two_starts_sums_up_in_its_summary(ranks: RankPools, tmp_path: 
     seconds = [row["iteration_time_s"] * row["steps"] for row in rows]
     assert summary["throughput"].startswith(f"{768 / sum(seconds):,.0f} tokens/s")
     assert summary["checkpoints"] == f"2 in {saved}, newest global_step6"
-    assert summary["layout"].startswith("tensor 2, pipeline 1, data 1")
+    assert summary["layout"] == "tensor 2, pipeline 1, data 1, zero_stage 0; 2 ranks on 1 host"
     (hosts,) = starts(results)[-1]["hosts"].values()
     assert hosts == [0, 1]
 

@@ -72,13 +72,13 @@ def test_level_2_tells_communication_apart(clock: Clock) -> None:
 def test_saves_and_evaluations_are_told_each_and_without_their_insides(clock: Clock) -> None:
     timers = StepTimers(1, CPU)
     for seconds in (2, 4):
-        with timers.on_host("evaluation"), timers("forward-compute"):
+        with timers.on_host("evaluate"), timers("forward-compute"):
             clock.now_s += seconds
     with timers.on_host("save-checkpoint"):
         clock.now_s += 5
     with timers("forward-compute"):
         clock.now_s += 8
-    assert means(timers, 10) == {"evaluation-time": 3.0, "save-checkpoint-time": 5.0, "forward-compute-time": 0.8}
+    assert means(timers, 10) == {"evaluate-time": 3.0, "save-checkpoint-time": 5.0, "forward-compute-time": 0.8}
 
 
 def test_a_fault_inside_a_phase_ends_it(clock: Clock) -> None:

@@ -1,0 +1,104 @@
+"""What judging each step costs: training steps with the gate against free ones, and a check of the copies.
+
+    python benchmarks/guard_overhead.py [--config tiny_bloom] [--ranks 1] [--rounds 9] [--steps 10] [FLAGS of a run]
+
+Each rank is a process of this machine, over gloo. "Free" steps answer the optimizer at once, without looking at loss or
+norm and without the all-reduce. Prints the median microseconds that a step takes longer, their share of a step of 50 ms,
+and the milliseconds of a check of all copies. Exit status 1 if the share is above 0.5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.alternating import alternate, positive, spread
+
+STEP_S = 0.05
+LIMIT = 0.005
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Cost of judging each step.", allow_abbrev=False)
+    parser.add_argument("--config", default="tiny_bloom", help="preset (default: tiny_bloom)")
+    parser.add_argument("--ranks", type=positive, default=1, help="processes (default: 1)")
+    parser.add_argument("--rounds", type=positive, default=9, help="alternations (default: 9)")
+    parser.add_argument("--steps", type=positive, default=10, help="steps a round (default: 10)")
+    options, flags = parser.parse_known_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    results: Any = spawn.SimpleQueue()
+    processes = [spawn.Process(target=rank, args=(r, port, options, flags, results)) for r in range(options.ranks)]
+    for process in processes:
+        process.start()
+    measured, check_s = results.get()
+    for process in processes:
+        process.join()
+    added_s = [judged - free for judged, free in zip(measured["judged"], measured["free"], strict=True)]
+    share = statistics.median(added_s) / STEP_S
+    print(f"{options.config}: {options.ranks} ranks, {options.rounds} rounds of {options.steps} steps")
+    for name, times in measured.items():
+        print(f"{name:7s} {spread([s * 1000 for s in times])} ms a step")
+    print(f"added   {spread([s * 1e6 for s in added_s], 0)} us a step: {share:.2%} of {STEP_S * 1000:.0f} ms")
+    print(f"a check of the copies: {spread([s * 1000 for s in check_s])} ms")
+    return 0 if share <= LIMIT else 1
+
+
+def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], results: Any) -> None:
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(options.ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+    import numpy as np
+
+    from megatron.command_line import parse_arguments
+    from megatron.parallel.context import ParallelContext
+    from megatron.tasks.pretrain import PretrainTask
+    from megatron.training.engine import build_engine
+    from megatron.training.replicas import Replicas
+
+    config, _ = parse_arguments(["--config", options.config, *flags, "--data-path", "none", "--device", "cpu"])
+    ctx = ParallelContext.build(config.parallel, "cpu")
+    task = PretrainTask(config.data, None)
+    training = config.training
+    size = training.global_batch_size
+    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=False, global_batch_size=size)
+    shape = (training.micro_batch_size, training.seq_length + 1)
+    generator = np.random.default_rng(0)
+    batch = [
+        task.collate(generator.integers(0, config.model.vocab_size, shape, dtype=np.int64))
+        for _ in range(size // training.micro_batch_size // ctx.data_size)
+    ]
+    observe = engine.gate._observe
+
+    def steps(judges: bool) -> float:
+        engine.gate._observe = observe if judges else lambda: [1.0, 1.0, 0.0]  # type: ignore[method-assign]
+        began_s = time.perf_counter()
+        for _ in range(options.steps):
+            engine.train_step(
+                batch if engine.reads_data else [], global_batch_size=size, consumed_samples=0, lr=config.optimizer.lr
+            )
+        return (time.perf_counter() - began_s) / options.steps
+
+    measured = alternate({"judged": lambda: steps(True), "free": lambda: steps(False)}, options.rounds)
+    replicas, check_s = Replicas(engine), []
+    for _ in range(options.rounds):
+        began_s = time.perf_counter()
+        replicas.check(0)
+        check_s.append(time.perf_counter() - began_s)
+    if number == 0:
+        results.put((measured, check_s))
+    ctx.gather_objects(None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

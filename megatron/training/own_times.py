@@ -1,0 +1,65 @@
+"""How far the ranks' own times lie apart. See straggler.py, which measures them."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnTimes:
+    """Over all ranks, seconds a step. Ranks are compared within their pipeline stage, which have the same to do."""
+
+    own_time_min_s: float
+    own_time_median_s: float
+    own_time_max_s: float
+    slowest_rank: int
+    slowest_host: str
+    slowest_ratio: float
+    """Its own time by the median of its stage. Another rank may have own_time_max_s: its stage may have more to do."""
+    data_wait_max_s: float
+    data_wait_rank: int
+    data_wait_host: str
+
+    def __str__(self) -> str:
+        low, median, high = (
+            f"{seconds * 1000:.1f}" for seconds in (self.own_time_min_s, self.own_time_median_s, self.own_time_max_s)
+        )
+        return (
+            f"own time (ms): min {low}, median {median}, max {high}"
+            f" | slowest: rank {self.slowest_rank} on {self.slowest_host}, {self.slowest_ratio:.2f} x its stage"
+            f" | longest wait for data (ms): {self.data_wait_max_s * 1000:.1f} on rank {self.data_wait_rank}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTimes:
+    """Seconds a step of one rank."""
+
+    stage: int
+    host: str
+    own_s: float
+    data_wait_s: float
+
+
+def own_times(times: list[RankTimes]) -> OwnTimes:
+    """Of all ranks' times, in order of rank."""
+    own = [each.own_s for each in times]
+    medians = {
+        stage: statistics.median(each.own_s for each in times if each.stage == stage)
+        for stage in {each.stage for each in times}
+    }
+    ratios = [each.own_s / medians[each.stage] if medians[each.stage] > 0 else 1.0 for each in times]
+    slowest = max(range(len(times)), key=ratios.__getitem__)
+    waiting = max(range(len(times)), key=lambda rank: times[rank].data_wait_s)
+    return OwnTimes(
+        own_time_min_s=min(own),
+        own_time_median_s=statistics.median(own),
+        own_time_max_s=max(own),
+        slowest_rank=slowest,
+        slowest_host=times[slowest].host,
+        slowest_ratio=ratios[slowest],
+        data_wait_max_s=times[waiting].data_wait_s,
+        data_wait_rank=waiting,
+        data_wait_host=times[waiting].host,
+    )

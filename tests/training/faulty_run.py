@@ -1,0 +1,348 @@
+"""Runs of megatron.train under tools/processes.py in which one rank meets a fault at a given step.
+
+`Zygote` starts this file once; it imports torch and deepspeed, and forks the launcher and the ranks of each run from
+itself, which spares every rank the seconds of the imports. Only how a process comes to be differs from a real launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP = 3
+"""At which the fault happens."""
+START_LIMIT_S = 240.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    status: int
+    seconds: float
+    """From the fault to the end of the launcher."""
+    told: str
+    """Its stdout and stderr."""
+    alive: list[int]
+    """Ranks whose processes are still there."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The faults, in the rank that meets them
+
+
+def raise_asynchronously() -> None:
+    exception = ctypes.py_object(ArithmeticError)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.main_thread().ident or 0), exception)
+
+
+def deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(600)  # of PyDLL: keeps the interpreter's lock
+
+
+def fail() -> None:
+    raise ArithmeticError("the fault of the test")
+
+
+def fill_disk() -> None:
+    """No file may become longer than a few bytes: as a full disk, but for this process alone."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+
+
+def signal_launcher(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getppid(), number)
+
+
+def signal_self(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+IN_STEP: dict[str, Callable[[], None]] = {
+    "exception": fail,
+    "async exception": raise_asynchronously,
+    "SIGINT": signal_launcher(signal.SIGINT),
+    "SIGTERM": signal_launcher(signal.SIGTERM),
+    "SIGKILL": signal_self(signal.SIGKILL),
+    "SIGSTOP": signal_self(signal.SIGSTOP),
+    "segfault": faulthandler._sigsegv,  # type: ignore[attr-defined]
+    "abort": os.abort,
+    "deadlock": deadlock,
+    "interpreter lock held": hold_the_interpreter,
+    "disk full while logging": fill_disk,
+    "disk full while saving": fill_disk,
+}
+
+
+def install(fault: str, at_rank: int) -> None:
+    """Let this rank meet the fault, if it is the one."""
+    from megatron.data.batches import Batches
+    from megatron.training.engine import Engine
+
+    if int(os.environ["RANK"]) != at_rank:
+        return
+    steps = 0
+    original_step = Engine.train_step
+
+    def train_step(engine: Engine, *arguments: Any, **options: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == STEP and fault in IN_STEP:
+            note_time()
+            IN_STEP[fault]()
+        return original_step(engine, *arguments, **options)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
+    if fault in ("slow layer", "slow attention"):
+        from megatron.models.attention import SelfAttention
+        from megatron.models.transformer import TransformerLayer
+
+        where: Any = (TransformerLayer, "forward") if fault == "slow layer" else (SelfAttention, "_core")
+        original: Any = getattr(*where)
+
+        def slow(*arguments: Any) -> Any:
+            time.sleep(0.02)
+            return original(*arguments)
+
+        setattr(*where, slow)
+    if not fault.startswith(("reader", "iterator")):
+        return
+    original_read, original_next = Batches._microbatch, Batches.__next__
+
+    def microbatch(batches: Batches[Any], start: int) -> Any:
+        if start >= 8 * (STEP - 1) and fault.startswith("reader"):
+            note_time()
+            fail() if fault == "reader thread fails" else time.sleep(600)
+        return original_read(batches, start)
+
+    def next_step(batches: Batches[Any]) -> Any:
+        if batches.consumed_samples >= 8 * (STEP - 1) and fault == "iterator one short":
+            note_time()
+            raise StopIteration
+        return original_next(batches)
+
+    Batches._microbatch, Batches.__next__ = microbatch, next_step  # type: ignore[method-assign]
+
+
+def note_time() -> None:
+    path = Path(os.environ["FAULT_FOLDER"]) / "fault_s"
+    if not path.exists():
+        path.write_text(str(time.monotonic()))  # one clock for all processes of a machine
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+class ForkedRank:
+    """What tools/processes.py needs of subprocess.Popen, for a rank that is forked from here."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        start_new_session: bool,
+        preexec_fn: Callable[[], None] | None,
+    ):
+        assert start_new_session
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        status = 70
+        try:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            if preexec_fn is not None:
+                preexec_fn()
+            os.environ.clear()
+            os.environ.update(env)
+            (Path(env["FAULT_FOLDER"]) / f"pid_{env['RANK']}").write_text(str(os.getpid()))
+            install(env["FAULT"], int(env["FAULT_RANK"]))
+            sys.argv = list(command)
+            from megatron import train
+
+            train.leave(train.start())
+        finally:
+            os._exit(status)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def launch(order: dict[str, Any]) -> int:
+    """The launcher of one run, in a process of its own."""
+    from tools import processes
+
+    reading, writing = os.pipe()  # a file of output would be on the full disk, too
+    os.dup2(writing, 1)
+    os.dup2(writing, 2)
+    os.close(writing)
+    copier = threading.Thread(target=copy_to, args=(reading, Path(order["folder"]) / "output"))
+    copier.start()
+    processes.subprocess.Popen = ForkedRank  # type: ignore[misc, assignment]
+    size = str(order["world_size"])
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(processes._free_port()),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "FAULT": order["fault"],
+        "FAULT_RANK": str(order["fault_rank"]),
+        "FAULT_FOLDER": order["folder"],
+    }
+    ranks = [{**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(int(size)))]
+    status = processes.run_processes(["megatron.train", *order["flags"]], ranks)
+    sys.stderr.flush()
+    os.close(1)
+    os.close(2)
+    copier.join()  # ends once no rank is left that could write
+    return status
+
+
+def copy_to(reading: int, path: Path) -> None:
+    with open(reading, "rb", buffering=0) as source, open(path, "wb", buffering=0) as target:
+        while content := source.read(65536):
+            target.write(content)
+
+
+def serve() -> None:
+    """Fork a launcher for each line of stdin, and say on stdout how each ended."""
+    import deepspeed  # noqa: F401
+    import torch
+    import torch.utils.tensorboard.writer
+
+    import tools.processes  # noqa: F401
+
+    torch.set_num_threads(1)
+
+    def wait_for(identity: str, pid: int) -> None:
+        _, status = os.waitpid(pid, 0)
+        print(json.dumps([identity, os.waitstatus_to_exitcode(status), time.monotonic()]), flush=True)
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            status = 71
+            try:
+                status = launch(order)
+            finally:
+                os._exit(status)
+        threading.Thread(target=wait_for, args=(order["folder"], pid), daemon=True).start()
+
+
+class Zygote:
+    """Starts runs, several at a time. Call `stop` at the end."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.training.faulty_run"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._changed = threading.Condition()
+        self._ended: dict[str, tuple[int, float]] = {}
+        self._gone = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._changed, contextlib.suppress(ValueError):  # what else is printed
+                identity, status, ended_s = json.loads(line)
+                self._ended[identity] = status, ended_s
+                self._changed.notify_all()
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
+
+    def run(self, folder: Path, flags: Sequence[str], fault: str, *, fault_rank: int = 1, world_size: int = 2) -> Ended:
+        folder.mkdir(parents=True, exist_ok=True)
+        order = {
+            "folder": str(folder),
+            "flags": list(flags),
+            "fault": fault,
+            "fault_rank": fault_rank,
+            "world_size": world_size,
+        }
+        assert self._process.stdin is not None
+        with self._changed:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            known = self._changed.wait_for(lambda: self._gone or str(folder) in self._ended, START_LIMIT_S)
+        assert known, f"the run in {folder} did not end: {(folder / 'output').read_text()}"
+        status, ended_s = self._ended[str(folder)]
+        met = folder / "fault_s"
+        alive = [rank for rank in range(world_size) if _lives(int((folder / f"pid_{rank}").read_text()))]
+        seconds = ended_s - float(met.read_text()) if met.exists() else float("nan")
+        return Ended(status, seconds, (folder / "output").read_text(errors="replace"), alive)
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    serve()

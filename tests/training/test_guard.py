@@ -1,0 +1,360 @@
+"""A planted NaN, a planted spike and a planted drift are caught at once, named, and leave no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.checkpoint.store import Checkpoint
+from megatron.config import Config, GuardConfig
+from megatron.rules import check
+from megatron.training.progress import Progress, RunningEstimate
+from megatron.training.replicas import checksum, odd_ones
+from tests import runs
+from tests.ranks import RankPools
+from tests.training import layouts, planted
+from tests.training.test_layouts import arguments
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Not finite
+
+NAN_CASES = [
+    (layout, zero, precision)
+    for layout, zero, precision in itertools.product(("221", "122"), range(4), ("", " --bf16", " --fp16"))
+    if zero < 2 or layout == "122"
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero", "precision"),
+    [
+        # each optimizer of DeepSpeed's; -m slow: every combination
+        pytest.param(*case, marks=() if index % 3 == index // 3 % 3 else pytest.mark.slow)
+        for index, case in enumerate(NAN_CASES)
+    ],
+)
+def test_nan_on_one_rank_changes_nothing_on_any(ranks: RankPools, layout: str, zero: int, precision: str) -> None:
+    """In a gradient that the norm counts, in one that it leaves out, and in the loss alone."""
+    world_size, flags = arguments(layout, zero=zero)
+    last = world_size - 1
+    faults = [
+        ("gradient", 1, "2.attention.qkv.weight"),
+        ("gradient", 1, "2.attention_norm.weight"),
+        ("loss", last, ""),
+    ]
+    model = layouts.MODELS["bloom_learned"]
+    told = ranks(world_size)(planted.plant_all, f"{model} {flags}{precision} --initial-loss-scale 64", faults)
+    for rank, found in enumerate(told):
+        for fault, result in zip(faults, found, strict=True):
+            assert result["changed"] == [], f"{fault} on rank {rank}"
+            assert result["good"] == result["following"] == (False, True)
+            assert result["bad"] == (True, False)
+            assert result["moved"] > 20
+            assert math.isfinite(result["loss"])
+    assert len({result["loss"] for found in told for result in found[2:]}) == 1
+
+
+def test_loss_scale_falls_without_counting_and_the_last_one_counts(ranks: RankPools, data: Path) -> None:
+    flags = f"--data-path {data} --train-iters 30 --max-skipped-in-a-row 3 --fp16 --zero-stage 2"
+    flags += " --initial-loss-scale 8 --hysteresis 1 --eval-iters 0 --save-interval 100"
+    fault = ranks(2)(planted.run, flags, "overflowing", 64)
+    # 8, 4 and 2 may still fall; at 1 the row begins
+    assert "3 steps in a row were skipped" in fault[0]
+    assert "iteration 12 (samples 88 to 95); iteration 13" in fault[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Spikes
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return runs.write_dataset(tmp_path / "data")
+
+
+STEPS, SPIKE = 24, 17
+"""Iterations, and the one whose samples are noise."""
+GUARDED = (
+    f"--train-iters {STEPS} --spike-window 8 --spike-threshold 3 --rollback-skip-steps 3 --save-interval 4 "
+    "--eval-iters 0 --lr-decay-style constant"
+)
+POISON = ((SPIKE - 1) * 8, SPIKE * 8)
+LAYOUTS = {
+    "TP2 PP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "TP2 DP2 ZeRO-1": "--tensor-model-parallel-size 2 --zero-stage 1",
+    "TP2 DP2 ZeRO-2 bf16": "--tensor-model-parallel-size 2 --zero-stage 2 --bf16",
+    "TP2 DP2 ZeRO-3": "--tensor-model-parallel-size 2 --zero-stage 3",
+}
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(folder / f"global_step{STEPS}")
+    return {
+        f"{name} {kind}": checkpoint.read_full(name, kind)
+        for name, kind in itertools.product(checkpoint.parameters, checkpoint.kinds)
+    }
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    first, second = state_of(one), state_of(other)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.parametrize("layout", ["TP2 PP2", "TP2 DP2 ZeRO-2 bf16"])
+def test_a_skipped_spike_leaves_no_trace(ranks: RankPools, tmp_path: Path, data: Path, layout: str) -> None:
+    common = f"--data-path {data} {GUARDED} {LAYOUTS[layout]}"
+    flags = f"{common} --spike-action skip --save {tmp_path / 'a'} --results-dir {tmp_path / 'results'}"
+    assert set(ranks(4)(planted.run, flags, "poisoned", *POISON)) == {""}
+    flags = f"{common} --spike-action off --save {tmp_path / 'b'}"
+    assert set(ranks(4)(planted.run, flags, "absent", *POISON)) == {""}
+    assert_same_state(tmp_path / "a", tmp_path / "b")
+    (row,) = runs.rows(tmp_path / "results", "bad_step")
+    assert (row["iteration"], row["first_sample"], row["action"]) == (SPIKE, POISON[0], "skipped")
+    assert "deviations from" in row["reason"]
+    assert POISON[0] <= row["suspect_samples"][0] < POISON[1]
+    assert runs.rows(tmp_path / "results")[-1]["skipped_iterations"] == 1
+
+
+def test_a_logged_spike_is_applied_and_names_its_documents(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    flags = f"--data-path 1 {data} {GUARDED} --results-dir {tmp_path / 'results'}"
+    assert ranks(1)(planted.run, flags, "poisoned", *POISON) == [""]
+    row, *_ = runs.rows(tmp_path / "results", "bad_step")
+    assert (row["iteration"], row["action"]) == (SPIKE, "logged")
+    assert all(entry["prefix"] == str(data) and entry["documents"] for entry in row["suspect_documents"])
+    assert [entry["sample"] for entry in row["suspect_documents"]] == list(
+        range(row["suspect_samples"][0], row["suspect_samples"][1] + 1)
+    )
+    assert runs.rows(tmp_path / "results")[-1]["skipped_iterations"] == 0
+
+
+@pytest.mark.parametrize("layout", ["TP2 PP2", "TP2 DP2 ZeRO-1", "TP2 DP2 ZeRO-3"])
+def test_a_rollback_ends_where_a_run_without_the_samples_does(
+    ranks: RankPools, tmp_path: Path, data: Path, layout: str
+) -> None:
+    common = f"--data-path {data} {GUARDED} {LAYOUTS[layout]}"
+    results = tmp_path / "results"
+    flags = f"{common} --spike-action rollback --save {tmp_path / 'a'} --results-dir {results}"
+    assert set(ranks(4)(planted.run, flags, "poisoned", *POISON)) == {""}
+    without = (POISON[0] - 16, POISON[1])  # the spike's step and the two before it
+    flags = f"{common} --spike-action off --save {tmp_path / 'b'}"
+    assert set(ranks(4)(planted.run, flags, "absent", *without)) == {""}
+    assert_same_state(tmp_path / "a", tmp_path / "b")
+    (row,) = runs.rows(results, "bad_step")
+    assert (row["iteration"], row["action"], row["rolled_back_to"]) == (SPIKE, "rolled back", 12)
+    trained = [row["iteration"] for row in runs.rows(results)]
+    assert trained == [i for i in range(1, STEPS + 1) if i not in (SPIKE - 2, SPIKE - 1, SPIKE)]
+    superseded = (results / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in superseded if '"train"' in line] == [13, 14, 15, 16]
+    progress = Checkpoint(tmp_path / "a" / f"global_step{STEPS}").metadata["progress"]
+    assert progress["left_out"] == [list(without)]
+    assert (progress["skipped_iterations"], progress["rollbacks"]) == (3, 0)
+
+
+def test_an_interrupted_run_decides_as_the_undisturbed_one(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    """Stopped between the last checkpoint before the spike and the spike, and again after the rollback."""
+    common = f"--data-path {data} {GUARDED} --tensor-model-parallel-size 2 --spike-action rollback"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = f"{common} --save {whole} --results-dir {tmp_path / 'r1'}"
+    assert set(ranks(2)(planted.run, flags, "poisoned", *POISON)) == {""}
+    for stop in ("--exit-interval 13", "--exit-interval 18", ""):
+        flags = f"{common} --save {parts} --load {parts} --results-dir {tmp_path / 'r2'} {stop}"
+        assert set(ranks(2)(planted.run, flags, "poisoned", *POISON)) == {""}
+    assert_same_state(whole, parts)
+    one, other = (Checkpoint(f / f"global_step{STEPS}").metadata["progress"] for f in (whole, parts))
+    assert one == other
+
+
+def test_what_is_left_out_stays_so_on_another_layout(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    common = f"--data-path {data} {GUARDED} --spike-action skip --save {tmp_path / 'a'} --load {tmp_path / 'a'}"
+    common += f" --results-dir {tmp_path / 'results'}"
+    flags = f"{common} --tensor-model-parallel-size 2 --exit-interval 14"
+    assert set(ranks(2)(planted.run, flags, "knowing", POISON[0] - 16, POISON[1])) == {""}
+    assert set(ranks(4)(planted.run, f"{common} {LAYOUTS['TP2 DP2 ZeRO-1']}", "poisoned", *POISON)) == {""}
+    assert runs.rows(tmp_path / "results", "bad_step") == []
+    progress = Checkpoint(tmp_path / "a" / f"global_step{STEPS}").metadata["progress"]
+    assert (progress["left_out"], progress["skipped_iterations"]) == ([[POISON[0] - 16, POISON[1]]], 3)
+
+
+def test_without_an_old_checkpoint_a_spike_is_skipped(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    flags = f"--data-path {data} {GUARDED} --spike-action rollback --save {tmp_path / 'a'} --save-interval 100"
+    flags += f" --results-dir {tmp_path / 'results'}"
+    assert ranks(1)(planted.run, flags, "poisoned", *POISON) == [""]
+    (row,) = runs.rows(tmp_path / "results", "bad_step")
+    assert (row["iteration"], row["action"]) == (SPIKE, "skipped")
+
+
+def test_rollbacks_end_where_they_bring_nothing(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    flags = f"--data-path {data} {GUARDED} --spike-action rollback --save {tmp_path / 'a'} --save-interval 12"
+    flags += " --max-rollbacks 2 --rollback-skip-steps 1"
+    told = ranks(1)(planted.run, flags, "poisoned", POISON[0], POISON[1] + 1000)
+    assert "2 rollbacks, max_rollbacks=2, have brought the run past no new checkpoint" in told[0]
+    assert f"Samples left out so far: {POISON[0]} to {POISON[1] + 7}" in told[0]
+
+
+def test_too_many_in_a_row_end_the_run_with_their_samples(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    flags = f"--data-path {data} --train-iters 20 --max-skipped-in-a-row 3 --save {tmp_path / 'a'} --save-interval 2"
+    told = ranks(2)(planted.run, flags, "nan_from", 32)
+    for message in told:
+        assert message.startswith("GaveUp: 3 steps in a row were skipped, max_skipped_in_a_row=3: ")
+        assert (
+            "iteration 5 (samples 32 to 39); iteration 6 (samples 40 to 47); iteration 7 (samples 48 to 55)" in message
+        )
+        assert "is not finite, on rank 0" in message
+    assert (tmp_path / "a" / "latest").read_text().strip() == "global_step6"
+
+
+def test_giving_up_exits_with_3(data: Path) -> None:
+    """A learning rate at which every model is lost after a step."""
+    flags = f"--data-path {data} --train-iters 30 --max-skipped-in-a-row 3 --lr 1e30 --lr-decay-style constant"
+    command = [sys.executable, "-m", "megatron.train", *runs.TINY.split(), *flags.split()]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "DS_ACCELERATOR": "cpu"}
+    )
+    assert run.returncode == 3, run.stderr
+    assert "gave up: 3 steps in a row were skipped" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "name"),
+    [
+        ("TP2 PP2", 1, "1.attention_norm.weight"),
+        ("TP2 DP2 ZeRO-1", 3, "1.attention_norm.weight"),
+        ("TP2 DP2 ZeRO-2 bf16", 2, "1.attention.qkv.weight"),
+        ("TP2 DP2 ZeRO-3", 1, "2.attention_norm.weight"),
+    ],
+)
+def test_drift_of_one_rank_is_named_within_one_check(
+    ranks: RankPools, tmp_path: Path, data: Path, layout: str, rank: int, name: str
+) -> None:
+    flags = f"--data-path {data} --train-iters 12 --check-replicas-interval 2 --save {tmp_path / 'a'} --save-interval 1"
+    told = ranks(4)(planted.run, f"{flags} {LAYOUTS[layout]}", "drift", rank, name, 32)
+    assert len(set(told)) == 1
+    assert "GaveUp: the ranks' copies are not equal after iteration 5" in told[0]
+    # of two copies nothing tells which is right: the first is taken
+    assert f"{name} on rank {rank} (" in told[0]
+    assert "differs from its copy on rank" in told[0] or "differs from its copies on 3 other ranks" in told[0]
+    assert "numbers, by up to 0.2" in told[0]
+    assert (tmp_path / "a" / "latest").read_text().strip() == "global_step4"
+
+
+def test_the_odd_one_of_four_is_named(ranks: RankPools, data: Path) -> None:
+    flags = f"--data-path {data} --train-iters 12 --check-replicas-interval 3"
+    told = ranks(4)(planted.run, flags, "drift", 0, "1.attention_norm.weight", 32)
+    assert "after iteration 6" in told[0]
+    assert "1.attention_norm.weight on rank 0 (" in told[0]
+    assert "differs from its copies on 3 other ranks, such as 1: 1 of 32 numbers, by up to 0.25" in told[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (3, 5000), (4096, 3)])
+def test_checksum_sees_every_single_change_and_pairs_that_cancel(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.randn(shape, generator=generator).to(dtype)
+    expected = int(checksum(tensor))
+    assert int(checksum(tensor.clone())) == expected
+    integers = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    for _ in range(50):
+        spoiled = tensor.clone()
+        bits = spoiled.view(-1).view(integers)
+        one, other = torch.randperm(bits.numel(), generator=generator)[:2].tolist()
+        bits[one] += 1
+        assert int(checksum(spoiled)) != expected
+        bits[other] -= 1
+        assert int(checksum(spoiled)) != expected
+        bits[one], bits[other] = tensor.view(-1).view(integers)[[other, one]]
+        assert int(checksum(spoiled)) != expected
+
+
+def test_the_majority_is_believed() -> None:
+    assert odd_ones({0: 5, 3: 7, 4: 7}) == [(0, 3, "differs from its copies on 2 other ranks, such as 3")]
+    assert odd_ones({1: 5, 2: 7}) == [(2, 1, "differs from its copy on rank 1")]
+    assert odd_ones({1: 5, 2: 5}) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The estimate, and what is kept of it
+
+
+def test_the_estimate_is_the_weighted_mean_and_deviation() -> None:
+    values = np.random.default_rng(0).normal(3.0, 0.5, 200)
+    estimate = RunningEstimate()
+    for value in values:
+        estimate.follow(float(value), 100.0, 16)
+    # weights of an exponential mean whose first values count alike, from their definition
+    weights = np.zeros(0)
+    for step in range(1, len(values) + 1):
+        new = max(1 / step, 2 / 17)
+        weights = np.append(weights * (1 - new), new)
+    assert weights.sum() == pytest.approx(1.0)
+    mean = weights @ values
+    assert estimate.mean == pytest.approx(mean)
+    assert estimate.variance == pytest.approx(weights @ (values - mean) ** 2)
+
+
+def test_nothing_is_judged_before_the_window_is_full_and_a_drift_is_followed() -> None:
+    generator = np.random.default_rng(1)
+    estimate, spikes = RunningEstimate(), 0
+    for step in range(400):
+        value = 5.0 - step * 0.01 + generator.normal(0.0, 0.05)
+        spikes += value > estimate.limit(6.0, 32)
+        assert step >= 32 or estimate.limit(6.0, 32) == math.inf
+        estimate.follow(value, 6.0, 32)
+    assert spikes == 0
+    assert estimate.mean + 1.0 > estimate.limit(6.0, 32)
+
+
+def test_one_outlier_moves_the_estimate_no_more_than_its_limit() -> None:
+    estimate = RunningEstimate(steps=100, mean=2.0, variance=0.01)
+    estimate.follow(1e9, 6.0, 32)
+    assert estimate.mean == pytest.approx(2.0 + 2 / 33 * 0.6)
+    # a lasting change gets there in time
+    for _ in range(200):
+        estimate.follow(3.0, 6.0, 32)
+    assert estimate.limit(6.0, 32) > 3.0
+
+
+def test_progress_survives_json_bit_for_bit() -> None:
+    progress = Progress(iteration=3, left_out=[(8, 16)], loss=RunningEstimate(9, 0.1 + 0.2, 1e-300))
+    saved = json.loads(json.dumps(dataclasses.asdict(progress)))
+    assert Progress.from_saved(saved) == progress
+    assert Progress.from_saved({"iteration": 3, "consumed_samples": 24}) == Progress(3, 24)
+    for damaged in ({"iterations": 3}, {"loss": {"mu": 1.0}}, {"left_out": [[1]]}):
+        with pytest.raises((TypeError, ValueError)):
+            Progress.from_saved(damaged)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), max_size=6), st.integers(0, 50), st.integers(1, 9))
+def test_left_out_samples_are_a_set(stretches: list[tuple[int, int]], begin: int, size: int) -> None:
+    progress, expected = Progress(), set[int]()
+    for start, length in stretches:
+        progress.leave_out(start, start + length)
+        expected |= set(range(start, start + length))
+    assert {sample for start, stop in progress.left_out for sample in range(start, stop)} == expected
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(progress.left_out))
+    assert progress.leaves_out(begin, begin + size) == bool(expected & set(range(begin, begin + size)))
+
+
+@pytest.mark.parametrize(("change", "said"), [({}, "save is not given"), ({"no_save_optim": True}, "no_save_optim")])
+def test_a_rollback_needs_whole_checkpoints(change: dict[str, Any], said: str) -> None:
+    config = Config(guard=GuardConfig(spike_action="rollback"))
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **change))
+    assert any(said in fault and "spike_action=rollback" in fault for fault in check(config, 1))

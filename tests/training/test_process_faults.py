@@ -1,0 +1,144 @@
+"""Each fault of the table in docs/reliability.md, met by a rank of a real run: how it ends, and whom it names.
+
+Faults that the watchdog must find run side by side, since they mostly wait.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.exit_codes import DONE, FAILED, HUNG, REFUSED
+from tests import runs
+from tests.training.faulty_run import STEP, Ended, Zygote
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+TIMEOUT_S = 5
+IN_TIME_S = TIMEOUT_S + 5
+SAVE, SAVE_EVERY_STEP = "--save {folder}/saved", "--save {folder}/saved --save-interval 1 --no-async-save"
+
+
+@dataclass(frozen=True)
+class Case:
+    fault: str
+    status: int
+    says: str
+    """In what the run tells."""
+    rank: int = 1
+    """That meets the fault."""
+    flags: str = ""
+    stacks: str = ""
+    """In the file of the rank that met it."""
+
+
+FAILS = r"rank 1 on \S+ \(process \d+\) failed in step 3, train:\n(.*\n)*ArithmeticError"
+HANG = r"rank {rank} on \S+ \(process \d+\) waits for nobody: in step 3, "
+SILENT = r"rank {rank} on \S+ \(process \d+\) does not answer: .* last heard of [\d.]+ s ago, "
+CASES = {
+    "exception": Case("exception", FAILED, FAILS),
+    "async exception": Case("async exception", FAILED, FAILS),
+    "SIGINT": Case("SIGINT", DONE, "Received SIGINT", flags=SAVE),
+    "SIGTERM": Case("SIGTERM", DONE, "Received SIGTERM", flags=SAVE),
+    "SIGKILL": Case("SIGKILL", 128 + 9, SILENT),
+    "SIGKILL of rank 0": Case("SIGKILL", 128 + 9, SILENT, rank=0),
+    "SIGSTOP": Case("SIGSTOP", HUNG, SILENT),
+    "SIGSTOP of rank 0": Case("SIGSTOP", HUNG, SILENT, rank=0),
+    "segfault": Case("segfault", 128 + 11, SILENT),
+    "abort": Case("abort", 128 + 6, SILENT),
+    "deadlock": Case("deadlock", HUNG, HANG + "train, .* in deadlock", stacks="in deadlock"),
+    "interpreter lock held": Case("interpreter lock held", HUNG, SILENT),
+    "reader thread fails": Case(
+        "reader thread fails", FAILED, r"rank 1 on \S+ \(process \d+\) failed in step 3, data:\n(.*\n)*ArithmeticError"
+    ),
+    "reader thread hangs": Case("reader thread hangs", HUNG, HANG + "data, .* in wait", stacks="in microbatch"),
+    "iterator one short": Case(
+        "iterator one short", REFUSED, r"failed in step 3, data: DataError: this rank has no data after 16 samples"
+    ),
+    "disk full while logging": Case(
+        "disk full while logging", DONE, r"metrics\.jsonl .* File too large.*\n(.*\n)*.* not written", rank=0
+    ),
+    "disk full while saving": Case(
+        "disk full while saving", REFUSED, r"global_step3 was not saved.*File too large", flags=SAVE_EVERY_STEP
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+    folder = tmp_path_factory.mktemp("faults")
+    data = runs.write_dataset(folder / "data")
+    zygote = Zygote()
+
+    def run(name: str, case: Case) -> Ended:
+        own = folder / name.replace(" ", "_")
+        flags = f"{runs.TINY} --data-path {data} --train-iters 6 --eval-iters 0 --watchdog-timeout-s {TIMEOUT_S} "
+        flags += f"--results-dir {own}/results {case.flags.format(folder=own)}"
+        return zygote.run(own, flags.split(), case.fault, fault_rank=case.rank)
+
+    # those that hang first
+    order = sorted(CASES, key=lambda name: CASES[name].status != HUNG)
+    with ThreadPoolExecutor(3) as pool:
+        yield {name: pool.submit(run, name, CASES[name]) for name in order}
+    zygote.stop()
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return next(path for path in tmp_path_factory.getbasetemp().iterdir() if path.name.startswith("faults"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_ends_the_run_in_time_and_names_the_rank(
+    ended: dict[str, Future[Ended]], folder: Path, name: str
+) -> None:
+    case, run = CASES[name], ended[name].result()
+    own = folder / name.replace(" ", "_")
+    assert run.status == case.status, run.told
+    assert re.search(case.says.format(rank=case.rank), run.told), run.told
+    assert run.alive == []
+    assert not run.seconds >= IN_TIME_S, f"{run.seconds} s after the fault\n{run.told}"
+    assert "gloo" not in run.told, run.told  # no traceback of a rank that only lost another
+    faults = own / "results" / "faults"
+    if case.status == DONE:
+        assert not faults.exists()
+        return
+    if case.status == HUNG:
+        [start] = faults.iterdir()
+        stacks = {path.name: path.read_text() for path in start.glob("rank_*.txt")}
+        assert len(stacks) == 2
+        assert "distributed" in stacks[f"rank_{1 - case.rank:05d}.txt"], "the other one waits in a collective"
+        assert case.stacks in stacks[f"rank_{case.rank:05d}.txt"]
+        assert (start / "verdict.txt").read_text() in run.told
+
+
+def test_a_stop_by_signal_saves(ended: dict[str, Future[Ended]], folder: Path) -> None:
+    for name in ("SIGINT", "SIGTERM"):
+        assert ended[name].result().status == DONE
+        step = re.search(r"Received SIG\w+.*iteration=(\d)", ended[name].result().told)
+        assert step is not None
+        assert (folder / name / "saved" / "latest").read_text().strip() == f"global_step{step[1]}"
+
+
+def test_a_full_disk_costs_rows_but_no_step_and_leaves_the_last_checkpoint(
+    ended: dict[str, Future[Ended]], folder: Path
+) -> None:
+    assert ended["disk full while logging"].result().status == DONE
+    logged = runs.rows(folder / "disk_full_while_logging" / "results")
+    assert [row["iteration"] for row in logged] == list(range(1, len(logged) + 1))
+    assert len(logged) < 6
+    assert "iteration        6/       6" in ended["disk full while logging"].result().told
+    assert ended["disk full while saving"].result().status == REFUSED
+    saved = folder / "disk_full_while_saving" / "saved"
+    assert (saved / "latest").read_text().strip() == f"global_step{STEP - 1}"
+
+
+def test_the_table_of_the_docs_and_the_cases_have_the_same_rows() -> None:
+    table = re.search(r"^\| fault \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text("utf-8"), flags=re.MULTILINE)
+    assert table is not None
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table[1].splitlines()]
+    assert {row[0]: row[-1] for row in rows} == {name: str(case.status) for name, case in CASES.items()}
