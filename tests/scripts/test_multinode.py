@@ -103,20 +103,21 @@ def losses(results: Path) -> dict[int, float]:
 def test_two_hosts_train_and_stop_at_the_kill_switch_and_four_resume(
     hosts: Hosts, data: Path, tmp_path: Path, ranks: RankPools
 ) -> None:
-    results, kill_switch = tmp_path / "run", tmp_path / "kill"
-    # data and index cache lie on the second host's own disk
-    own_data = hosts[1].own_disk(data)
+    results, switches = tmp_path / "run", tmp_path / "switches"
+    switches.mkdir()
+    # data, index cache and kill switch lie on the second host's own disk
+    own_data, own_switches, kill_switch = hosts[1].own_disk(data), hosts[1].own_disk(switches), switches / "kill"
     layout = {"HL_DP": "1", "HL_TP": "1", "HL_PP": "2", "HL_KILL_SWITCH": str(kill_switch)}
     first = Run(hosts, hosts.login, data, results, nodes=2, **layout)
     first.wait_for_iteration(3)
-    kill_switch.touch()
+    (own_switches / "kill").touch()
     assert first.status() == 0, first.said
     assert f"10.77.0.1: Detected kill switch at {kill_switch}, iteration=" in first.said
     assert not any(runs_ranks(host) for host in hosts)
     caches = [sorted(path.name for path in (disk / "cache").glob("*.npy")) for disk in (data, own_data)]
     assert caches[0] == caches[1] != []
 
-    kill_switch.unlink()
+    (own_switches / "kill").unlink()
     stopped_at = max(losses(results))
     layout |= {"HL_TP": "2", "HL_EXIT_INTERVAL": "5"}
     second = Run(hosts, hosts.login, data, results, nodes=4, **layout)
