@@ -7,6 +7,7 @@ Exit status: megatron/exit_codes.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,13 @@ def run(config: Config, ctx: ParallelContext) -> None:
     """Build everything, restore what was saved, and train. Collective."""
     from megatron import accelerator
     from megatron.tasks.registry import TASKS
-    from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore
+    from megatron.training.checkpoints import (
+        Checkpoints,
+        find_checkpoint,
+        read_progress,
+        restore,
+        starting_options,
+    )
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
     from megatron.training.loop import train
@@ -62,10 +69,11 @@ def run(config: Config, ctx: ParallelContext) -> None:
         if reason := stop.before_start():
             announce(ctx, reason)
             return
-        checkpoint = find_checkpoint(config, ctx)
+        start = starting_options(config.checkpoint, ctx)
+        checkpoint = find_checkpoint(dataclasses.replace(config, checkpoint=start), ctx)
         progress, saved_data = Progress(), None
         if checkpoint is not None:
-            progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config.checkpoint))
+            progress, saved_data = together(ctx, lambda: read_progress(checkpoint, start))
         datasets = together(ctx, lambda: open_data(config))
         fingerprint = datasets[0].fingerprint
         if saved_data is not None:
@@ -81,7 +89,7 @@ def run(config: Config, ctx: ParallelContext) -> None:
             global_batch_size=global_batch_size(training, progress.consumed_samples),
         )
         if checkpoint is not None:
-            restored = together(ctx, lambda: restore(engine, checkpoint, progress))
+            restored = together(ctx, lambda: restore(engine, checkpoint, progress, start))
             announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
         write_config(config, ctx)
         # opened late: nothing is written before the data and what is resumed were found good

@@ -424,6 +424,11 @@ def newest_checkpoint(
     raise CheckpointError(f"{save} holds no whole checkpoint: " + "; ".join(problems))
 
 
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether something in the folder looks like a checkpoint, whole or not."""
+    return folder.is_dir() and bool(_candidates(folder))
+
+
 def _candidates(save: Path) -> list[Path]:
     """Folders that may be checkpoints, newest first; one that was about to be replaced comes behind its namesake."""
     found = []
