@@ -49,6 +49,8 @@ JOIN_TIMEOUT_S = 600
 """How long a node waits for enough others."""
 LAST_CALL_S = 30
 """How long enough nodes wait for the rest, before they begin without."""
+KEEP_ALIVE_S = 5
+"""How often a node shows that it is there. One that is silent for three times as long is lost."""
 EXIT_BARRIER_S = 30
 """How long a node whose ranks are done waits for the others: they end together."""
 JOIN_SAVE_S = 120
@@ -248,6 +250,7 @@ def _meet(supervision: Supervision) -> RendezvousHandler:
         "max_nodes": supervision.nodes,
         "join_timeout": JOIN_TIMEOUT_S,
         "last_call_timeout": LAST_CALL_S,
+        "keep_alive_interval": KEEP_ALIVE_S,
     }
     if supervision.rendezvous is None:
         alone = RendezvousParameters(endpoint="127.0.0.1:0", local_addr="127.0.0.1", is_host=True, **common)

@@ -94,8 +94,9 @@ def _check_hosts(request: Request, devices_per_node: int) -> tuple[list[Host], F
         return [], Findings([f"hostsfile {hostsfile} does not exist; write one line `<host> slots=<n>` for each node"])
     except (OSError, UnicodeDecodeError) as error:
         return [], Findings([f"hostsfile {hostsfile} cannot be read ({error}); make it a readable text file"])
-    hosts, found.faults = parse_hostsfile(text, hostsfile)
-    if len(hosts) < nodes and not found.faults:
+    hosts, wrong = parse_hostsfile(text, hostsfile)
+    found.faults += wrong
+    if len(hosts) < nodes and not wrong:
         found.faults.append(
             f"{hostsfile} lists {len(hosts)} hosts for {nodes} nodes; add hosts, or set HL_NUM_NODES (--nodes) lower"
         )
