@@ -487,7 +487,10 @@ def _check_load(config: Config) -> Iterator[str]:
     folder = Path(load)
     if not folder.is_dir():
         yield f"load={load} is no folder; give the folder of a run's checkpoints"
-    elif any(folder.iterdir()) and not any(folder.glob("latest*")) and not any(folder.glob("*/checkpoint.json")):
+        return
+    # names with a dot are what a run that was killed before its first checkpoint has left
+    is_empty = all(entry.name.startswith(".") for entry in folder.iterdir())
+    if not (is_empty or any(folder.glob("latest*")) or any(folder.glob("*/checkpoint.json"))):
         yield f"load={load} holds no checkpoint, yet is not empty; give another, or empty it"
 
 

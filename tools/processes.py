@@ -105,6 +105,10 @@ def launch(plan: Plan) -> int:
     environment = dict(os.environ) | dict(plan.environment)
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])])
     if plan.hosts:
+        if plan.is_supervised:
+            # ssh would wait for ever for a host that has gone, though the run has ended on the others
+            alive = [environment.get("PDSH_SSH_ARGS_APPEND", ""), "-o ServerAliveInterval=15 -o ServerAliveCountMax=3"]
+            environment["PDSH_SSH_ARGS_APPEND"] = " ".join(alive).strip()
         return run_on_hosts(remote_command(plan), environment, plan)
     if plan.is_supervised:
         os.environ.update(environment)

@@ -130,6 +130,12 @@ def test_each_host_gets_one_agent_that_sees_all_devices(tmp_path: Path) -> None:
     )
 
 
+def test_what_a_killed_run_left_does_not_bar_the_next_try(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    (tmp_path / ".global_step5.partial-abc").mkdir()
+    preflight.preflight(tiny("--save", str(tmp_path), "--load", str(tmp_path), max_restarts=1, devices_per_node=2))
+
+
 def test_all_nodes_of_a_rendezvous_give_the_run_one_name() -> None:
     def run_id(*flags: str) -> str:
         return preflight.preflight(tiny(*flags, nodes=2, **MEETING)).run_id
@@ -283,7 +289,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     flags += ["--tensor-model-parallel-size", "2", "--train-iters", "100000", "--lr-decay-style", "constant"]
     flags += ["--results-dir", str(results), "--eval-iters", "0"]
     rendezvous = f"127.0.0.1:{free_port()}"
-    outputs = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    outputs = [tmp_path / "first.txt", tmp_path / "second.txt", tmp_path / "third.txt"]
     agents = [node(rendezvous, flags, outputs[0])]
 
     def shown() -> str:
@@ -299,13 +305,20 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
         wait_for(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks), shown)
         resumed = f"resumed {tmp_path / 'saved'}"
         wait_for(lambda: resumed in shown() and "saved" in shown().rsplit(resumed, 1)[1], shown)
-        agents[0].send_signal(signal.SIGTERM)
-        assert agents[0].wait(timeout=60) == 0, shown()
+        agents.append(node(rendezvous, flags, outputs[2]))  # one that comes back
+        wait_for(lambda: "4 ranks on 2 nodes from now on" in shown() and shown().count(resumed) >= 2, shown)
+        wait_for(lambda: "saved" in shown().rsplit(resumed, 1)[1], shown)
+        for agent in (agents[0], agents[2]):
+            agent.send_signal(signal.SIGTERM)
+        for agent in (agents[0], agents[2]):
+            assert agent.wait(timeout=60) == 0, shown()
     finally:
         for agent in agents:
             agent.kill()
             agent.wait()
     assert "2 ranks on 1 nodes from now on, instead of 4" in shown()
+    assert "the nodes have changed; the ranks save and begin again" in shown()
+    assert shown().count("; restart ") == 1, "a node that joins costs no restart"
     assert "Received SIGTERM" in shown()
     steps = chaos.steps_of(results)
     assert [row["iteration"] for row in steps] == list(range(1, len(steps) + 1))
