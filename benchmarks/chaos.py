@@ -64,6 +64,15 @@ class Outcome:
     text: str = ""
 
 
+def session_leaders(pid: int) -> list[int]:
+    """The live processes below this one that lead a session, as ranks do."""
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+        return sorted(child.pid for child in below if os.getsid(child.pid) == child.pid and child.status() != "zombie")
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return []
+
+
 class Disturbed:
     """A supervised run, whose ranks can be found and killed."""
 
@@ -101,15 +110,7 @@ class Disturbed:
 
     def ranks(self) -> list[int]:
         """The processes of the ranks that have not been told off by an earlier kill: each leads a session."""
-        try:
-            below = psutil.Process(self.process.pid).children(recursive=True)
-            return sorted(
-                child.pid
-                for child in below
-                if child.pid not in self._old and os.getsid(child.pid) == child.pid and child.status() != "zombie"
-            )
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            return []
+        return [pid for pid in session_leaders(self.process.pid) if pid not in self._old]
 
     def await_ranks(self) -> list[int]:
         """All of a new try; none where the run has ended."""

@@ -29,18 +29,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What asks a run to stop."""
 
-# What a rank imports, seconds' worth of it. The fork server has it in memory, so that a restart does not wait for it.
-WARM_MODULES = (
-    "megatron.train",
-    "megatron.tasks.registry",
-    "megatron.training.loop",
-    "megatron.training.stop",
-    "megatron.data.gpt",
-    "torch.distributed",
-    "torch.utils.tensorboard.writer",
-    "tools.processes",
-)
-
 
 @dataclass(frozen=True)
 class Supervision:
@@ -93,7 +81,7 @@ def supervise(supervision: Supervision, train_flags: Sequence[str]) -> int:
         start_method = "forkserver"
         # the fork server finds modules by this alone
         os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-        forkserver.set_forkserver_preload(list(WARM_MODULES))
+        forkserver.set_forkserver_preload(["tools.warm"])
         # it lives as long as its ranks: what stops a run is for them, and reaches them through us
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
