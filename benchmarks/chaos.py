@@ -3,7 +3,7 @@
     python benchmarks/chaos.py [--kills 4] [--every-s 30] [--seed 0]
     python benchmarks/chaos.py --kills 100 --every-s 2        the same as a stress test
 
-A tiny model on 4 CPU ranks (TP 2, PP 2), saved in the background every 20 steps. The effective time is that of the
+A tiny model on 4 CPU ranks (TP 2, PP 2), saved in the background every 5 steps. The effective time is that of the
 steps whose results were kept, over the time from the first step to the last; beside it, where the rest went: until a
 failure was noticed, until the ranks had started and restored, and steps that were done again. The final weights are
 compared bit by bit with those of an undisturbed run of the same length.
@@ -40,6 +40,7 @@ MODEL = (
     "--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant --device cpu "
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --eval-iters 0 --split 1,0,0 --log-interval 1"
 ).split()
+SAVE_INTERVAL = 5
 TIMEOUT_S = 600.0
 """Without a word from the run."""
 
@@ -252,13 +253,13 @@ def main() -> int:
         data = write_dataset(folder / "data")
         num_steps = options.steps or _steps_that_fill(data, folder, options.every_s * (options.kills + 0.5))
         moments = [after(generator.uniform(0.5, 1.5) * options.every_s) for _ in range(options.kills)]
-        outcome = disturb(flags_of(data, folder / "disturbed", num_steps, 20), moments, options.seed)
+        outcome = disturb(flags_of(data, folder / "disturbed", num_steps, SAVE_INTERVAL), moments, options.seed)
         print(f"seed {options.seed}")
         if outcome.status:
             print(outcome.text)
             return outcome.status
         print(report(outcome, steps_of(folder / "disturbed" / "results")), end="")
-        undisturbed = disturb(flags_of(data, folder / "undisturbed", num_steps, 20), [], options.seed)
+        undisturbed = disturb(flags_of(data, folder / "undisturbed", num_steps, SAVE_INTERVAL), [], options.seed)
         print(report(undisturbed, steps_of(folder / "undisturbed" / "results")), end="")
         different = differing(folder / "disturbed" / "saved", folder / "undisturbed" / "saved")
         print(f"final weights and moments: {', '.join(different) + ' differ' if different else 'equal bit by bit'}")
@@ -266,7 +267,7 @@ def main() -> int:
 
 
 def _steps_that_fill(data: Path, folder: Path, seconds: float) -> int:
-    probe = disturb(flags_of(data, folder / "probe", 100, 20), [], 0)
+    probe = disturb(flags_of(data, folder / "probe", 100, SAVE_INTERVAL), [], 0)
     if probe.status:
         raise SystemExit(probe.text)
     steps = steps_of(folder / "probe" / "results")[20:]
