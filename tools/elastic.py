@@ -114,7 +114,8 @@ class Agent(SimpleElasticAgent):
     def _tell_size(self, worker_group: WorkerGroup) -> None:
         size = worker_group.workers[0].world_size
         if self._world_size not in (None, size) and worker_group.group_rank == 0:
-            say(f"{size} ranks on {worker_group.group_world_size} nodes from now on, instead of {self._world_size}")
+            nodes = "1 node" if worker_group.group_world_size == 1 else f"{worker_group.group_world_size} nodes"
+            say(f"{size} ranks on {nodes} from now on, instead of {self._world_size}")
         self._world_size = size
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

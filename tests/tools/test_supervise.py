@@ -323,7 +323,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
         agents[1].kill()
         agents[1].wait()
         wait_for(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks), shown)
-        wait_for_words("2 ranks on 1 nodes from now on, instead of 4", "resumed", "saved")
+        wait_for_words("2 ranks on 1 node from now on, instead of 4", "resumed", "saved")
 
         start_node()  # one comes back
         wait_for_words(
