@@ -41,6 +41,8 @@ MODEL = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --eval-iters 0 --split 1,0,0 --log-interval 1"
 ).split()
 SAVE_INTERVAL = 5
+ENDLESS = 100_000
+"""Steps."""
 TIMEOUT_S = 600.0
 """Without a word from the run."""
 
@@ -141,11 +143,16 @@ class Disturbed:
 
 
 def disturb(
-    train_flags: Sequence[str], moments: Iterable[Callable[[Disturbed], bool]], seed: int, max_restarts: int = 1000
+    train_flags: Sequence[str],
+    moments: Iterable[Callable[[Disturbed], bool]],
+    seed: int,
+    max_restarts: int = 1000,
+    stop: bool = False,
 ) -> Outcome:
     """Run, and kill a random rank at each of the moments: functions that return True when it has come.
 
-    A moment is looked for from the instant at which all ranks of a try are there.
+    A moment is looked for from the instant at which all ranks of a try are there. `stop`: when the run has recovered
+    from the last, ask it to stop and save, rather than wait for its end.
     """
     generator = random.Random(seed)
     run = Disturbed(train_flags, max_restarts)
@@ -157,6 +164,10 @@ def disturb(
             if not ranks or run.process.poll() is not None:
                 break
             run.kill(generator.choice(ranks))
+        if stop:
+            while run.process.poll() is None and not (run.failures and run.failures[-1].stepped_s):
+                time.sleep(0.02)
+            run.process.terminate()
         return run.finish()
     finally:
         if run.process.poll() is None:
@@ -245,33 +256,27 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--every-s", type=float, default=30.0, help="mean time between two kills (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="default: as many as fill the time")
     options = parser.parse_args()
     generator = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = write_dataset(folder / "data")
-        num_steps = options.steps or _steps_that_fill(data, folder, options.every_s * (options.kills + 0.5))
         moments = [after(generator.uniform(0.5, 1.5) * options.every_s) for _ in range(options.kills)]
-        outcome = disturb(flags_of(data, folder / "disturbed", num_steps, SAVE_INTERVAL), moments, options.seed)
+        outcome = disturb(
+            flags_of(data, folder / "disturbed", ENDLESS, SAVE_INTERVAL), moments, options.seed, stop=True
+        )
         print(f"seed {options.seed}")
         if outcome.status:
             print(outcome.text)
             return outcome.status
-        print(report(outcome, steps_of(folder / "disturbed" / "results")), end="")
-        undisturbed = disturb(flags_of(data, folder / "undisturbed", num_steps, SAVE_INTERVAL), [], options.seed)
+        steps = steps_of(folder / "disturbed" / "results")
+        print(report(outcome, steps), end="")
+        flags = flags_of(data, folder / "undisturbed", ENDLESS, SAVE_INTERVAL)
+        undisturbed = disturb([*flags, "--exit-interval", str(len(steps))], [], options.seed)
         print(report(undisturbed, steps_of(folder / "undisturbed" / "results")), end="")
         different = differing(folder / "disturbed" / "saved", folder / "undisturbed" / "saved")
         print(f"final weights and moments: {', '.join(different) + ' differ' if different else 'equal bit by bit'}")
         return 1 if different or undisturbed.status else 0
-
-
-def _steps_that_fill(data: Path, folder: Path, seconds: float) -> int:
-    probe = disturb(flags_of(data, folder / "probe", 100, SAVE_INTERVAL), [], 0)
-    if probe.status:
-        raise SystemExit(probe.text)
-    steps = steps_of(folder / "probe" / "results")[20:]
-    return int(seconds * len(steps) / (steps[-1]["time"] - steps[0]["time"]))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fi
 EXACT = ("iteration", "consumed_samples", "lm_loss", "learning_rate", "grad_norm")
 
 
-def undisturbed(ranks: RankPools, data: Path, folder: Path, num_steps: int) -> None:
-    flags = " ".join(chaos.flags_of(data, folder, num_steps, save_interval=5))
+def undisturbed(ranks: RankPools, data: Path, folder: Path, num_steps: int, *more: str) -> None:
+    flags = " ".join([*chaos.flags_of(data, folder, num_steps, save_interval=5), *more])
     assert set(ranks(chaos.RANKS)(runs.train, flags, timeout_s=600.0)) == {""}
 
 
@@ -56,12 +56,13 @@ def test_a_hundred_kills_leave_no_trace_in_the_weights(ranks: RankPools, tmp_pat
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     generator = random.Random(seed)
-    data, num_steps = chaos.write_dataset(tmp_path / "data"), 6000
-    undisturbed(ranks, data, tmp_path / "whole", num_steps)
+    data, disturbed, whole = chaos.write_dataset(tmp_path / "data"), tmp_path / "disturbed", tmp_path / "whole"
     moments = [chaos.after(generator.uniform(0.0, 3.0)) for _ in range(100)]
-    disturbed = tmp_path / "disturbed"
-    outcome = chaos.disturb(chaos.flags_of(data, disturbed, num_steps, save_interval=5), moments, seed)
+    flags = chaos.flags_of(data, disturbed, chaos.ENDLESS, save_interval=5)
+    outcome = chaos.disturb(flags, moments, seed, stop=True)
     assert outcome.status == 0, outcome.text
-    assert len(outcome.failures) == 100, "the run was too short for the machine"
-    print(chaos.report(outcome, chaos.steps_of(disturbed / "results")))
-    assert_equal_runs(disturbed, tmp_path / "whole")
+    assert len(outcome.failures) == 100
+    steps = chaos.steps_of(disturbed / "results")
+    print(chaos.report(outcome, steps))
+    undisturbed(ranks, data, whole, chaos.ENDLESS, f"--exit-interval {len(steps)}")
+    assert_equal_runs(disturbed, whole)
