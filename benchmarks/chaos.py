@@ -120,7 +120,7 @@ class Disturbed:
         while self.process.poll() is None:
             if len(ranks := self.ranks()) == RANKS:
                 return ranks
-            self._check()
+            self.check()
             time.sleep(0.005)
         return []
 
@@ -129,14 +129,15 @@ class Disturbed:
         self.failures.append(Failure(pid, time.monotonic()))
         os.kill(pid, signal.SIGKILL)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises TimeoutError."""
         if time.monotonic() - self.heard_s > TIMEOUT_S:
             self.process.kill()
             raise TimeoutError(f"nothing was heard for {TIMEOUT_S:.0f} s:\n" + "".join(self.lines[-40:]))
 
     def finish(self) -> Outcome:
         while self.process.poll() is None:
-            self._check()
+            self.check()
             time.sleep(0.02)
         self._reader.join()
         return Outcome(self.process.returncode, self.failures, "".join(self.lines))
@@ -160,12 +161,14 @@ def disturb(
         for moment in moments:
             ranks = run.await_ranks()
             while ranks and not moment(run) and run.process.poll() is None:
+                run.check()
                 time.sleep(0.002)
             if not ranks or run.process.poll() is not None:
                 break
             run.kill(generator.choice(ranks))
         if stop:
             while run.process.poll() is None and not (run.failures and run.failures[-1].stepped_s):
+                run.check()
                 time.sleep(0.02)
             run.process.terminate()
         return run.finish()
