@@ -7,8 +7,9 @@ Two runs of the real training loop, each with its own engine, data, log and resu
 `--block` steps at a time, so a slow minute of the machine meets both. Their model is small and their steps are about
 50 ms, which is short: what is added to a step weighs the more.
 
-    on     logs every step to the log line, metrics.jsonl and TensorBoard, and the memory every 10th; and `--on`
-    off    one log line at the end, no memory log, no TensorBoard; and `--off`
+    on     logs every step to the log line, metrics.jsonl and TensorBoard, and the memory every 10th, judges each step
+           for spikes before it is applied, and is watched; and `--on`
+    off    one log line at the end, no memory log, no TensorBoard, no judgement, no watchdog; and `--off`
 
 FLAGS are those of megatron.train; `--on "--timing-log-level 2"` adds to what is on. Prints the median of a step on each
 side, and of their ratio block by block. Exit status 1 if that is above 1.01.
@@ -41,8 +42,8 @@ MODEL = (
     "--config tiny_llama --device cpu --seq-length 128 --micro-batch-size 4 --global-batch-size 4 --vocab-size 4096 "
     "--eval-iters 0 --train-samples none --lr-warmup-samples 0 --lr-decay-style constant"
 )
-ON = "--log-interval 1 --log-memory-interval 10"
-OFF = "--log-interval 1000000 --log-memory-interval 0"
+ON = "--log-interval 1 --log-memory-interval 10 --spike-action skip --watchdog-timeout-s 60"
+OFF = "--log-interval 1000000 --log-memory-interval 0 --spike-action off --watchdog-timeout-s 0"
 
 
 class Turns:
@@ -84,17 +85,19 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
     """One run, from its engine to its last step, as megatron.train builds it."""
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
-    from megatron.training.loop import train
+    from megatron.training.loop import Loop
     from megatron.training.memory import MemoryLog
     from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress
     from megatron.training.stop import StopDecision
+    from megatron.training.watchdog import Watchdog
 
     class Turnstile(StopDecision):
-        def after_step(self, iteration: int, consumed_samples: int) -> str | None:
-            reason = super().after_step(iteration, consumed_samples)
-            turns.after_step(name, iteration)
-            return reason
+        def ask(self, progress: Progress | None = None) -> bool:
+            stops = super().ask(progress)
+            if progress is not None:
+                turns.after_step(name, progress.iteration)
+            return stops
 
     turns.wait(name)
     task = PretrainTask(config.data, None)
@@ -102,12 +105,13 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
     engine = build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss, global_batch_size=size)
     memory = MemoryLog(config.logging.log_memory_interval, ctx)
     log = MetricsLog(config, writes=True, world_size=1, device_peak_tflops=None, total_iterations=steps)
-    stop = Turnstile(config.training, broadcast=ctx.broadcast)
+    stop, watchdog = Turnstile(config.training, ctx), Watchdog(config)
     turns.leave()
     turns.wait(name)
-    with log, stop:
+    with watchdog, log, stop:
+        watchdog.connect(ctx)
         memory.open(log)
-        train(engine, task, (dataset, None, None), "", Progress(), log, stop, None, memory)
+        Loop(engine, task, (dataset, None, None), "", Progress(), log, stop, None, memory, watchdog).train()
 
 
 def main() -> int:

@@ -80,7 +80,7 @@ def run(
     )
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
-    from megatron.training.loop import train
+    from megatron.training.loop import Loop
     from megatron.training.memory import MemoryLog
     from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress, check_data
@@ -152,7 +152,7 @@ def run(
             RunFolder(config, ctx, log, progress) as folder,
         ):
             memory.open(log)
-            train(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, memory, watchdog)
+            Loop(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, memory, watchdog).train()
             folder.stopped = stop.reason
 
 

@@ -587,6 +587,27 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "turn it on",
     ),
     "wandb": ("--wandb-exp-name n", 1, "wandb_exp_name=n has no effect without wandb_project", "give one"),
+    "rollback unsaved": ("--spike-action rollback", 1, "but save is not given", "give a folder"),
+    "rollback of weights": (
+        "--spike-action rollback --save runs --no-save-optim",
+        1,
+        "needs the optimizer's state",
+        "turn one of them off",
+    ),
+    "long watch": (
+        "--watchdog-timeout-s 90 --distributed-timeout-minutes 1",
+        1,
+        "watchdog_timeout_s=90 is above distributed_timeout_minutes=1 (60 s)",
+        "lower it, or raise",
+    ),
+    "short watch": ("--watchdog-timeout-s 0.5", 1, "watchdog_timeout_s=0.5 leaves no time", "use 1 or more"),
+    "straggler of zero 3": ("--log-straggler --zero-stage 3", 1, "under zero_stage=3 every layer waits", "turn it off"),
+    "compiled straggler": (
+        "--log-straggler --torch-compile --tensor-model-parallel-size 2",
+        2,
+        "tensor_model_parallel_size=2 is above 1, which it cannot",
+        "turn one of the two off",
+    ),
 }
 
 
@@ -647,6 +668,8 @@ IDLE: dict[str, tuple[str, str]] = {
     "--vocab-file v": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --merge-file m"),
     "--merge-file m": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --vocab-file v"),
     "--tokenizer-model m": ("tokenizer_type", "--tokenizer-type HFTokenizer"),
+    "--rollback-skip-steps 5": ("spike_action=rollback", "--spike-action rollback --save out"),
+    "--max-rollbacks 5": ("spike_action=rollback", "--spike-action rollback --save out"),
     "--profile-steps 10 12": ("profile", "--profile --results-dir out"),
 }
 

@@ -10,6 +10,7 @@ as in ZClip (arXiv:2504.02507), so that it follows warm-up and batch ramp-up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from megatron.training.checkpoints import Checkpoints, checkpoint_before, restor
 from megatron.training.engine import Engine, StepResult
 from megatron.training.faults import GaveUp
 from megatron.training.metrics import MetricsLog
-from megatron.training.progress import Progress
+from megatron.training.progress import Progress, RunningEstimate
 from megatron.training.replicas import Replicas
 
 SHOWN_STEPS = 4
@@ -44,8 +45,8 @@ class Guard:
         self, engine: Engine, progress: Progress, dataset: Any, log: MetricsLog, checkpoints: Checkpoints | None
     ) -> None:
         self._engine, self._progress, self._dataset = engine, progress, dataset
-        self._log, self._checkpoints, self._options = log, checkpoints, engine.config.guard
-        self._replicas = Replicas(engine) if self._options.check_replicas_interval else None
+        self._log, self._checkpoints, self._config = log, checkpoints, engine.config
+        self._replicas = Replicas(engine) if self._config.guard.check_replicas_interval else None
         self._checked_at: int | None = None
         self._spikes: list[str] = []
         self._skipped: list[str] = []  # the steps of the row that is being skipped
@@ -54,11 +55,13 @@ class Guard:
 
     def _judge(self, loss: float, grad_norm: float) -> bool:
         """Whether to apply a step. Asked by the optimizer."""
-        options, self._spikes = self._options, []
-        if options.spike_action == "off":
+        guard, self._spikes = self._config.guard, []
+        if guard.spike_action == "off":
             return True
-        progress, threshold, window = self._progress, options.spike_threshold, options.spike_window
-        watched = [("loss", loss, progress.loss, float)]
+        progress, threshold, window = self._progress, guard.spike_threshold, guard.spike_window
+        watched: list[tuple[str, float, RunningEstimate, Callable[[float], float]]] = [
+            ("loss", loss, progress.loss, float)
+        ]
         if grad_norm > 0.0:  # 0 where DeepSpeed was told to find none
             watched.append(("gradient norm", math.log(grad_norm), progress.log_grad_norm, math.exp))
         for what, value, estimate, shown in watched:
@@ -69,7 +72,7 @@ class Guard:
                     f"{shown(estimate.mean):.4g}"
                 )
             estimate.follow(value, threshold, window)
-        return not self._spikes or options.spike_action == "log"
+        return not self._spikes or guard.spike_action == "log"
 
     def after_step(self, result: StepResult, begin: int) -> bool:
         """Tell of the step, whose samples begin at `begin`; `progress` is beyond it. Collective.
@@ -100,13 +103,13 @@ class Guard:
             "suspect_documents": documents,
         }
         told = f"WARNING: {where}: {row['reason']}. {_said(suspect, documents)}"
-        if spikes and self._options.spike_action == "rollback" and self._roll_back(begin, told, row):
+        if spikes and self._config.guard.spike_action == "rollback" and self._roll_back(begin, told, row):
             return True
         if not result.skipped:
             self._tell(f"{told}The step was applied (spike_action=log)", row | {"action": "logged"})
             return False
         self._progress.skipped_in_a_row += 1
-        in_a_row, most = self._progress.skipped_in_a_row, self._options.max_skipped_in_a_row
+        in_a_row, most = self._progress.skipped_in_a_row, self._config.guard.max_skipped_in_a_row
         self._tell(f"{told}The step was skipped ({in_a_row} in a row, of at most {most})", row | {"action": "skipped"})
         self._skipped.append(where)
         if in_a_row >= most:
@@ -154,10 +157,10 @@ class Guard:
 
         False, and nothing is changed, where no checkpoint is as old as that. Raises GaveUp.
         """
-        engine, progress, options = self._engine, self._progress, self._options
+        engine, progress, guard = self._engine, self._progress, self._config.guard
         assert self._checkpoints is not None, "rules.py demands save"
         end = progress.consumed_samples
-        first = max(0, end - options.rollback_skip_steps * (end - begin))
+        first = max(0, end - guard.rollback_skip_steps * (end - begin))
         for line in self._checkpoints.settle():
             self._log.message(line)
         checkpoint = checkpoint_before(first, engine.config, engine.ctx)
@@ -166,10 +169,10 @@ class Guard:
                 f"WARNING: no checkpoint from before sample {first} to roll back to; the step is skipped instead"
             )
             return False
-        if progress.rollbacks >= options.max_rollbacks:
+        if progress.rollbacks >= guard.max_rollbacks:
             raise GaveUp(
                 f"iteration {progress.iteration} (samples {begin} to {end - 1}): {row['reason']}. "
-                f"{progress.rollbacks} rollbacks, max_rollbacks={options.max_rollbacks}, have brought the run past no "
+                f"{progress.rollbacks} rollbacks, max_rollbacks={guard.max_rollbacks}, have brought the run past no "
                 f"new checkpoint. Samples left out so far: {_ranges(progress.left_out)}. Lower the learning rate, look "
                 "at the data, or resume from an earlier checkpoint with a larger rollback_skip_steps"
             )
@@ -201,7 +204,7 @@ class Guard:
     def check_replicas(self, *, always: bool = False) -> None:
         """Compare the ranks' copies where that is due. Collective. Raises GaveUp."""
         iteration = self._progress.iteration
-        is_due = always or (self._replicas is not None and iteration % self._options.check_replicas_interval == 0)
+        is_due = always or (self._replicas is not None and iteration % self._config.guard.check_replicas_interval == 0)
         if self._replicas is not None and is_due and self._checked_at != iteration:
             self._replicas.check(iteration)
             self._checked_at = iteration

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron import accelerator
-from megatron.config import TrainingConfig
 from megatron.data.batches import Batches
 from megatron.data.indexed import DataError
 from megatron.parallel.context import ParallelContext
@@ -79,127 +79,202 @@ class SaveTimer:
         return bool(self._ctx.broadcast(int(time.monotonic() - self._began_s >= self._interval_s)))
 
 
-def train(
-    engine: Engine,
-    task: PretrainTask,
-    datasets: Sequence[Any],
-    fingerprint: str,
-    progress: Progress,
-    log: MetricsLog,
-    stop: StopDecision,
-    checkpoints: Checkpoints | None,
-    memory: MemoryLog,
-    watchdog: Watchdog,
-) -> None:
-    """Train from `progress` to the end of the configured samples, or until `stop` says so. Collective.
+@dataclass
+class Loop:
+    """Training, and all that takes part in it. Each rank makes one, alike; `train` is collective."""
 
-    `checkpoints` None: nothing is saved.
-    """
-    config, training = engine.config, engine.config.training
-    training_data, validation_data, test_data = datasets
-    batches = make_batches(engine, task, training_data, progress.consumed_samples)
-    interval, saved_at = Interval(), progress.iteration
-    timer = SaveTimer(config.checkpoint.save_interval_in_mins, engine.ctx)
-    guard = Guard(engine, progress, training_data, log, checkpoints)
-    straggler = Straggler(engine) if config.logging.log_straggler else None
-    if checkpoints is not None:
-        checkpoints.reserve(engine)
-    if progress.iteration == 0:
-        # where the run starts from; and a validation that cannot work fails now, not after hours
-        log_evaluation(engine, task, validation_data, progress, log, "valid", stop, watchdog)
-        interval.restart()
-    with batches, Profile(config.logging, rank=engine.ctx.rank, iteration=progress.iteration) as profile:
-        while stop.reason is None and not is_complete(training, progress):
-            size = global_batch_size(training, progress.consumed_samples)
-            lr = learning_rate(config.optimizer, training, progress.consumed_samples)
-            begin, step, result = progress.consumed_samples, progress.iteration + 1, None
-            watchdog.phase("data", step)
-            if progress.leaves_out(begin, begin + size):
-                batches.seek(begin + size)
-            else:
-                with engine.timers.on_host("batch-generator"):
-                    microbatches = next_batch(batches, straggler) if engine.reads_data else []
-                watchdog.phase("train", step)
-                result = engine.train_step(microbatches, global_batch_size=size, consumed_samples=begin, lr=lr)
-                accelerator.mark_step()
-                if straggler is not None:
-                    straggler.count_step()
-            progress.iteration += 1
-            progress.consumed_samples += size
-            progress.skipped_iterations += result is None or result.skipped
-            if result is not None:
-                interval.add(result)
-                if guard.after_step(result, begin):
-                    batches.seek(progress.consumed_samples)
-                    interval.restart()
-                    saved_at = progress.iteration
-                    continue
-            profile.step(progress.iteration)
+    engine: Engine
+    task: PretrainTask
+    datasets: Sequence[Any]
+    """To train on, to validate on, to test on; None where there is none."""
+    fingerprint: str
+    """Of the data."""
+    progress: Progress
+    """Where to begin; moves on."""
+    log: MetricsLog
+    stop: StopDecision
+    checkpoints: Checkpoints | None
+    """None: nothing is saved."""
+    memory: MemoryLog
+    watchdog: Watchdog
 
-            watchdog.phase("log", step)
-            if progress.iteration % config.logging.log_interval == 0 and interval.steps:
-                log_step(engine, log, progress, interval, result, lr, size, straggler)
-                timers = engine.timers.read(interval.steps, engine.ctx)
-                log.log_timers(progress.iteration, progress.consumed_samples, timers)
+    def __post_init__(self) -> None:
+        config, ctx = self.engine.config, self.engine.ctx
+        self._batches = make_batches(self.engine, self.task, self.datasets[0], self.progress.consumed_samples)
+        self._interval = Interval()
+        self._saved_at = self.progress.iteration
+        self._timer = SaveTimer(config.checkpoint.save_interval_in_mins, ctx)
+        self._guard = Guard(self.engine, self.progress, self.datasets[0], self.log, self.checkpoints)
+        self._straggler = Straggler(self.engine) if config.logging.log_straggler else None
+
+    def train(self) -> None:
+        """To the end of the configured samples, or until `stop` says so."""
+        config, progress, stop = self.engine.config, self.progress, self.stop
+        if self.checkpoints is not None:
+            self.checkpoints.reserve(self.engine)
+        if progress.iteration == 0:
+            # where the run starts from; and a validation that cannot work fails now, not after hours
+            self._evaluate("valid")
+            self._interval.restart()
+        profile = Profile(config.logging, rank=self.engine.ctx.rank, iteration=progress.iteration)
+        with self._batches, profile:
+            while stop.reason is None and not self._is_complete():
+                if self._step():
+                    continue  # from where the run was rolled back to
+                profile.step(progress.iteration)
+                self.memory.after_step(progress.iteration)
+                self._guard.check_replicas()
+                self.watchdog.started()
+                self.watchdog.phase("agreeing on whether to stop", progress.iteration)
+                stop.ask(progress)
+                paused_s = time.perf_counter()
+                if progress.iteration % config.data.eval_interval == 0:
+                    self._evaluate("valid")
+                self._save_where_due()
+                self._interval.pause(time.perf_counter() - paused_s)
+                if not self._is_complete():
+                    stop.count(progress)
+        self._end()
+
+    def _is_complete(self) -> bool:
+        """Whether too few samples are left for one more step."""
+        training, consumed_samples = self.engine.config.training, self.progress.consumed_samples
+        return consumed_samples + global_batch_size(training, consumed_samples) > total_samples(training)
+
+    def _step(self) -> bool:
+        """Train on the next global batch, unless a rollback leaves it out. Whether this step rolled the run back."""
+        engine, progress, interval = self.engine, self.progress, self._interval
+        training, begin, step, result = engine.config.training, progress.consumed_samples, progress.iteration + 1, None
+        size, lr = global_batch_size(training, begin), learning_rate(engine.config.optimizer, training, begin)
+        self.watchdog.phase("data", step)
+        if progress.leaves_out(begin, begin + size):
+            self._batches.seek(begin + size)
+        else:
+            with engine.timers.on_host("batch-generator"):
+                microbatches = self._next_batch() if engine.reads_data else []
+            self.watchdog.phase("train", step)
+            result = engine.train_step(microbatches, global_batch_size=size, consumed_samples=begin, lr=lr)
+            accelerator.mark_step()
+            if self._straggler is not None:
+                self._straggler.count_step()
+        progress.iteration = step
+        progress.consumed_samples += size
+        progress.skipped_iterations += result is None or result.skipped
+        self.watchdog.phase("log", step)
+        if result is not None:
+            interval.add(result)
+            if self._guard.after_step(result, begin):
+                self._batches.seek(progress.consumed_samples)
                 interval.restart()
-            memory.after_step(progress.iteration)
-            guard.check_replicas()
-            watchdog.started()
-            watchdog.phase("agreeing on whether to stop", step)
-            stop.ask(progress)
-            paused_s = time.perf_counter()
-            if progress.iteration % config.data.eval_interval == 0:
-                log_evaluation(engine, task, validation_data, progress, log, "valid", stop, watchdog)
-            watchdog.phase("save", step)
-            if checkpoints is not None:
-                is_time = timer.is_due()
-                if is_time or progress.iteration % config.checkpoint.save_interval == 0:
-                    guard.before_save()
-                    with engine.timers.on_host("save-checkpoint"):
-                        checkpoints.save(engine, progress, fingerprint)
-                    timer.restart()
-                    saved_at = progress.iteration
-                    stop.ask(progress)  # a save may take minutes: no further step, and no second save, after a signal
-                for line in checkpoints.report():
-                    log.message(line)
-            interval.pause(time.perf_counter() - paused_s)
-            if not is_complete(training, progress):
-                stop.count(progress)
-    if stop.reason is not None:
-        log.message(stop.reason)
-    if is_complete(training, progress):
-        log.message(f"Training is complete, iteration={progress.iteration}, {progress.consumed_samples} samples")
-    watchdog.phase("save", progress.iteration)
-    if checkpoints is not None:
-        if saved_at != progress.iteration:
-            guard.before_save()
-            checkpoints.save(engine, progress, fingerprint)
-        checkpoints.finish(log.message)
-    if stop.reason is None:
-        if progress.iteration % config.data.eval_interval:
-            log_evaluation(engine, task, validation_data, progress, log, "valid", stop, watchdog)
-        log_evaluation(engine, task, test_data, progress, log, "test", stop, watchdog)
+                self._saved_at = progress.iteration
+                return True
+        if step % engine.config.logging.log_interval == 0 and interval.steps:
+            self._log_step(result, lr, size)
+            interval.restart()
+        return False
 
+    def _next_batch(self) -> list[Microbatch]:
+        """This rank's microbatches. Raises DataError where there are none: other ranks may have some."""
+        began_s = time.perf_counter()
+        try:
+            microbatches = next(self._batches)
+        except StopIteration:
+            raise DataError(
+                f"this rank has no data after {self._batches.consumed_samples} samples, though the run goes on; see to "
+                "it that every host has the same files"
+            ) from None
+        if self._straggler is not None:
+            self._straggler.add_data_wait(time.perf_counter() - began_s)
+        return microbatches
 
-def is_complete(training: TrainingConfig, progress: Progress) -> bool:
-    """Whether too few samples are left for one more step."""
-    size = global_batch_size(training, progress.consumed_samples)
-    return progress.consumed_samples + size > total_samples(training)
+    def _log_step(self, result: StepResult | None, lr: float, size: int) -> None:
+        """`result` None: the last step of the interval was left out."""
+        engine, progress, interval = self.engine, self.progress, self._interval
+        loss, nan_steps, elapsed_s = interval.read()
+        progress.nan_iterations += nan_steps
+        self.log.log_step(
+            StepMetrics(
+                iteration=progress.iteration,
+                steps=interval.steps,
+                consumed_samples=progress.consumed_samples,
+                consumed_tokens=progress.consumed_samples * engine.config.training.seq_length,
+                elapsed_s=elapsed_s,
+                learning_rate=lr,
+                global_batch_size=size,
+                lm_loss=loss,
+                loss_scale=engine.loss_scale,
+                grad_norm=None if result is None or result.grad_norm is None else float(result.grad_norm),
+                skipped_iterations=progress.skipped_iterations,
+                nan_iterations=progress.nan_iterations,
+                memory=accelerator.memory_stats(),
+                own_times=None if self._straggler is None else self._straggler.read(),
+            )
+        )
+        timers = engine.timers.read(interval.steps, engine.ctx)
+        self.log.log_timers(progress.iteration, progress.consumed_samples, timers)
 
+    def _save_where_due(self) -> None:
+        """Begin a save where it is time for one, and tell what became of earlier ones."""
+        if self.checkpoints is None:
+            return
+        self.watchdog.phase("save", self.progress.iteration)
+        is_time = self._timer.is_due()
+        if is_time or self.progress.iteration % self.engine.config.checkpoint.save_interval == 0:
+            self._save()
+            self._timer.restart()
+            # a save may take minutes: no further step, and no second save, after a signal
+            self.stop.ask(self.progress)
+        for line in self.checkpoints.report():
+            self.log.message(line)
 
-def next_batch(batches: Batches[Microbatch], straggler: Straggler | None) -> list[Microbatch]:
-    """This rank's microbatches of the next step. Raises DataError where there are none: other ranks may have some."""
-    began_s = time.perf_counter()
-    try:
-        microbatches = next(batches)
-    except StopIteration:
-        raise DataError(
-            f"this rank has no data after {batches.consumed_samples} samples, though the run goes on; see to it that "
-            "every host has the same files"
-        ) from None
-    if straggler is not None:
-        straggler.add_data_wait(time.perf_counter() - began_s)
-    return microbatches
+    def _save(self) -> None:
+        assert self.checkpoints is not None
+        self._guard.before_save()
+        with self.engine.timers.on_host("save-checkpoint"):
+            self.checkpoints.save(self.engine, self.progress, self.fingerprint)
+        self._saved_at = self.progress.iteration
+
+    def _end(self) -> None:
+        """Say why, save what is not saved, and evaluate a run that is complete."""
+        progress = self.progress
+        if self.stop.reason is not None:
+            self.log.message(self.stop.reason)
+        if self._is_complete():
+            self.log.message(
+                f"Training is complete, iteration={progress.iteration}, {progress.consumed_samples} samples"
+            )
+        if self.checkpoints is not None:
+            self.watchdog.phase("save", progress.iteration)
+            if self._saved_at != progress.iteration:
+                self._save()
+            self.checkpoints.finish(self.log.message)
+        if self.stop.reason is None:
+            if progress.iteration % self.engine.config.data.eval_interval:
+                self._evaluate("valid")
+            self._evaluate("test")
+
+    def _evaluate(self, split: Literal["valid", "test"]) -> None:
+        """Loss over the first eval_iters global batches of the split: the same samples each time. Nothing once `stop`
+        says so, which is asked before each batch: an evaluation may take longer than the time that a signal leaves.
+        """
+        dataset, num_batches = (
+            self.datasets[("train", "valid", "test").index(split)],
+            self.engine.config.data.eval_iters,
+        )
+        if num_batches == 0 or dataset is None:
+            return
+
+        def stops() -> bool:
+            self.watchdog.beat()
+            return self.stop.ask(self.progress)
+
+        self.watchdog.phase("evaluation", self.progress.iteration)
+        with self.engine.timers.on_host("evaluate"):
+            evaluated = evaluate(self.engine, num_batches, self.task, dataset, stops)
+        if evaluated is not None:
+            loss, tokens = evaluated
+            iteration, consumed_samples = self.progress.iteration, self.progress.consumed_samples
+            self.log.log_validation(iteration, consumed_samples, loss, int(tokens), split)
 
 
 def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samples: int) -> Batches[Microbatch]:
@@ -219,70 +294,6 @@ def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samp
         consumed_samples=consumed_samples,
         num_workers=config.data.num_workers if engine.reads_data else 0,
     )
-
-
-def log_step(
-    engine: Engine,
-    log: MetricsLog,
-    progress: Progress,
-    interval: Interval,
-    result: StepResult | None,
-    lr: float,
-    size: int,
-    straggler: Straggler | None,
-) -> None:
-    """`result` None: the last step of the interval was left out."""
-    loss, nan_steps, elapsed_s = interval.read()
-    progress.nan_iterations += nan_steps
-    log.log_step(
-        StepMetrics(
-            iteration=progress.iteration,
-            steps=interval.steps,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_samples * engine.config.training.seq_length,
-            elapsed_s=elapsed_s,
-            learning_rate=lr,
-            global_batch_size=size,
-            lm_loss=loss,
-            loss_scale=engine.loss_scale,
-            grad_norm=None if result is None or result.grad_norm is None else float(result.grad_norm),
-            skipped_iterations=progress.skipped_iterations,
-            nan_iterations=progress.nan_iterations,
-            memory=accelerator.memory_stats(),
-            own_times=None if straggler is None else straggler.read(),
-        )
-    )
-
-
-def log_evaluation(
-    engine: Engine,
-    task: PretrainTask,
-    dataset: Any,
-    progress: Progress,
-    log: MetricsLog,
-    split: Literal["valid", "test"],
-    stop: StopDecision,
-    watchdog: Watchdog,
-) -> None:
-    """Loss over the first eval_iters global batches of `dataset`: the same samples each time. Nothing once `stop` says so.
-
-    That is asked before each batch: a validation may take longer than the time that a signal leaves.
-    """
-    config = engine.config
-    if config.data.eval_iters == 0 or dataset is None:
-        return
-
-    def stops() -> bool:
-        watchdog.beat()
-        return stop.ask(progress)
-
-    watchdog.phase("evaluation", progress.iteration)
-    with engine.timers.on_host("evaluate"):
-        evaluated = evaluate(engine, config.data.eval_iters, task, dataset, stops)
-    if evaluated is None:
-        return
-    loss, tokens = evaluated
-    log.log_validation(progress.iteration, progress.consumed_samples, loss, int(tokens), split)
 
 
 def evaluate(

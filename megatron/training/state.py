@@ -228,7 +228,7 @@ def uncounted_gradients(engine: Engine) -> Callable[[], list[Tensor]]:
     if stage == 0:
         return lambda: [p.grad for p in parameters if p.grad is not None]
     if not hasattr(optimizer, "averaged_gradients"):  # BF16_Optimizer, which has whole gradients
-        return lambda: [p._hp_grad for p in parameters if getattr(p, "_hp_grad", None) is not None]
+        return lambda: [p._hp_grad for p in parameters if getattr(p, "_hp_grad", None) is not None]  # type: ignore[attr-defined]
     uncounted = {id(p) for p in parameters}
     if stage == 3:
         groups, flats = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
