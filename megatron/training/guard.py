@@ -10,6 +10,7 @@ as in ZClip (arXiv:2504.02507), so that it follows warm-up and batch ramp-up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from megatron.training.checkpoints import Checkpoints, checkpoint_before, restor
 from megatron.training.engine import Engine, StepResult
 from megatron.training.faults import GaveUp
 from megatron.training.metrics import MetricsLog
-from megatron.training.progress import Progress
+from megatron.training.progress import Progress, RunningEstimate
 from megatron.training.replicas import Replicas
 
 SHOWN_STEPS = 4
@@ -44,8 +45,8 @@ class Guard:
         self, engine: Engine, progress: Progress, dataset: Any, log: MetricsLog, checkpoints: Checkpoints | None
     ) -> None:
         self._engine, self._progress, self._dataset = engine, progress, dataset
-        self._log, self._checkpoints, self._options = log, checkpoints, engine.config.guard
-        self._replicas = Replicas(engine) if self._options.check_replicas_interval else None
+        self._log, self._checkpoints, self._config = log, checkpoints, engine.config
+        self._replicas = Replicas(engine) if engine.config.guard.check_replicas_interval else None
         self._checked_at: int | None = None
         self._spikes: list[str] = []
         self._skipped: list[str] = []  # the steps of the row that is being skipped
@@ -54,10 +55,11 @@ class Guard:
 
     def _judge(self, loss: float, grad_norm: float) -> bool:
         """Whether to apply a step. Asked by the optimizer."""
-        options, self._spikes = self._options, []
+        options, self._spikes = self._config.guard, []
         if options.spike_action == "off":
             return True
         progress, threshold, window = self._progress, options.spike_threshold, options.spike_window
+        watched: list[tuple[str, float, RunningEstimate, Callable[[float], float]]]
         watched = [("loss", loss, progress.loss, float)]
         if grad_norm > 0.0:  # 0 where DeepSpeed was told to find none
             watched.append(("gradient norm", math.log(grad_norm), progress.log_grad_norm, math.exp))
@@ -82,7 +84,7 @@ class Guard:
             self._progress.skipped_in_a_row = 0
             self._skipped.clear()
             return False
-        training = self._engine.config.training
+        training = self._config.training
         if training.fp16 and result.observed is None and scale > training.min_loss_scale and _is_finite(result.loss):
             return False  # too large a loss scale, which DeepSpeed has just lowered
         suspect, ranks = self._find_suspect(result, begin)
@@ -100,13 +102,13 @@ class Guard:
             "suspect_documents": documents,
         }
         told = f"WARNING: {where}: {row['reason']}. {_said(suspect, documents)}"
-        if spikes and self._options.spike_action == "rollback" and self._roll_back(begin, told, row):
+        if spikes and self._config.guard.spike_action == "rollback" and self._roll_back(begin, told, row):
             return True
         if not result.skipped:
             self._tell(f"{told}The step was applied (spike_action=log)", row | {"action": "logged"})
             return False
         self._progress.skipped_in_a_row += 1
-        in_a_row, most = self._progress.skipped_in_a_row, self._options.max_skipped_in_a_row
+        in_a_row, most = self._progress.skipped_in_a_row, self._config.guard.max_skipped_in_a_row
         self._tell(f"{told}The step was skipped ({in_a_row} in a row, of at most {most})", row | {"action": "skipped"})
         self._skipped.append(where)
         if in_a_row >= most:
@@ -122,7 +124,7 @@ class Guard:
         """The microbatch whose loss is not finite, or else highest, over all ranks; and the ranks that saw a loss, or a
         gradient that the norm leaves out, that is not finite. Collective.
         """
-        ctx, size = self._engine.ctx, self._engine.config.training.micro_batch_size
+        ctx, size = self._engine.ctx, self._config.training.micro_batch_size
         mine = [
             Suspect(first, first + size, float(loss))
             for index, loss in enumerate(result.microbatch_losses)
@@ -154,7 +156,7 @@ class Guard:
 
         False, and nothing is changed, where no checkpoint is as old as that. Raises GaveUp.
         """
-        engine, progress, options = self._engine, self._progress, self._options
+        engine, progress, options = self._engine, self._progress, self._config.guard
         assert self._checkpoints is not None, "rules.py demands save"
         end = progress.consumed_samples
         first = max(0, end - options.rollback_skip_steps * (end - begin))
@@ -201,7 +203,7 @@ class Guard:
     def check_replicas(self, *, always: bool = False) -> None:
         """Compare the ranks' copies where that is due. Collective. Raises GaveUp."""
         iteration = self._progress.iteration
-        is_due = always or (self._replicas is not None and iteration % self._options.check_replicas_interval == 0)
+        is_due = always or (self._replicas is not None and iteration % self._config.guard.check_replicas_interval == 0)
         if self._replicas is not None and is_due and self._checked_at != iteration:
             self._replicas.check(iteration)
             self._checked_at = iteration
