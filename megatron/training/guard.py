@@ -46,7 +46,7 @@ class Guard:
     ) -> None:
         self._engine, self._progress, self._dataset = engine, progress, dataset
         self._log, self._checkpoints, self._config = log, checkpoints, engine.config
-        self._replicas = Replicas(engine) if self._config.guard.check_replicas_interval else None
+        self._replicas = Replicas(engine) if engine.config.guard.check_replicas_interval else None
         self._checked_at: int | None = None
         self._spikes: list[str] = []
         self._skipped: list[str] = []  # the steps of the row that is being skipped
@@ -55,13 +55,12 @@ class Guard:
 
     def _judge(self, loss: float, grad_norm: float) -> bool:
         """Whether to apply a step. Asked by the optimizer."""
-        guard, self._spikes = self._config.guard, []
-        if guard.spike_action == "off":
+        options, self._spikes = self._config.guard, []
+        if options.spike_action == "off":
             return True
-        progress, threshold, window = self._progress, guard.spike_threshold, guard.spike_window
-        watched: list[tuple[str, float, RunningEstimate, Callable[[float], float]]] = [
-            ("loss", loss, progress.loss, float)
-        ]
+        progress, threshold, window = self._progress, options.spike_threshold, options.spike_window
+        watched: list[tuple[str, float, RunningEstimate, Callable[[float], float]]]
+        watched = [("loss", loss, progress.loss, float)]
         if grad_norm > 0.0:  # 0 where DeepSpeed was told to find none
             watched.append(("gradient norm", math.log(grad_norm), progress.log_grad_norm, math.exp))
         for what, value, estimate, shown in watched:
@@ -85,7 +84,7 @@ class Guard:
             self._progress.skipped_in_a_row = 0
             self._skipped.clear()
             return False
-        training = self._engine.config.training
+        training = self._config.training
         if training.fp16 and result.observed is None and scale > training.min_loss_scale and _is_finite(result.loss):
             return False  # too large a loss scale, which DeepSpeed has just lowered
         suspect, ranks = self._find_suspect(result, begin)
@@ -125,7 +124,7 @@ class Guard:
         """The microbatch whose loss is not finite, or else highest, over all ranks; and the ranks that saw a loss, or a
         gradient that the norm leaves out, that is not finite. Collective.
         """
-        ctx, size = self._engine.ctx, self._engine.config.training.micro_batch_size
+        ctx, size = self._engine.ctx, self._config.training.micro_batch_size
         mine = [
             Suspect(first, first + size, float(loss))
             for index, loss in enumerate(result.microbatch_losses)
@@ -157,7 +156,7 @@ class Guard:
 
         False, and nothing is changed, where no checkpoint is as old as that. Raises GaveUp.
         """
-        engine, progress, guard = self._engine, self._progress, self._config.guard
+        engine, progress, options = self._engine, self._progress, self._config.guard
         assert self._checkpoints is not None, "rules.py demands save"
         end = progress.consumed_samples
         first = max(0, end - guard.rollback_skip_steps * (end - begin))

@@ -69,8 +69,8 @@ class Replicas:
         everyones = self._ctx.gather_objects((socket.gethostname(), own[differing].tolist()))
         faults: list[str] = []
         for place, index in enumerate(differing):
-            found = {rank: sums[place] for rank, (_, sums) in enumerate(everyones) if sums[place] != ABSENT}
-            for odd, holder, verdict in odd_ones(found):
+            theirs = {rank: sums[place] for rank, (_, sums) in enumerate(everyones) if sums[place] != ABSENT}
+            for odd, holder, verdict in odd_ones(theirs):
                 difference = self._difference(self._copies[index], odd, holder) if len(faults) < SHOWN else ""
                 faults.append(f"{self._copies[index].name} on rank {odd} ({everyones[odd][0]}) {verdict}{difference}")
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -222,7 +222,7 @@ def drift(rank: int, name: str, consumed_samples: int) -> Iterator[None]:
 
 def run(arguments: str, plan: str = "", *values: Any) -> str:
     """A whole run with one of the above; the fault that ended it, or ''."""
-    plans = {
+    plans: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
         "poisoned": poisoned,
         "knowing": knowing,
         "absent": absent,

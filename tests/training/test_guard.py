@@ -150,12 +150,12 @@ def test_a_sample_is_cut_from_the_documents_that_are_named(data: Path, path: str
     samples, documents = open_data(config)[0], IndexedDataset(data)
     for index in range(0, len(samples), 7):
         prefix, named = samples.documents_of(index)
-        text = np.concatenate([documents[document] for document in named]).tolist()
+        text = np.concatenate([documents.read(document) for document in named]).tolist()
         sample = samples[index].tolist()
         assert prefix == str(data)
         assert any(text[start : start + len(sample)] == sample for start in range(len(text)))
         # none is named for nothing: each but the outer two is in it whole
-        assert sum(len(documents[document]) for document in named[1:-1]) <= len(sample)
+        assert sum(len(documents.read(document)) for document in named[1:-1]) <= len(sample)
 
 
 @pytest.mark.parametrize("layout", ["TP2 PP2", "TP2 DP2 ZeRO-1", "TP2 DP2 ZeRO-3"])
