@@ -90,7 +90,6 @@ def ended(folder: Path) -> Iterator[dict[str, Future[Ended]]]:
         own = folder / name.replace(" ", "_")
         flags = f"{runs.TINY} --data-path {data} --train-iters 6 --eval-iters 0 --watchdog-timeout-s {TIMEOUT_S} "
         flags += f"--results-dir {own}/results {case.flags.format(folder=own)}"
-        own.mkdir()
         return zygote.run(own, flags.split(), case.fault, fault_rank=case.rank)
 
     # those that hang first
