@@ -120,7 +120,7 @@ def install(fault: str, at_rank: int) -> None:
         original: Any = getattr(*where)
 
         def slow(*arguments: Any) -> Any:
-            time.sleep(0.02)
+            time.sleep(0.03)
             return original(*arguments)
 
         setattr(*where, slow)

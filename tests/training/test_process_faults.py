@@ -55,7 +55,7 @@ CASES = {
     "reader thread fails": Case(
         "reader thread fails", FAILED, r"rank 1 on \S+ \(process \d+\) failed in step 3, data:\n(.*\n)*ArithmeticError"
     ),
-    "reader thread hangs": Case("reader thread hangs", HUNG, HANG + "data, .* in wait", stacks="in microbatch"),
+    "reader thread hangs": Case("reader thread hangs", HUNG, HANG + "data, .* in _wait_for", stacks="in microbatch"),
     "iterator one short": Case(
         "iterator one short", REFUSED, r"failed in step 3, data: DataError: this rank has no data after 16 samples"
     ),
@@ -68,9 +68,21 @@ CASES = {
 }
 
 
+# how a rank is slowed down, and in which layout: each is measured in another way
+SLOW = {
+    "pipeline engine": ("slow layer", ""),
+    "sequential engine": ("slow layer", "--zero-stage 2"),
+    "tensor parallel": ("slow attention", "--tensor-model-parallel-size 2"),
+}
+
+
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
-    folder = tmp_path_factory.mktemp("faults")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> Iterator[dict[str, Future[Ended]]]:
     data = runs.write_dataset(folder / "data")
     zygote = Zygote()
 
@@ -83,13 +95,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future
     # those that hang first
     order = sorted(CASES, key=lambda name: CASES[name].status != HUNG)
     with ThreadPoolExecutor(3) as pool:
-        yield {name: pool.submit(run, name, CASES[name]) for name in order}
+        futures = {name: pool.submit(run, name, CASES[name]) for name in order}
+        for name, (fault, flags) in SLOW.items():
+            case = Case(fault, DONE, "", flags=f"--log-straggler --log-interval 3 {flags}")
+            futures[name] = pool.submit(run, name, case)
+        yield futures
     zygote.stop()
-
-
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return next(path for path in tmp_path_factory.getbasetemp().iterdir() if path.name.startswith("faults"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -135,6 +146,21 @@ def test_a_full_disk_costs_rows_but_no_step_and_leaves_the_last_checkpoint(
     assert ended["disk full while saving"].result().status == REFUSED
     saved = folder / "disk_full_while_saving" / "saved"
     assert (saved / "latest").read_text().strip() == f"global_step{STEP - 1}"
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_slow_rank_is_named_though_all_ranks_step_alike(
+    ended: dict[str, Future[Ended]], folder: Path, name: str
+) -> None:
+    run = ended[name].result()
+    assert run.status == DONE, run.told
+    logged = runs.rows(folder / name.replace(" ", "_") / "results")
+    assert len(logged) == 2
+    for row in logged:
+        assert row["slowest_rank"] == 1
+        assert row["slowest_ratio"] > 1.2
+        assert row["own_time_min_s"] < row["own_time_max_s"]
+    assert "slowest: rank 1 on " in run.told
 
 
 def test_the_table_of_the_docs_and_the_cases_have_the_same_rows() -> None:
