@@ -69,7 +69,7 @@ def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> Checkpo
     return own if ctx.broadcast_object(together(ctx, has_saved)) else options
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
 
 
 def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
