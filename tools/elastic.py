@@ -53,6 +53,8 @@ KEEP_ALIVE_S = 5
 """How often a node shows that it is there. One that is silent for three times as long is lost."""
 EXIT_BARRIER_S = 30
 """How long a node whose ranks are done waits for the others: they end together."""
+STORE_LINGER_S = 2
+"""How long the first node still serves the others when all are done: they take their leave there."""
 JOIN_SAVE_S = 120
 """What healthy ranks get to save, when they must begin again because a node joins."""
 REPEAT_S = 1.0  # as megatron.training.stop: a signal that comes twice within it is one request
@@ -216,7 +218,7 @@ def run_agent(supervision: Supervision, start_method: str, train_flags: Sequence
     with noted_signals() as received:
         try:
             with _interruptible(received):
-                handler = _meet(supervision)
+                handler, serves = _meet(supervision)
             spec = WorkerSpec(
                 role="rank",
                 local_world_size=supervision.ranks_per_node,
@@ -228,6 +230,8 @@ def run_agent(supervision: Supervision, start_method: str, train_flags: Sequence
             agent = Agent(spec, start_method, train_flags, received)
             agent.run()
             handler.shutdown()
+            if serves and supervision.nodes > 1:
+                time.sleep(STORE_LINGER_S)
         except SignalException as interrupted:
             return 128 + interrupted.sigval
         except RendezvousClosedError:
@@ -239,8 +243,8 @@ def run_agent(supervision: Supervision, start_method: str, train_flags: Sequence
     return agent.status
 
 
-def _meet(supervision: Supervision) -> RendezvousHandler:
-    """torch's rendezvous of the agents, served by the one on the host that it is named after.
+def _meet(supervision: Supervision) -> tuple[RendezvousHandler, bool]:
+    """torch's rendezvous of the agents, and whether this is the one that serves it, on the host it is named after.
 
     Raises RendezvousError or OSError where that host does not answer.
     """
@@ -255,7 +259,7 @@ def _meet(supervision: Supervision) -> RendezvousHandler:
     }
     if supervision.rendezvous is None:
         alone = RendezvousParameters(endpoint="127.0.0.1:0", local_addr="127.0.0.1", is_host=True, **common)
-        return get_rendezvous_handler(alone)
+        return get_rendezvous_handler(alone), True
     host, _, port = supervision.rendezvous.rpartition(":")
     deadline_s = time.monotonic() + JOIN_TIMEOUT_S
     while True:
@@ -272,8 +276,8 @@ def _meet(supervision: Supervision) -> RendezvousHandler:
     if serves:
         # of two agents on one machine the first serves
         with contextlib.suppress(RendezvousConnectionError):
-            return get_rendezvous_handler(RendezvousParameters(is_host=True, **common))
-    return get_rendezvous_handler(RendezvousParameters(is_host=False, **common))
+            return get_rendezvous_handler(RendezvousParameters(is_host=True, **common)), True
+    return get_rendezvous_handler(RendezvousParameters(is_host=False, **common)), False
 
 
 @contextlib.contextmanager

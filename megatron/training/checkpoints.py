@@ -46,6 +46,7 @@ Resumable = Union[Checkpoint, "ForeignCheckpoint"]
 
 HOW_IT_STARTS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
 """The options that say where a run starts from. They are about its first start alone."""
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
 
 
 def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> CheckpointConfig:
@@ -67,9 +68,6 @@ def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> Checkpo
         return all(saved.get(name, _DEFAULTS[name]) == getattr(options, name) for name in HOW_IT_STARTS) and bool(saved)
 
     return own if ctx.broadcast_object(together(ctx, has_saved)) else options
-
-
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
 
 
 def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:

@@ -36,13 +36,13 @@ def while_a_save_is_under_way(run: chaos.Disturbed, saved: Path) -> bool:
 def test_killed_ranks_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: Path) -> None:
     data = chaos.write_dataset(tmp_path / "data")
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
-    undisturbed(ranks, data, whole, 60)
+    undisturbed(ranks, data, whole, 30)
     moments: list[Callable[[chaos.Disturbed], bool]] = [
         chaos.after(0.2),  # while the ranks start
         lambda run: "saved" in "".join(run.lines),
         lambda run: while_a_save_is_under_way(run, disturbed / "saved"),
     ]
-    outcome = chaos.disturb(chaos.flags_of(data, disturbed, 60, save_interval=5), moments, seed=0, max_restarts=3)
+    outcome = chaos.disturb(chaos.flags_of(data, disturbed, 30, save_interval=5), moments, seed=0, max_restarts=3)
     assert outcome.status == 0, outcome.text
     assert len(outcome.failures) == 3
     for number in (1, 2, 3):
