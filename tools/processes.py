@@ -158,8 +158,7 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: P
         finally:
             if runner.poll() is None:
                 signal_ranks(plan, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(runner.pid, signal.SIGKILL)  # pdsh and ssh
+            _kill_tree(runner.pid)
             runner.wait()
     if output.gloo_failed:
         print(
@@ -170,6 +169,17 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: P
     if output.failed is not None:
         return output.failed[1]
     return runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and all below it, whatever their process groups: pdsh starts each ssh in a session of its own."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        for process in [top, *top.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _wait_for_hosts(runner: subprocess.Popen[bytes], output: PdshOutput, plan: Plan, received: deque[int]) -> None:

@@ -748,6 +748,29 @@ def test_ranks_on_other_hosts_are_ended_once_one_failed(
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
 @pytest.mark.usefixtures("_fake_pdsh")
+def test_the_ssh_of_a_host_that_is_gone_does_not_outlive_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for grace in ("FAILED_GRACE_S", "TERMINATED_GRACE_S", "UNREACHABLE_GRACE_S"):
+        monkeypatch.setattr(processes, grace, 0.2)
+    told = tmp_path / "pid"
+    # as pdsh starts them: in a session of its own
+    ssh = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    runner = f"""
+import subprocess, sys, os, time
+subprocess.Popen([sys.executable, "-c", {ssh!r}], start_new_session=True)
+while not os.path.exists({str(told)!r}) or not open({str(told)!r}).read():
+    time.sleep(0.05)
+sys.stderr.write("pdsh@here: 10.0.0.2: ssh exited with exit code 4\\n")
+sys.stderr.flush()
+time.sleep(600)
+"""
+    assert processes.run_on_hosts([sys.executable, "-c", runner], os.environ, over_two_hosts(tmp_path)) == 4
+    wait_until_gone([int(told.read_text())])
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
+@pytest.mark.usefixtures("_fake_pdsh")
 def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) -> None:
     plan = over_two_hosts(tmp_path)
     # the signal comes before there is a rank to take it
