@@ -2,9 +2,9 @@
 
     python benchmarks/guard_overhead.py [--config tiny_bloom] [--ranks 1] [--rounds 9] [--steps 10] [FLAGS of a run]
 
-Each rank is a process of this machine, over gloo. "Free" steps answer the optimizer at once, without looking at loss or
-norm and without the all-reduce. Prints the median microseconds that a step takes longer, their share of a step of 50 ms,
-and the milliseconds of a check of all copies. Exit status 1 if the share is above 0.5 %.
+Each rank is a process of this machine, over gloo. "Free" steps answer the optimizer at once, without a look at loss and
+norm and without the all-reduce. Prints the median microseconds that a step takes longer, their share of a step of 50
+ms, and the milliseconds of a check of all copies. Exit status 1 if the share is above 0.5 %.
 """
 
 from __future__ import annotations

@@ -324,7 +324,8 @@ class CheckpointConfig:
     """What is kept."""
 
     save: str | None = None
-    """Folder to save checkpoints in. Unset: none are saved."""
+    """Folder to save checkpoints in. Unset: none are saved. The same command, started again, goes on from the newest
+    there."""
     save_interval: Positive = 1000
     """Steps between two checkpoints."""
     save_interval_in_mins: PositiveFloat | None = None
@@ -340,8 +341,8 @@ class CheckpointConfig:
     verify_checkpoint: bool = False
     """Before saving, compare bit by bit what several ranks hold copies of."""
     load: str | None = None
-    """Folder to resume from. A missing or empty folder starts a new run; anything else that holds no checkpoint is
-    an error."""
+    """Folder to start from, until the run has saved itself. A missing or empty folder starts a new run; anything else
+    that holds no checkpoint is an error."""
     ckpt_step: NonNegative | None = None
     """Iteration of the checkpoint to load. Unset: the newest."""
     load_fallback: bool = True

@@ -7,6 +7,7 @@ Exit status: megatron/exit_codes.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import traceback
@@ -70,7 +71,13 @@ def run(
     """
     from megatron import accelerator
     from megatron.tasks.registry import TASKS
-    from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore
+    from megatron.training.checkpoints import (
+        Checkpoints,
+        find_checkpoint,
+        read_progress,
+        restore,
+        starting_options,
+    )
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
     from megatron.training.loop import train
@@ -89,11 +96,12 @@ def run(
     with StopDecision(training, ctx, signals) as stop:
         stop.leave_if_asked()
         watchdog.phase("reading the checkpoint")
-        checkpoint = find_checkpoint(config, ctx)
+        start = starting_options(config.checkpoint, ctx)
+        checkpoint = find_checkpoint(dataclasses.replace(config, checkpoint=start), ctx)
         stop.leave_if_asked()
         progress, saved_data = Progress(), None
         if checkpoint is not None:
-            progress, saved_data = together(ctx, lambda: read_progress(checkpoint, config.checkpoint))
+            progress, saved_data = together(ctx, lambda: read_progress(checkpoint, start))
         watchdog.phase("opening the data")
         datasets = together(ctx, lambda: open_data(config))
         stop.leave_if_asked()
@@ -120,7 +128,7 @@ def run(
         stop.leave_if_asked()
         if checkpoint is not None:
             watchdog.phase("restoring")
-            restored = together(ctx, lambda: restore(engine, checkpoint, progress))
+            restored = together(ctx, lambda: restore(engine, checkpoint, progress, start))
             announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
             memory.take("after_restore", progress.iteration)
         stop.leave_if_asked()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import chaos
 from tests import runs
 from tests.ranks import RankPools
 
@@ -125,6 +126,26 @@ def test_a_run_resumes_on_another_layout(ranks: RankPools, tmp_path: Path, data:
     assert (saved / "latest").read_text().strip() == "global_step2"
     assert ranks(2)(runs.train, f"{flags} --pipeline-model-parallel-size 2") == ["", ""]
     assert (saved / "latest").read_text().strip() == "global_step4"
+
+
+@pytest.mark.parametrize("start", ["--finetune", "--no-load-optim", "--ckpt-step 2"])
+def test_the_same_command_goes_on_from_what_it_saved_whole(
+    ranks: RankPools, tmp_path: Path, data: Path, start: str
+) -> None:
+    """`--load` and what belongs to it are about the first start; a restart, or a requeued job, is another."""
+    common = f"--data-path {data} --train-iters 6 --lr-decay-style constant --save-interval 2"
+    assert ranks(1)(runs.train, f"{common} --save {tmp_path / 'first'} --exit-interval 4") == [""]
+    common += f" --load {tmp_path / 'first'} {start}"
+    whole, parts = f"{common} --save {tmp_path / 'whole'}", f"{common} --save {tmp_path / 'parts'}"
+    assert ranks(1)(runs.train, whole) == [""]
+    assert ranks(1)(runs.train, f"{parts} --exit-interval 5") == [""]
+    assert (tmp_path / "parts" / "latest").read_text().strip() == "global_step5"
+    assert ranks(1)(runs.train, f"{parts} --results-dir {tmp_path / 'results'}") == [""]
+    assert [row["iteration"] for row in runs.rows(tmp_path / "results")] == [6]
+    assert chaos.differing(tmp_path / "whole", tmp_path / "parts") == []
+    # told to start in another way, a run does
+    assert ranks(1)(runs.train, f"{parts} --no-load-rng --results-dir {tmp_path / 'again'}") == [""]
+    assert runs.rows(tmp_path / "again")[0]["iteration"] == {"--finetune": 1, "--no-load-optim": 5}.get(start, 3)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

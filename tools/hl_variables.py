@@ -154,6 +154,10 @@ VARIABLES: tuple[Variable, ...] = (
     _number("HL_ZERO_STAGE", "--zero-stage", "ZeRO stage, 0 to 3; 2 and 3 run without a pipeline", 0),
     _switch("HL_NO_PIPELINE_PARALLEL", "--no-pipeline-parallel", "1: the sequential engine instead of the pipeline"),
     _launch("HL_HOSTSFILE", "DeepSpeed hostfile: one `<host> slots=<n>` a line"),
+    _launch("HL_RENDEZVOUS", "HOST:PORT of the first node, where this script is started on each node by itself"),
+    # restarts
+    _launch("HL_MAX_RESTARTS", "how often a run whose ranks failed goes on from its newest checkpoint; 0: never"),
+    _launch("HL_MIN_NODES", "nodes that the run goes on with, when others are lost"),
     # batch and length
     _number("HL_MICRO_BATCH", "--micro-batch-size", "samples in one forward pass of a rank"),
     _number("HL_GBS", "--global-batch-size", "samples in one optimizer step"),
@@ -268,7 +272,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         ("HL_CHECK_TP_NORM",),
         ("0",),
-        "activations are not compared over tensor-parallel ranks; --check-replicas-interval compares parameters. Unset it",
+        "activations are not compared over tensor-parallel ranks; --check-replicas-interval compares parameters. "
+        "Unset it",
     ),
     Refused(
         ("HL_START_CHECK_TP_NORM_ITER", "HL_END_CHECK_TP_NORM_ITER", "HL_CHECK_TP_NORM_TYPE"),
@@ -329,6 +334,10 @@ class Request:
     hostsfile: str | None = None
     device: str = "auto"
     master_port: int | None = None
+    max_restarts: int = 0
+    min_nodes: int | None = None
+    """None: all of them."""
+    rendezvous: str | None = None
     dry_run: bool = False
     activate_dir: str | None = None
     """Folder whose `activate` every node sources first."""
@@ -369,6 +378,9 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     request.data_parallel_size = reader.number("HL_DP")
     request.layout_known = not any(fault.startswith(LAYOUT) for fault in request.faults)
     request.hostsfile = given.get("HL_HOSTSFILE")
+    request.rendezvous = given.get("HL_RENDEZVOUS")
+    request.max_restarts = reader.number("HL_MAX_RESTARTS", at_least=0) or 0
+    request.min_nodes = reader.number("HL_MIN_NODES")
     request.dry_run = reader.switch("HL_DRY_RUN") or False
     request.activate_dir = given.get("HL_QNPU_DIR")
     request.device = _device(given, reader)
@@ -404,11 +416,11 @@ class _Reader:
         if text not in self.request.faults:
             self.request.faults.append(text)
 
-    def number(self, name: str) -> int | None:
+    def number(self, name: str, at_least: int = 1) -> int | None:
         """None where it is unset or wrong."""
         if name in self.given:
             with self.faults_of(name):
-                return whole_number(self.given[name], at_least=1)
+                return whole_number(self.given[name], at_least)
         return None
 
     def switch(self, name: str) -> bool | None:

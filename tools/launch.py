@@ -24,7 +24,7 @@ from megatron.command_line import build_parser, to_yaml
 from megatron.estimate import describe
 from tools.hl_variables import VARIABLES, Request, from_environment, legend
 from tools.preflight import Plan, RefusedError, preflight
-from tools.processes import launch, remote_command, train_command
+from tools.processes import agent_command, launch, remote_command, train_command
 
 REFUSED_STATUS = 2
 
@@ -36,8 +36,16 @@ def plan_text(plan: Plan, title: str) -> str:
     text += "\n" + (_wrapped(", ".join(host.name for host in plan.hosts), "  hosts: ") if plan.hosts else "")
     text += f"  results: {config.logging.results_dir}\n" if config.logging.results_dir else ""
     text += "" if config.checkpoint.save else "  checkpoints: none are saved\n"
+    text += _restarts(plan)
     text += "".join(_wrapped(warning, "  warning: ") for warning in plan.warnings)
     return text + "\n" + command_text(plan) + "\n"
+
+
+def _restarts(plan: Plan) -> str:
+    if not plan.max_restarts:
+        return ""
+    with_fewer = f", with {plan.min_nodes} of the {plan.nodes} nodes if need be" if plan.min_nodes < plan.nodes else ""
+    return f"  restarts: {plan.max_restarts} at most, from the newest checkpoint{with_fewer}\n"
 
 
 def _wrapped(text: str, label: str) -> str:
@@ -50,9 +58,9 @@ def _wrapped(text: str, label: str) -> str:
 
 def command_text(plan: Plan) -> str:
     """The command, a flag a line, ready to paste."""
-    words = remote_command(plan) if plan.hosts else train_command(plan)
+    words = remote_command(plan) if plan.hosts else agent_command(plan) if plan.is_supervised else train_command(plan)
     lines: list[str] = []
-    if not plan.hosts:
+    if not plan.hosts and not plan.is_supervised:
         lines.append(f"# {plan.devices_per_node} ranks here, each with its RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*")
     line = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(plan.environment.items()))
     for word in words:
@@ -82,6 +90,18 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
     parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
     parser.add_argument("--device", choices=("auto", "hpu", "cuda", "cpu"), default="auto")
     parser.add_argument("--master-port", type=_positive, help="default: 29500 over several nodes, else a free one")
+    parser.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        help="how often a run whose ranks failed goes on from its newest checkpoint (default: 0)",
+    )
+    parser.add_argument("--min-nodes", type=_positive, help="nodes to go on with when others are lost (default: all)")
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="of the first node, where a scheduler starts this launcher on each node; instead of a hostsfile",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     options = parser.parse_args(own)
     if options.variables is not None:
@@ -93,9 +113,19 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
         hostsfile=options.hostsfile,
         device=options.device,
         master_port=options.master_port,
+        max_restarts=options.max_restarts,
+        min_nodes=options.min_nodes,
+        rendezvous=options.rendezvous,
         dry_run=options.dry_run,
         train_flags=train_flags,
     ), False
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return number
 
 
 def _positive(text: str) -> int:

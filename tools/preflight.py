@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import ipaddress
 import os
@@ -76,17 +77,26 @@ def _check_hosts(request: Request, devices_per_node: int) -> tuple[list[Host], F
     nodes, hostsfile = request.nodes, request.hostsfile
     found = Findings()
     if hostsfile is None:
-        if nodes > 1:
-            found.faults.append(f"{nodes} nodes need a hostsfile (HL_HOSTSFILE, --hostsfile) that lists them; give one")
+        if nodes > 1 and request.rendezvous is None:
+            found.faults.append(
+                f"{nodes} nodes need a hostsfile (HL_HOSTSFILE, --hostsfile) that lists them; give one, or start this "
+                "on each node with HL_RENDEZVOUS (--rendezvous), as scripts/slurm.sbatch does"
+            )
         return [], found
+    if request.rendezvous is not None:
+        found.faults.append(
+            f"hostsfile {hostsfile} and rendezvous {request.rendezvous} exclude each other: this launcher starts all "
+            "hosts, or it is started on each of them; give one"
+        )
     try:
         text = Path(hostsfile).read_text(encoding="utf-8")
     except FileNotFoundError:
         return [], Findings([f"hostsfile {hostsfile} does not exist; write one line `<host> slots=<n>` for each node"])
     except (OSError, UnicodeDecodeError) as error:
         return [], Findings([f"hostsfile {hostsfile} cannot be read ({error}); make it a readable text file"])
-    hosts, found.faults = parse_hostsfile(text, hostsfile)
-    if len(hosts) < nodes and not found.faults:
+    hosts, wrong = parse_hostsfile(text, hostsfile)
+    found.faults += wrong
+    if len(hosts) < nodes and not wrong:
         found.faults.append(
             f"{hostsfile} lists {len(hosts)} hosts for {nodes} nodes; add hosts, or set HL_NUM_NODES (--nodes) lower"
         )
@@ -181,7 +191,17 @@ class Plan:
     """For the ranks, on whatever machine."""
     warnings: tuple[str, ...]
     run_id: str
-    """In the command line of each rank on another machine, by which it is found there."""
+    """In the command line of each rank on another machine, by which it is found there; equal on all nodes."""
+    max_restarts: int = 0
+    min_nodes: int = 1
+    """As many nodes may be left."""
+    rendezvous: str | None = None
+    """HOST:PORT where the nodes meet that each run this very launcher."""
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether each node has an agent that starts its ranks, and starts them again."""
+        return self.max_restarts > 0 or self.rendezvous is not None
 
 
 class RefusedError(ValueError):
@@ -219,12 +239,19 @@ def preflight(request: Request) -> Plan:
         flags += ["--data-path", "DATASET"]
         found.warnings.append("no dataset is given; the run itself will need --data-path")
     if config is not None:
+        if request.rendezvous is not None and request.results_parent and config.logging.results_dir is None:
+            found.faults.append(
+                f"rendezvous={request.rendezvous}: each node, and each try, would name the results folder after its "
+                "own clock; set HL_RESULTS_DIR (--results-dir) to one folder for all"
+            )
         flags += _output_flags(request, config, world_size // (t * p))
     try:
         config = load_config(flags, world_size)
     except ConfigError as error:
         found.faults += error.faults
         config = _parsed(flags)
+    if config is not None and sizes_known:
+        found.faults += _check_supervision(request, config, devices_per_node)
     if config is not None:
         if not lacks_data:
             found.add(_check_data_files(config, request.dry_run))
@@ -234,7 +261,7 @@ def preflight(request: Request) -> Plan:
     found.add(of_hosts)
     if hosts and not request.dry_run:
         found.faults += _check_remote(flags, request)
-    elif not hosts and request.nodes == 1 and not request.dry_run:
+    elif not hosts and (request.nodes == 1 or request.rendezvous) and not request.dry_run:
         found.faults += _check_local_devices(device, devices_per_node)
     if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
         found.faults.append(
@@ -255,8 +282,45 @@ def preflight(request: Request) -> Plan:
         activate_dir=request.activate_dir,
         environment=_rank_environment(request, device, devices_per_node),
         warnings=tuple(found.warnings),
-        run_id=f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}",
+        run_id=_run_id(request, flags),
+        max_restarts=request.max_restarts,
+        min_nodes=request.min_nodes or request.nodes,
+        rendezvous=request.rendezvous,
     )
+
+
+def _run_id(request: Request, flags: Sequence[str]) -> str:
+    if request.rendezvous is not None:  # each node makes it, of what is equal on all
+        return hashlib.sha256("\0".join(flags).encode()).hexdigest()[:16]
+    return f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+
+
+def _check_supervision(request: Request, config: Config, devices_per_node: int) -> Iterator[str]:
+    """Whether the run could be restarted, and go on with every number of nodes that it may be left with."""
+    fewest = request.min_nodes or request.nodes
+    if request.max_restarts and config.checkpoint.save is None:
+        yield (
+            f"max_restarts={request.max_restarts}: a restart goes on from the newest checkpoint, but none are saved; "
+            "give --save (HL_SAVE=1), or no HL_MAX_RESTARTS (--max-restarts)"
+        )
+    if fewest > request.nodes:
+        yield f"min_nodes={fewest} is more than the {request.nodes} nodes of the run; set HL_MIN_NODES lower"
+    if fewest < request.nodes and not request.max_restarts:
+        yield f"min_nodes={fewest}: going on with fewer nodes is a restart; set HL_MAX_RESTARTS (--max-restarts) too"
+    if request.rendezvous is not None:
+        host, colon, port = request.rendezvous.rpartition(":")
+        if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+            yield f"rendezvous={request.rendezvous} is not HOST:PORT; give the first node's, such as node0:29500"
+    known = set(check(config, request.nodes * devices_per_node))
+    for nodes in range(request.nodes - 1, fewest - 1, -1):
+        world_size = nodes * devices_per_node
+        for fault in [*check(config, world_size), *_check_deepspeed(config, world_size)]:
+            if fault not in known:
+                known.add(fault)
+                yield (
+                    f"with {nodes} of {request.nodes} nodes the run could not go on: {fault}; or set HL_MIN_NODES "
+                    f"(--min-nodes) to {nodes + 1} or more"
+                )
 
 
 def _parsed(flags: Sequence[str]) -> Config | None:
@@ -281,7 +345,7 @@ def _resolve_device(request: Request, config: Config | None) -> str:
         asked = config.parallel.device
     if asked in ("hpu", "cuda", "cpu"):
         return asked
-    if request.nodes > 1:
+    if request.nodes > 1 and request.rendezvous is None:
         return "auto"
     return detect_device(allow_hpu=asked != "no-hpu")
 

@@ -19,19 +19,26 @@ from types import FrameType
 from typing import IO
 
 from megatron.exit_codes import HUNG
+from megatron.training.stop import SIGNALS
 from tools.preflight import REPOSITORY, Plan
+from tools.supervise import Supervision, supervise
 
 MASTER_PORT = 29500  # where the nodes meet, unless --master-port says otherwise: torch's and DeepSpeed's default
-# After one rank has failed the others wait in a collective for ever. Time to end by themselves, then after SIGTERM.
+# After one rank has failed the others wait in a collective for ever, and hold their devices: all are gone within 5 s.
+# Time to end by themselves: those that notice, on gloo or in `together`, report what they met within a second or two.
 FAILED_GRACE_S = 3.0
-TERMINATED_GRACE_S = 10.0
 # After the watchdog of one rank has ended it: the others end by themselves, unless they are stopped or stuck.
 HUNG_GRACE_S = 1.5
+# Then after SIGTERM. For a rank of ours that is a request to stop after the step, which never ends: SIGTERM is for what
+# else a user's environment runs, and SIGKILL ends the rest, be it stopped.
+TERMINATED_GRACE_S = 1.0
 # Of another host, once its ranks have been killed: a host that is gone answers nobody.
 UNREACHABLE_GRACE_S = 30.0
 # A host that loses its power or its network says nothing, and ssh would wait for it for ever. A backstop, and patient:
 # a network that fails for some minutes between here and the hosts need not concern the ranks.
 ALIVE = ("-oServerAliveInterval=30", "-oServerAliveCountMax=20")
+# Where agents supervise, the run may have gone on, and ended, without a host that is gone.
+SUPERVISED_ALIVE = ("-oServerAliveInterval=15", "-oServerAliveCountMax=3")
 # How often a signal is tried again on hosts whose ranks have not been started yet.
 RETRY_S = 1.0
 
@@ -47,19 +54,50 @@ def train_command(plan: Plan) -> list[str]:
     return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate_dir, *command]
 
 
+def supervision(plan: Plan) -> Supervision:
+    """How the agent of each node starts its ranks."""
+    rendezvous = plan.rendezvous
+    if plan.hosts:
+        rendezvous = f"{plan.hosts[0].address}:{plan.master_port or MASTER_PORT}"
+    return Supervision(
+        ranks_per_node=plan.devices_per_node,
+        nodes=plan.nodes,
+        min_nodes=plan.min_nodes,
+        rendezvous=rendezvous,
+        run_id=plan.run_id,
+        max_restarts=plan.max_restarts,
+    )
+
+
+def agent_command(plan: Plan) -> list[str]:
+    """What each node of a supervised run runs: one agent, which starts its ranks."""
+    own = [*supervision(plan).arguments(), "--", *plan.train_flags]
+    # by the file, not as a module: the repository need not be in the path there
+    command = [sys.executable, "-X", f"run={plan.run_id}", "-u", str(REPOSITORY / "tools" / "supervise.py"), *own]
+    if not plan.hosts or plan.activate_dir is None:
+        return command
+    return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate_dir, *command]
+
+
 def remote_command(plan: Plan) -> list[str]:
     """DeepSpeed's launcher over the hosts of the plan."""
     variables = [f"{name}={value}" for name, value in sorted(plan.environment.items())]
     # the environment reaches other machines only in the command, or by the user's own .deepspeed_env
-    of_rank = ["/usr/bin/env", *variables, *train_command(plan)]
+    of_process = ["/usr/bin/env", *variables, *train_command(plan)]
+    per_node = plan.devices_per_node
+    if plan.is_supervised:
+        # DeepSpeed's launcher shows its one process one device; the agent's ranks need all of the node
+        of_process = ["/usr/bin/env", "-u", "CUDA_VISIBLE_DEVICES", "-u", "HABANA_VISIBLE_MODULES", *variables]
+        of_process += agent_command(plan)
+        per_node = 1
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
         *("--hostfile", plan.hostsfile or ""),
-        *("--num_nodes", str(plan.nodes), "--num_gpus", str(plan.devices_per_node)),
+        *("--num_nodes", str(plan.nodes), "--num_gpus", str(per_node)),
         *("--master_addr", plan.hosts[0].address, "--master_port", str(plan.master_port or MASTER_PORT)),
         *([] if len(plan.hosts) > 1 else ["--force_multi"]),  # or it would run here instead of on the one host
         *("--no_local_rank", "--no_python"),
-        *[for_pdsh(word) for word in of_rank],
+        *[for_pdsh(word) for word in of_process],
     ]
 
 
@@ -80,9 +118,13 @@ def launch(plan: Plan) -> int:
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])])
     if plan.hosts:
         # the user's own come first, and ssh keeps the first it is given of each
-        of_ssh = [os.environ.get("PDSH_SSH_ARGS_APPEND"), *ALIVE]
+        alive = SUPERVISED_ALIVE if plan.is_supervised else ALIVE
+        of_ssh = [os.environ.get("PDSH_SSH_ARGS_APPEND"), *alive]
         environment["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, of_ssh))
         return run_on_hosts(remote_command(plan), environment, plan)
+    if plan.is_supervised:
+        os.environ.update(environment)
+        return supervise(supervision(plan), plan.train_flags)
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.master_port or _free_port())}
     size = str(plan.devices_per_node)
     ranks = [
@@ -124,6 +166,7 @@ class PdshOutput(threading.Thread):
         self._lines = lines
         self.failed: tuple[str, int] | None = None
         """The host, and its status."""
+        self.num_failed = 0
         self.gloo_failed = False
 
     def run(self) -> None:
@@ -131,6 +174,7 @@ class PdshOutput(threading.Thread):
             sys.stderr.write(line.decode(errors="replace"))
             sys.stderr.flush()
             match = re.match(rb"pdsh@[^:]+: (\S+): ssh exited with exit code (\d+)", line)
+            self.num_failed += match is not None
             if match and self.failed is None:
                 status = int(match[2])
                 # DeepSpeed's launcher ends with -n for a rank that signal n killed; 255 is ssh's own failure
@@ -145,9 +189,9 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: P
     checkpoint, and return before the ranks have ended. Where one host fails, it waits for the others, whose ranks wait
     for that one.
     """
-    with _noted_signals() as received:
+    with noted_signals() as received:
         runner = subprocess.Popen(
-            command, env=environment, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_end_with_parent()
+            command, env=environment, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=end_with_parent()
         )
         assert runner.stderr is not None
         output = PdshOutput(runner.stderr)
@@ -166,6 +210,8 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: P
             "others must reach. Set GLOO_SOCKET_IFNAME to the network interface between them, e.g. eth0",
             file=sys.stderr,
         )
+    if plan.is_supervised and plan.nodes - output.num_failed >= plan.min_nodes:
+        return 0  # those that were left went on to the end
     if output.failed is not None:
         return output.failed[1]
     return runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
@@ -197,10 +243,10 @@ def _wait_for_hosts(runner: subprocess.Popen[bytes], output: PdshOutput, plan: P
         # a signal may come before the ranks: it waits for them
         if received and time.monotonic() - tried_s > RETRY_S:
             if signal_ranks(plan, received[0]):
-                received.popleft()
+                _acknowledge(received.popleft())
             tried_s = time.monotonic()
-        if output.failed is None:
-            continue
+        if output.failed is None or plan.is_supervised:
+            continue  # the agents see to it themselves
         if failed_s is None:
             failed_s = time.monotonic()
         if steps and time.monotonic() - failed_s > steps[0][0]:
@@ -211,21 +257,20 @@ def _wait_for_hosts(runner: subprocess.Popen[bytes], output: PdshOutput, plan: P
             if number == signal.SIGTERM:
                 host, status = output.failed
                 print(f"host {host} ended with status {status}; ending the ranks that still run", file=sys.stderr)
-            signal_ranks(plan, number)
+            # not waited for: it returns once every host has answered, and one may be gone
+            threading.Thread(target=signal_ranks, args=(plan, number), daemon=True).start()
 
 
 @contextlib.contextmanager
-def _noted_signals() -> Iterator[deque[int]]:
+def noted_signals() -> Iterator[deque[int]]:
     """Collects the signals that ask a run to stop, except what is ignored already (nohup, a job in the background)."""
     received: deque[int] = deque()
 
     def note(number: int, frame: FrameType | None) -> None:
-        # a rank saves at SIGTERM and SIGINT only; a terminal that is closed asks for no less
-        received.append(signal.SIGTERM if number == signal.SIGHUP else number)
+        received.append(number)
 
-    wanted = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     previous = {
-        number: signal.signal(number, note) for number in wanted if signal.getsignal(number) is not signal.SIG_IGN
+        number: signal.signal(number, note) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield received
@@ -240,13 +285,13 @@ def run_processes(command: Sequence[str], environments: Sequence[Mapping[str, st
     Signals are passed on to every process, and how long they take to heed them is theirs. When one fails by itself, the
     others, which may wait for it for ever, are ended. No process outlives this one, nor do their children.
     """
-    with _noted_signals() as received:
+    with noted_signals() as received:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for environment in environments:
                 # a session of its own: a Ctrl-C reaches it once, through us
                 processes.append(
-                    subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent())
+                    subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent())
                 )
             return _wait(processes, received)
         finally:
@@ -267,6 +312,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], received: deque[int]) ->
             number = received.popleft()
             for process in running:
                 process.send_signal(number)
+            _acknowledge(number)
         if failed is None:
             failed = next((place for place, process in enumerate(processes) if process.returncode), None)
             failed_s = time.monotonic()
@@ -289,11 +335,16 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], received: deque[int]) ->
     return first if first >= 0 else 128 - first
 
 
+def _acknowledge(number: int) -> None:
+    text = "the ranks were told; they stop after their step and save. A second signal ends them at once"
+    print(f"{signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
+
+
 def _status(returncode: int) -> str:
     return f"status {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
 
 
-def _end_with_parent() -> Callable[[], None] | None:
+def end_with_parent() -> Callable[[], None] | None:
     """What a new process does so that it dies when we are killed. Linux only."""
     if not sys.platform.startswith("linux"):
         return None

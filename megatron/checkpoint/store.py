@@ -450,6 +450,11 @@ def newest_checkpoint(
     raise CheckpointError(f"{save} holds no whole checkpoint: " + "; ".join(problems))
 
 
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether something in the folder looks like a checkpoint, whole or not."""
+    return folder.is_dir() and bool(checkpoint_folders(folder))
+
+
 def checkpoint_folders(save: Path) -> list[Path]:
     """Folders that may be checkpoints, newest first; one that was about to be replaced comes behind its namesake."""
     found = []

@@ -29,15 +29,13 @@ class TokenDataset(Protocol):
     def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Several samples at once: [len(indices), seq_length + 1]."""
 
-    def documents_of(self, index: int) -> tuple[str, list[int]]:
-        """Prefix of the dataset that a sample is from, and the documents in it."""
-
 
 class BlendMember(TokenDataset, Protocol):
     """What a blend asks of its datasets besides."""
 
     @property
     def seq_length(self) -> int: ...
+    def documents_of(self, index: int) -> tuple[str, list[int]]: ...
     def read_into(self, indices: NDArray[np.int64], out: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         """Sample indices[i] into row rows[i] of `out`, [any, seq_length + 1]."""
 

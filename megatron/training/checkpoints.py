@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
 from megatron.checkpoint.saver import Saver
-from megatron.checkpoint.store import Checkpoint, CheckpointError, newest_checkpoint
+from megatron.checkpoint.store import Checkpoint, CheckpointError, holds_checkpoints, newest_checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.parallel.context import ParallelContext
 from megatron.training import state
@@ -42,6 +42,34 @@ RANK_TIMEOUT_S = 1800.0
 
 
 Resumable = Union[Checkpoint, "ForeignCheckpoint"]
+
+
+HOW_IT_STARTS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
+"""The options that say where a run starts from. They are about its first start alone."""
+
+
+def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> CheckpointConfig:
+    """Where this process starts from: as the options say or, once the run has saved, from its own newest checkpoint.
+
+    A run that is started again by the same command, be it by a supervisor, a scheduler or a user, so goes on. Its own
+    are those checkpoints in `save` whose run was told to start as this one is. Collective. Raises CheckpointError.
+    """
+    own = dataclasses.replace(options, load=options.save, **{name: _DEFAULTS[name] for name in HOW_IT_STARTS[1:]})
+    if options.save is None or own == options:
+        return options
+    folder = Path(options.save)
+
+    def has_saved() -> bool:
+        if ctx.rank or not holds_checkpoints(folder):
+            return False
+        newest = newest_checkpoint(folder, fall_back=options.load_fallback)
+        saved = {} if newest is None else newest.metadata.get("config", {}).get("checkpoint", {})
+        return all(saved.get(name, _DEFAULTS[name]) == getattr(options, name) for name in HOW_IT_STARTS) and bool(saved)
+
+    return own if ctx.broadcast_object(together(ctx, has_saved)) else options
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
 
 
 def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
@@ -119,9 +147,12 @@ def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Pro
         raise CheckpointError(f"{checkpoint.folder} has no usable progress ({error!r}); load another one") from None
 
 
-def restore(engine: Engine, checkpoint: Resumable, progress: Progress) -> str:
-    """Put weights, optimizer and counters into a new engine; says what was restored. Not collective."""
-    options, content = engine.config.checkpoint, checkpoint.metadata
+def restore(engine: Engine, checkpoint: Resumable, progress: Progress, options: CheckpointConfig | None = None) -> str:
+    """Put weights, optimizer and counters into a new engine; says what was restored. Not collective.
+
+    `options`: those of `starting_options`, where they are not the engine's own.
+    """
+    options, content = options or engine.config.checkpoint, checkpoint.metadata
     if isinstance(checkpoint, Checkpoint):  # a foreign one was checked when it was opened
         state.check_model(engine, checkpoint)
     saved = content.get("optimizer")

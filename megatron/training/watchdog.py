@@ -107,16 +107,14 @@ def verdict(
     lines += [f"{report.name} failed {report.at}: {report.fault}" for report in others if report.state == FAILED]
     left = [report for report in others if report.state not in (FAILED, LOST)]
     if call == STUCK:
-        busy = _odd_ones(left)
-        lines += [
-            f"{report.name} waits for nobody: {report.at}, since {report.since_s:.1f} s, {report.where}"
-            for report in busy
-        ]
-        left = [report for report in left if report not in busy]
+        odd, what = _odd_ones(left)
+        lines += [f"{one.name} {what}: {one.at}, since {one.since_s:.1f} s, {one.where}" for one in odd]
+        left = [report for report in left if report not in odd]
     head = lines[:SHOWN] + ([f"and {len(lines) - SHOWN} more such ranks"] if len(lines) > SHOWN else [])
     for what, those in (
         ("lost touch with another rank", [report for report in others if report.state == LOST]),
-        ("waited" if call == STUCK else "ran on", left),
+        ("waited for others", [report for report in left if report.waits]),
+        ("came no further" if call == STUCK else "ran on", [report for report in left if not report.waits]),
     ):
         for at in dict.fromkeys(report.at for report in those):
             ranks = [report.rank for report in those if report.at == at]
@@ -124,15 +122,18 @@ def verdict(
     return "\n".join(f"  {line}" for line in head)
 
 
-def _odd_ones(reports: Sequence[Report]) -> list[Report]:
-    """Those that wait for nobody; where all or none of them wait, those that are elsewhere than most."""
+def _odd_ones(reports: Sequence[Report]) -> tuple[list[Report], str]:
+    """Those that wait for nobody, if others do; or else (an accelerator's work shows no waiting) those that are
+    elsewhere than most. And what is odd about them.
+    """
     busy = [report for report in reports if not report.waits]
-    if busy and len(busy) < len(reports):
-        return busy
+    if busy and (len(busy) < len(reports) or len(reports) == 1):
+        return busy, "waits for nobody"
     places = [report.at for report in reports]
     counts = {place: places.count(place) for place in places}
     most = max(counts.values(), default=0)
-    return [] if 2 * most <= len(reports) else [report for report in reports if counts[report.at] < most]
+    odd = [] if 2 * most <= len(reports) else [report for report in reports if counts[report.at] < most]
+    return odd, "is elsewhere than most"
 
 
 def _numbered(ranks: Sequence[int], world_size: int) -> str:
@@ -142,11 +143,19 @@ def _numbered(ranks: Sequence[int], world_size: int) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
 class Channel:
     """Datagrams between the watchdogs of all ranks. Used by their threads; `send` also by the main one."""
 
     def __init__(self, ctx: ParallelContext, address: str):
         """Collective."""
+        addresses = ctx.gather_objects(address)
+        elsewhere = [other for other in addresses if not _is_loopback(other)]
+        if _is_loopback(address) and elsewhere:  # the first host often has its own name for an address of that kind
+            address = address_towards(elsewhere[0]) or address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((address, 0))

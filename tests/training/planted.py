@@ -94,7 +94,7 @@ def nan_loss(engine: Engine, rank: int) -> Iterator[None]:
 
     if engine.config.uses_pipeline:
         recorded = engine.gate.recording(spoiled)
-        with patch.object(engine.deepspeed, "loss_model", recorded):
+        with patch.object(engine.module, "loss_fn", recorded):
             yield
     else:
         with patch.object(engine, "_loss", spoiled):

@@ -19,8 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.store import Checkpoint
+from megatron.command_line import load_config
 from megatron.config import Config, GuardConfig
+from megatron.data.indexed import IndexedDataset
 from megatron.rules import check
+from megatron.train import open_data
 from megatron.training.progress import Progress, RunningEstimate
 from megatron.training.replicas import checksum, odd_ones
 from tests import runs
@@ -139,6 +142,20 @@ def test_a_logged_spike_is_applied_and_names_its_documents(ranks: RankPools, tmp
         range(row["suspect_samples"][0], row["suspect_samples"][1] + 1)
     )
     assert runs.rows(tmp_path / "results")[-1]["skipped_iterations"] == 0
+
+
+@pytest.mark.parametrize("path", ["{d}", "1 {d} 2 {d}"])
+def test_a_sample_is_cut_from_the_documents_that_are_named(data: Path, path: str) -> None:
+    config = load_config([*runs.TINY.split(), "--data-path", *path.format(d=data).split(), "--train-iters", "20"])
+    samples, documents = open_data(config)[0], IndexedDataset(data)
+    for index in range(0, len(samples), 7):
+        prefix, named = samples.documents_of(index)
+        text = np.concatenate([documents[document] for document in named]).tolist()
+        sample = samples[index].tolist()
+        assert prefix == str(data)
+        assert any(text[start : start + len(sample)] == sample for start in range(len(text)))
+        # none is named for nothing: each but the outer two is in it whole
+        assert sum(len(documents[document]) for document in named[1:-1]) <= len(sample)
 
 
 @pytest.mark.parametrize("layout", ["TP2 PP2", "TP2 DP2 ZeRO-1", "TP2 DP2 ZeRO-3"])

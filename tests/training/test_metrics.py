@@ -6,7 +6,9 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from megatron.config import Config, LoggingConfig, TrainingConfig
 from megatron.estimate import flops_per_token
 from megatron.training.metrics import MetricsLog, StepMetrics
+from megatron.training.own_times import RankTimes, own_times
 from megatron.training.spread import Spread
 
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
@@ -403,3 +406,50 @@ print(sorted({"torch", "tensorboard", "deepspeed", "tqdm"} & set(sys.modules)))
         [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60, check=True
     )
     assert result.stdout.splitlines() == ["ran", "[]"]
+
+
+def test_a_full_disk_costs_rows_and_is_said_once_and_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = open_log(config_for(tmp_path))
+    log.log_step(at(1))
+    own, log._jsonl = log._jsonl, os.open("/dev/full", os.O_WRONLY)
+    log.log_step(at(2))
+    log.log_step(at(3))
+    assert log._jsonl is not None
+    os.close(log._jsonl)
+    log._jsonl = own
+    log.log_step(at(4))
+    told = capsys.readouterr()
+    assert told.err == "WARNING: metrics.jsonl could not be written: No space left on device; training goes on\n"
+    assert told.out.count(" iteration ") == 4, "what can be told is told"
+    log.close()
+    assert capsys.readouterr().err == "WARNING: metrics.jsonl: 2 writes failed; what they held was not written\n"
+    assert [row["iteration"] for row in rows(tmp_path)] == [1, 4]
+
+
+def test_a_row_that_fits_in_part_is_taken_back(tmp_path: Path) -> None:
+    """Written to its end on a disk that has just filled up, it would run into the next one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_log(config_for(tmp_path)) as log:
+        log.log_step(at(1))
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
+        try:
+            log.log_step(at(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        log.log_step(at(3))
+    assert [row["iteration"] for row in rows(tmp_path)] == [1, 3]
+
+
+def test_the_spread_over_the_ranks_is_in_line_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = [RankTimes(0, "a", 1.0, 0.0), RankTimes(0, "b", 1.1, 0.5), RankTimes(1, "c", 3.0, 0.0)]
+    times.append(RankTimes(1, "d", 3.9, 0.0))
+    with open_log(config_for(tmp_path)) as log:
+        log.log_step(at(1, own_times=own_times(times)))
+    # rank 3 is slow for its stage, the second one of which all have more to do
+    told = "own time (ms): min 1000.0, median 2050.0, max 3900.0 | slowest: rank 3 on d, 1.13 x its stage"
+    assert told in capsys.readouterr().out
+    [row] = rows(tmp_path)
+    assert (row["slowest_rank"], row["own_time_max_s"], row["data_wait_rank"]) == (3, 3.9, 1)

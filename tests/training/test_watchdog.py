@@ -32,18 +32,27 @@ def test_the_rank_that_waits_for_nobody_is_named_and_the_others_are_counted() ->
     assert lines[0] == (
         "  rank 3 on node1 (process 103) waits for nobody: in step 7, train, since 60.0 s, in f (x.py:1)"
     )
-    assert lines[1:] == ["  ranks 0, 1, 2, 4, 5, 6, 7, 8 and 3 more waited in step 7, train"]
+    assert lines[1:] == ["  ranks 0, 1, 2, 4, 5, 6, 7, 8 and 3 more waited for others in step 7, train"]
 
 
 def test_where_all_wait_the_one_that_is_elsewhere_is_named() -> None:
     """Out of step: one rank logs, the others train."""
     answers = {rank: report(rank) for rank in range(4)} | {2: report(2, "log", 6)}
-    assert verdict(STUCK, 4, answers, {}).startswith("  rank 2 on node1 (process 102) waits for nobody: in step 6, log")
+    told = verdict(STUCK, 4, answers, {})
+    assert told.startswith("  rank 2 on node1 (process 102) is elsewhere than most: in step 6, log")
 
 
 def test_without_a_majority_nobody_is_blamed() -> None:
     told = verdict(STUCK, 2, {0: report(0), 1: report(1, "log")}, {})
     assert "waits for nobody" not in told
+    assert "than most" not in told
+
+
+def test_a_rank_alone_is_told_with_the_line_that_it_is_stuck_in() -> None:
+    told = verdict(STUCK, 1, {0: report(0, waits=False)}, {})
+    assert told.endswith(
+        "rank 0 on node0 (process 100) waits for nobody: in step 7, train, since 60.0 s, in f (x.py:1)"
+    )
 
 
 def test_silent_ranks_come_first_and_many_are_counted() -> None:

@@ -1,0 +1,68 @@
+"""Ranks killed at whatever moment: a supervised run ends with the weights of the undisturbed one, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import chaos
+from tests import runs
+from tests.ranks import RankPools
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks as Linux shows them")
+
+EXACT = ("iteration", "consumed_samples", "lm_loss", "learning_rate", "grad_norm")
+
+
+def undisturbed(ranks: RankPools, data: Path, folder: Path, num_steps: int, *more: str) -> None:
+    flags = " ".join([*chaos.flags_of(data, folder, num_steps, save_interval=5), *more])
+    assert set(ranks(chaos.RANKS)(runs.train, flags, timeout_s=600.0)) == {""}
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    assert chaos.differing(one / "saved", other / "saved") == []
+    steps = [[[row[key] for key in EXACT] for row in chaos.steps_of(folder / "results")] for folder in (one, other)]
+    assert steps[0] == steps[1]
+
+
+def while_a_save_is_under_way(run: chaos.Disturbed, saved: Path) -> bool:
+    return any(".partial-" in path.name for path in saved.iterdir()) if saved.is_dir() else False
+
+
+def test_killed_ranks_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: Path) -> None:
+    data = chaos.write_dataset(tmp_path / "data")
+    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
+    undisturbed(ranks, data, whole, 60)
+    moments: list[Callable[[chaos.Disturbed], bool]] = [
+        chaos.after(0.2),  # while the ranks start
+        lambda run: "saved" in "".join(run.lines),
+        lambda run: while_a_save_is_under_way(run, disturbed / "saved"),
+    ]
+    outcome = chaos.disturb(chaos.flags_of(data, disturbed, 60, save_interval=5), moments, seed=0, max_restarts=3)
+    assert outcome.status == 0, outcome.text
+    assert len(outcome.failures) == 3
+    for number in (1, 2, 3):
+        assert f"was killed by SIGKILL; restart {number} of 3\n" in outcome.text
+    assert f"resumed {disturbed / 'saved'}/global_step" in outcome.text
+    assert_equal_runs(disturbed, whole)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: Path) -> None:
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    data, disturbed, whole = chaos.write_dataset(tmp_path / "data"), tmp_path / "disturbed", tmp_path / "whole"
+    moments = [chaos.after(generator.uniform(0.0, 3.0)) for _ in range(100)]
+    flags = chaos.flags_of(data, disturbed, chaos.ENDLESS, save_interval=5)
+    outcome = chaos.disturb(flags, moments, seed, stop=True)
+    assert outcome.status == 0, outcome.text
+    assert len(outcome.failures) == 100
+    steps = chaos.steps_of(disturbed / "results")
+    print(chaos.report(outcome, steps))
+    undisturbed(ranks, data, whole, chaos.ENDLESS, f"--exit-interval {len(steps)}")
+    assert_equal_runs(disturbed, whole)
