@@ -32,8 +32,8 @@ HUNG_GRACE_S = 1.5
 # Then after SIGTERM. For a rank of ours that is a request to stop after the step, which never ends: SIGTERM is for what
 # else a user's environment runs, and SIGKILL ends the rest, be it stopped.
 TERMINATED_GRACE_S = 1.0
-# Of another host, once its ranks have been killed: a host that is gone answers nobody.
-UNREACHABLE_GRACE_S = 30.0
+# Of another host, once its ranks have been killed: a host that is gone answers nobody. pdsh tries to reach it for 10 s.
+UNREACHABLE_GRACE_S = 20.0
 # A host that loses its power or its network says nothing, and ssh would wait for it for ever. A backstop, and patient:
 # a network that fails for some minutes between here and the hosts need not concern the ranks.
 ALIVE = ("-oServerAliveInterval=30", "-oServerAliveCountMax=20")
