@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -784,13 +784,18 @@ def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) 
 def test_ssh_gives_up_a_host_that_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, interval: str
 ) -> None:
-    given: list[str] = []
+    given: list[Mapping[str, str]] = []
+
+    def keep(command: Sequence[str], environment: Mapping[str, str], plan: preflight.Plan) -> int:
+        given.append(environment)
+        return 0
+
     monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
     if own is not None:
         monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", own)
-    monkeypatch.setattr(processes, "run_on_hosts", lambda command, environment, plan: given.append(environment) or 0)
+    monkeypatch.setattr(processes, "run_on_hosts", keep)
     processes.launch(over_two_hosts(tmp_path))
-    options = given[0]["PDSH_SSH_ARGS_APPEND"].split()  # type: ignore[index]
+    options = given[0]["PDSH_SSH_ARGS_APPEND"].split()
     # ssh keeps the first it is given
     assert next(word for word in options if "ServerAliveInterval" in word) == f"-oServerAliveInterval={interval}"
     assert options[-1] == "-oServerAliveCountMax=20"
