@@ -32,8 +32,8 @@ HUNG_GRACE_S = 1.5
 # Then after SIGTERM. For a rank of ours that is a request to stop after the step, which never ends: SIGTERM is for what
 # else a user's environment runs, and SIGKILL ends the rest, be it stopped.
 TERMINATED_GRACE_S = 1.0
-# Of another host, once its ranks have been killed: a host that is gone answers nobody.
-UNREACHABLE_GRACE_S = 30.0
+# Of another host, once its ranks have been killed: a host that is gone answers nobody. pdsh tries to reach it for 10 s.
+UNREACHABLE_GRACE_S = 20.0
 # A host that loses its power or its network says nothing, and ssh would wait for it for ever. A backstop, and patient:
 # a network that fails for some minutes between here and the hosts need not concern the ranks.
 ALIVE = ("-oServerAliveInterval=30", "-oServerAliveCountMax=20")
@@ -202,8 +202,7 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: P
         finally:
             if runner.poll() is None:
                 signal_ranks(plan, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(runner.pid, signal.SIGKILL)  # pdsh and ssh
+            _kill_tree(runner.pid)
             runner.wait()
     if output.gloo_failed:
         print(
@@ -216,6 +215,17 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: P
     if output.failed is not None:
         return output.failed[1]
     return runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and all below it, whatever their process groups: pdsh starts each ssh in a session of its own."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        for process in [top, *top.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _wait_for_hosts(runner: subprocess.Popen[bytes], output: PdshOutput, plan: Plan, received: deque[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.command_line import build_parser
+from megatron.exit_codes import HUNG
 from tests import runs
 from tests.hosts import Host, Hosts, why_not
 from tests.ranks import RankPools
@@ -137,22 +138,29 @@ def test_two_hosts_train_and_stop_at_the_kill_switch_and_four_resume(
 
 def test_a_host_cut_off_amid_a_run_is_named_and_the_run_ends(hosts: Hosts, data: Path, tmp_path: Path) -> None:
     layout = {"HL_DP": "1", "HL_TP": "1", "HL_PP": "2", "HL_SAVE": "0"}
-    flags = []
-    has_watchdog = "--watchdog-timeout-s" in build_parser().format_help()
-    if has_watchdog:
-        flags = ["--watchdog-timeout-s", "10"]
-    else:  # then ssh must notice
-        layout["PDSH_SSH_ARGS_APPEND"] = "-oServerAliveInterval=1 -oServerAliveCountMax=10"
     # from one of its own hosts
-    run = Run(hosts, hosts[0], data, tmp_path / "run", *flags, nodes=2, **layout)
+    run = Run(hosts, hosts[0], data, tmp_path / "run", "--watchdog-timeout-s", "10", nodes=2, **layout)
     run.wait_for_iteration(3)
     hosts[1].cut_off()
-    assert run.status() not in (0, 2), run.said
-    told = f"on {hosts[1].name}" if has_watchdog else f"host {hosts[1].address} ended with status 255"
-    assert told in run.said
+    assert run.status() == HUNG, run.said
+    assert "10.77.0.1: watchdog: no progress for 10 s; the run ends" in run.said
+    assert re.search(rf"rank 1 on {hosts[1].name} \(process \d+\) does not answer", run.said), run.said
+    assert "some hosts do not answer; ranks may still run there" in run.said
     assert not runs_ranks(hosts[0])
-    if has_watchdog:
-        wait_until(lambda: not runs_ranks(hosts[1]), run, while_it_runs=False)
+    # which nobody can tell to end
+    wait_until(lambda: not runs_ranks(hosts[1]), run, while_it_runs=False)
+
+
+@pytest.mark.slow
+def test_ssh_notices_a_host_that_is_gone_where_nobody_watches(hosts: Hosts, data: Path, tmp_path: Path) -> None:
+    layout = {"HL_DP": "1", "HL_TP": "1", "HL_PP": "2", "HL_SAVE": "0"}
+    layout["PDSH_SSH_ARGS_APPEND"] = "-oServerAliveInterval=1 -oServerAliveCountMax=10"
+    run = Run(hosts, hosts.login, data, tmp_path / "run", "--watchdog-timeout-s", "0", nodes=2, **layout)
+    run.wait_for_iteration(3)
+    hosts[1].cut_off()
+    assert run.status() == 255, run.said
+    assert f"host {hosts[1].address} ended with status 255; ending the ranks that still run" in run.said
+    assert not runs_ranks(hosts[0])
 
 
 @pytest.mark.slow

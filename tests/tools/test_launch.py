@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -748,6 +748,29 @@ def test_ranks_on_other_hosts_are_ended_once_one_failed(
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
 @pytest.mark.usefixtures("_fake_pdsh")
+def test_the_ssh_of_a_host_that_is_gone_does_not_outlive_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for grace in ("FAILED_GRACE_S", "TERMINATED_GRACE_S", "UNREACHABLE_GRACE_S"):
+        monkeypatch.setattr(processes, grace, 0.2)
+    told = tmp_path / "pid"
+    # as pdsh starts them: in a session of its own
+    ssh = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    runner = f"""
+import subprocess, sys, os, time
+subprocess.Popen([sys.executable, "-c", {ssh!r}], start_new_session=True)
+while not os.path.exists({str(told)!r}) or not open({str(told)!r}).read():
+    time.sleep(0.05)
+sys.stderr.write("pdsh@here: 10.0.0.2: ssh exited with exit code 4\\n")
+sys.stderr.flush()
+time.sleep(600)
+"""
+    assert processes.run_on_hosts([sys.executable, "-c", runner], os.environ, over_two_hosts(tmp_path)) == 4
+    wait_until_gone([int(told.read_text())])
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
+@pytest.mark.usefixtures("_fake_pdsh")
 def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) -> None:
     plan = over_two_hosts(tmp_path)
     # the signal comes before there is a rank to take it
@@ -761,13 +784,18 @@ def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) 
 def test_ssh_gives_up_a_host_that_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, interval: str
 ) -> None:
-    given: list[str] = []
+    given: list[Mapping[str, str]] = []
+
+    def keep(command: Sequence[str], environment: Mapping[str, str], plan: preflight.Plan) -> int:
+        given.append(environment)
+        return 0
+
     monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
     if own is not None:
         monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", own)
-    monkeypatch.setattr(processes, "run_on_hosts", lambda command, environment, plan: given.append(environment) or 0)
+    monkeypatch.setattr(processes, "run_on_hosts", keep)
     processes.launch(over_two_hosts(tmp_path))
-    options = given[0]["PDSH_SSH_ARGS_APPEND"].split()  # type: ignore[index]
+    options = given[0]["PDSH_SSH_ARGS_APPEND"].split()
     # ssh keeps the first it is given
     assert next(word for word in options if "ServerAliveInterval" in word) == f"-oServerAliveInterval={interval}"
     assert options[-1] == "-oServerAliveCountMax=20"
