@@ -206,9 +206,9 @@ def log_evaluation(
     split: Literal["valid", "test"],
     stop: StopDecision,
 ) -> None:
-    """Loss over the first eval_iters global batches of `dataset`: the same samples each time. Nothing once `stop` says so.
+    """Loss over the first eval_iters global batches of `dataset`: the same samples each time.
 
-    That is asked before each batch: a validation may take longer than the time that a signal leaves.
+    Given up once `stop` says so, which is asked before each batch: a validation may take longer than the time that a signal leaves.
     """
     config = engine.config
     if config.data.eval_iters == 0 or dataset is None:
