@@ -208,7 +208,8 @@ def log_evaluation(
 ) -> None:
     """Loss over the first eval_iters global batches of `dataset`: the same samples each time.
 
-    Given up once `stop` says so, which is asked before each batch: a validation may take longer than the time that a signal leaves.
+    Given up once `stop` says so, which is asked before each batch: a validation may take longer than the time that a
+    signal leaves.
     """
     config = engine.config
     if config.data.eval_iters == 0 or dataset is None:

@@ -268,4 +268,5 @@ def process_age_s() -> float:
     """Since this process began."""
     import psutil
 
-    return time.time() - psutil.Process().create_time()
+    began_s: float = psutil.Process().create_time()
+    return time.time() - began_s
