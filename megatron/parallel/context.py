@@ -174,8 +174,8 @@ class ParallelContext:
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers, on every rank. Collective.
 
-        Up a binary tree, and down again by a broadcast, which is one too: 2 log2(ranks) hops one after the other. gloo's
-        all-reduce goes round a ring twice, which at 1024 ranks makes 2046.
+        Up a binary tree, and down again by a broadcast, which is one too: 2 log2(ranks) hops one after the other.
+        gloo's all-reduce goes round a ring twice, which at 1024 ranks makes 2046.
         """
         if self.world_size == 1:
             return number

@@ -44,8 +44,8 @@ class Signals:
     """Notes the signals that ask for a stop, from where this context is entered on. Not collective.
 
     The first one is noted for `StopDecision`. A second, the same or another, `REPEAT_S` or more after it ends the
-    process at once, with the status 128 + n that a shell gives one that signal n killed. Not SIGXCPU: the kernel repeats
-    it every second of processor time. What is ignored on entry (nohup, a job in the background) stays ignored.
+    process at once, with the status 128 + n that a shell gives one that signal n killed. Not SIGXCPU: the kernel
+    repeats it every second of processor time. What is ignored on entry (nohup, a job in the background) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class Signals:
         # Python runs signal handlers in the main thread only, and refuses to install them elsewhere
         if threading.current_thread() is not threading.main_thread():
             return self
-        # Handlers wait while the main thread is inside C++, such as a collective whose other side hangs. The number of a
-        # signal is written here at once, and read by a thread.
+        # Handlers wait while the main thread is inside C++, such as a collective whose other side hangs. The number of
+        # a signal is written here at once, and read by a thread.
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
@@ -191,11 +191,13 @@ class StopDecision:
         self._ctx = ctx
         self._exit_interval = training.exit_interval
         self._kill_switch: KillSwitch | None = None
-        if training.kill_switch_path is not None:
-            if os.environ.get("LOCAL_RANK", "0") == "0" if looks is None else looks:
-                self._kill_switch = KillSwitch(training.kill_switch_path)
+        if looks is None:
+            looks = os.environ.get("LOCAL_RANK", "0") == "0"
+        if looks and training.kill_switch_path is not None:
+            self._kill_switch = KillSwitch(training.kill_switch_path)
         self._kill_switch_path = training.kill_switch_path
         self._limit_mins = training.exit_duration_in_mins
+        self._limit_s = 60 * (self._limit_mins or 0.0)
         self._began_s = 0.0 if self._limit_mins is None else time.monotonic() - process_age_s()
         self._own_signals = Signals() if signals is None else None
         self._signals = signals or self._own_signals
@@ -256,9 +258,9 @@ class StopDecision:
         if self._signals is not None and self._signals.first:
             return SIGNAL + self._signals.first
         # by one clock: those of the others began at other times
-        if self._ctx.rank == 0 and self._limit_mins is not None:
-            if time.monotonic() - self._began_s >= self._limit_mins * 60:
-                return TIME_OVER
+        is_timed = self._ctx.rank == 0 and self._limit_mins is not None
+        if is_timed and time.monotonic() - self._began_s >= self._limit_s:
+            return TIME_OVER
         return GO_ON
 
 
@@ -266,4 +268,5 @@ def process_age_s() -> float:
     """Since this process began."""
     import psutil
 
-    return time.time() - psutil.Process().create_time()
+    began_s: float = psutil.Process().create_time()
+    return time.time() - began_s

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -603,8 +605,10 @@ def stop(number, frame):
     time.sleep(0.3)
     os.write(1, f"stopped {os.environ['RANK']} {number}\\n".encode())  # in one piece: two ranks share the pipe
     sys.exit(0)
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGINT, stop)
+for name in "TERM INT USR1 USR2 HUP XCPU".split():
+    number = getattr(signal, "SIG" + name)
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, stop)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 os.write(1, f"pids {os.getpid()} {child.pid}\\n".encode())
 time.sleep(600)
@@ -641,19 +645,40 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(
-    ("number", "of_ranks"),
-    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGTERM)],
-)
-def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(
-    number: signal.Signals, of_ranks: signal.Signals
-) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"])
+def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    number = getattr(signal, name)
     launcher, pids = started()
     launcher.send_signal(number)
     shown, _ = launcher.communicate(timeout=30)
-    assert sorted(shown.splitlines()) == [f"stopped 0 {of_ranks.value}", f"stopped 1 {of_ranks.value}"]
+    assert sorted(shown.splitlines()) == [f"stopped 0 {number}", f"stopped 1 {number}"]
     assert launcher.returncode == 0
+    assert capfd.readouterr().err.startswith(f"{name}: the ranks were told")
     wait_until_gone(pids)
+
+
+def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    # on a clock of its own, which a busy machine does not disturb
+    now_s, slept_s = time.monotonic(), 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept_s
+        slept_s += seconds
+        real_sleep(0.002)
+
+    real_sleep = time.sleep
+    clock = SimpleNamespace(monotonic=lambda: now_s + slept_s, sleep=sleep)
+    monkeypatch.setattr(processes, "time", clock)
+    rank_0, rank_1 = (subprocess.Popen(python("time.sleep(600)")) for _ in range(2))
+    try:
+        rank_1.send_signal(signal.SIGSTOP)
+        rank_0.kill()
+        rank_0.wait()
+        assert processes._wait([rank_0, rank_1], deque()) == 128 + signal.SIGKILL
+        assert rank_1.returncode == -signal.SIGKILL
+        assert slept_s < 4.5, "and half a second for the kernel"
+    finally:
+        rank_1.kill()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

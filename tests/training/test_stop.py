@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import io
 import logging
@@ -288,18 +289,24 @@ def test_of_several_reasons_all_ranks_tell_the_same(tmp_path: Path) -> None:
         assert str(reasons.pop()).startswith(told)
 
 
-def largest_of_each_place() -> list[int]:
-    """The largest number, for each rank that has it."""
+def largest_of_each_place(world_size: int) -> list[int]:
+    """The largest number among the first `world_size` ranks, for each of them that has it."""
+    import torch.distributed as dist
+
     from megatron.config import ParallelConfig
 
     ctx = ParallelContext.build(ParallelConfig(), "cpu")
-    return [ctx.largest(100 + place if ctx.rank == place else ctx.rank) for place in range(ctx.world_size)]
+    group = dist.new_group(list(range(world_size)), backend="gloo")
+    if ctx.rank >= world_size:
+        return []
+    ctx = dataclasses.replace(ctx, world_size=world_size, control_group=group)
+    return [ctx.largest(100 + place if ctx.rank == place else ctx.rank) for place in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_largest_number_reaches_every_rank(ranks: RankPools, world_size: int) -> None:
     expected = [100 + place for place in range(world_size)]
-    assert ranks(world_size)(largest_of_each_place) == [expected] * world_size
+    assert ranks(4)(largest_of_each_place, world_size)[:world_size] == [expected] * world_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -456,18 +463,18 @@ def test_the_kernels_repeated_sigxcpu_is_one_request() -> None:
 
 # its main thread waits in C for ever, as in a collective whose other side is gone: no handler of Python's runs
 HANGING = """
-import ctypes, threading, time
+import ctypes
 from megatron.training import stop
 stop.REPEAT_S = 0.0
 with stop.Signals():
-    other = threading.Thread(target=time.sleep, args=(600,), daemon=True)
-    other.start()
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
     print("ready", flush=True)
-    ctypes.CDLL(None).pthread_join(ctypes.c_ulong(other.ident), None)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a thread's identity is its pthread_t on Linux")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a mutex of zeros is a free one on Linux")
 @pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGINT")])
 def test_a_second_signal_ends_even_a_process_that_hangs(first: str, second: str) -> None:
     process = subprocess.Popen(
