@@ -403,8 +403,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class GuardConfig:
-    """What becomes of bad steps and of ranks that hang. A loss or gradient that is not finite is never applied, whatever
-    is set here."""
+    """What becomes of bad steps, and of ranks that hang. A loss or gradient that is not finite is never applied."""
 
     spike_action: Literal["off", "log", "skip", "rollback"] = "log"
     """What is done about a loss or gradient norm far above its running estimate. `log`: name the batch. `skip`: and

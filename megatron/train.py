@@ -61,9 +61,7 @@ def main(arguments: list[str], signals: Signals) -> None:
                 dist.destroy_process_group()
 
 
-def run(
-    config: Config, ctx: ParallelContext, signals: Signals | None = None, watchdog: Watchdog | None = None
-) -> None:
+def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, watchdog: Watchdog | None = None) -> None:
     """Build everything, restore what was saved, and train. Collective.
 
     `signals`: those that ask for a stop, as noted since the process began; None: noted from here on. `watchdog`: which

@@ -71,7 +71,7 @@ class Guard:
                     f"{shown(estimate.mean):.4g}"
                 )
             estimate.follow(value, threshold, window)
-        return not self._spikes or guard.spike_action == "log"
+        return not self._spikes or options.spike_action == "log"
 
     def after_step(self, result: StepResult, begin: int) -> bool:
         """Tell of the step, whose samples begin at `begin`; `progress` is beyond it. Collective.
@@ -159,7 +159,7 @@ class Guard:
         engine, progress, options = self._engine, self._progress, self._config.guard
         assert self._checkpoints is not None, "rules.py demands save"
         end = progress.consumed_samples
-        first = max(0, end - guard.rollback_skip_steps * (end - begin))
+        first = max(0, end - options.rollback_skip_steps * (end - begin))
         for line in self._checkpoints.settle():
             self._log.message(line)
         checkpoint = checkpoint_before(first, engine.config, engine.ctx)
@@ -168,10 +168,10 @@ class Guard:
                 f"WARNING: no checkpoint from before sample {first} to roll back to; the step is skipped instead"
             )
             return False
-        if progress.rollbacks >= guard.max_rollbacks:
+        if progress.rollbacks >= options.max_rollbacks:
             raise GaveUp(
                 f"iteration {progress.iteration} (samples {begin} to {end - 1}): {row['reason']}. "
-                f"{progress.rollbacks} rollbacks, max_rollbacks={guard.max_rollbacks}, have brought the run past no "
+                f"{progress.rollbacks} rollbacks, max_rollbacks={options.max_rollbacks}, have brought the run past no "
                 f"new checkpoint. Samples left out so far: {_ranges(progress.left_out)}. Lower the learning rate, look "
                 "at the data, or resume from an earlier checkpoint with a larger rollback_skip_steps"
             )
