@@ -52,10 +52,12 @@ class Turns:
     def __init__(self, names: list[str], block: int) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
         """A step, block by block."""
+        self.cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
+        """Likewise, of the processor: of all threads, those in the background too."""
         self._names, self._block = names, block
         self._whose = 0
         self._condition = threading.Condition()
-        self._began_s = 0.0
+        self._began_s = self._cpu_began_s = 0.0
         self._failed = False
 
     def wait(self, name: str) -> None:
@@ -64,13 +66,14 @@ class Turns:
             self._condition.wait_for(lambda: self._failed or self._names[self._whose] == name)
             if self._failed:
                 raise RuntimeError("the other run failed")
-        self._began_s = time.perf_counter()
+        self._began_s, self._cpu_began_s = time.perf_counter(), time.process_time()
 
     def after_step(self, name: str, iteration: int) -> None:
         """Hand over at the end of a block."""
         if iteration % self._block:
             return
         self.seconds[name].append((time.perf_counter() - self._began_s) / self._block)
+        self.cpu_seconds[name].append((time.process_time() - self._cpu_began_s) / self._block)
         self.leave()
         self.wait(name)
 
@@ -167,6 +170,9 @@ def main() -> int:
     print(f"{torch.get_num_threads()} threads, {options.rounds} rounds of {options.block} steps, in turns")
     for name, values in seconds.items():
         print(f"{name:4s} {spread([1000 * value for value in values], 2)} ms a step   {' '.join(sides[name])}")
+    # on a busy machine steadier than the clock
+    cpu = quotients(turns.cpu_seconds["on"][1:], turns.cpu_seconds["off"][1:])
+    print(f"ratio of processor time {spread(cpu)}")
     ratios = quotients(seconds["on"], seconds["off"])
     ratio = statistics.median(ratios)
     print(f"ratio {spread(ratios)}, limit {LIMIT}")

@@ -127,11 +127,11 @@ class MetricsLog:
             str(Path(logging.results_dir) / "tensorboard") if logging.results_dir is not None else None
         )
         if tensorboard_dir is not None:
-            from torch.utils.tensorboard.writer import FileWriter  # late: takes a second
+            from megatron.training.event_file import EventFile  # late: TensorBoard takes its time to import
 
             # no SessionLog to purge by: its step counts in iterations, and would drop "vs samples" points of before
             # the resumption. TensorBoard itself drops what a step that goes back has superseded
-            self._tensorboard = FileWriter(tensorboard_dir, flush_secs=30)
+            self._tensorboard = EventFile(tensorboard_dir)
         if logging.wandb_project is not None:
             self._wandb = WandbLog(config, resumes=resumed_iteration > 0)
         if sys.stdout.isatty():

@@ -67,9 +67,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 class SilentWriter:
-    """Stand-in for torch's FileWriter."""
+    """Stand-in for the event file."""
 
-    def __init__(self, log_dir: str, flush_secs: int):
+    def __init__(self, folder: str):
         pass
 
     def add_summary(self, summary: Any, global_step: int) -> None:
@@ -83,9 +83,8 @@ class SilentWriter:
 def _silent_tensorboard(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Spares the tests that do not name TensorBoard its import, which takes a second."""
     if "tensorboard" not in request.node.name:
-        names = ("torch.utils.tensorboard.writer", "tensorboard.compat.proto.summary_pb2")
-        for name in names:
-            monkeypatch.setitem(sys.modules, name, MagicMock(FileWriter=SilentWriter))
+        for name in ("megatron.training.event_file", "tensorboard.compat.proto.summary_pb2"):
+            monkeypatch.setitem(sys.modules, name, MagicMock(EventFile=SilentWriter))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
