@@ -70,11 +70,11 @@ def masked_crc32c(data: bytes) -> int:
 @functools.cache
 def _table() -> NDArray[np.uint32]:
     """[LONGEST, 256]: the CRC state that a byte leaves when so many zero bytes follow it."""
-    state = np.arange(256, dtype=np.uint32)
+    state: NDArray[np.uint32] = np.arange(256, dtype=np.uint32)
     for _ in range(8):
-        state = (state >> 1) ^ np.where(state & 1, np.uint32(0x82F63B78), np.uint32(0))
+        state = ((state >> 1) ^ (state & 1) * np.uint32(0x82F63B78)).astype(np.uint32)
     rows = [state]
     for _ in range(1, LONGEST):
         last = rows[-1]
-        rows.append((last >> 8) ^ state[last & 0xFF])
+        rows.append(((last >> 8) ^ state[last & 0xFF]).astype(np.uint32))
     return np.stack(rows)
