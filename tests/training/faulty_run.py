@@ -111,7 +111,7 @@ def install(fault: str, at_rank: int) -> None:
             IN_STEP[fault]()
         return original_step(engine, *arguments, **options)
 
-    Engine.train_step = train_step  # type: ignore[method-assign]
+    Engine.train_step = train_step  # type: ignore[method-assign, assignment]
     if fault in ("slow layer", "slow attention"):
         from megatron.models.attention import SelfAttention
         from megatron.models.transformer import TransformerLayer
@@ -123,7 +123,7 @@ def install(fault: str, at_rank: int) -> None:
             time.sleep(0.03)
             return original(*arguments)
 
-        setattr(*where, slow)
+        setattr(where[0], where[1], slow)
     if not fault.startswith(("reader", "iterator")):
         return
     original_read, original_next = Batches._microbatch, Batches.__next__
@@ -140,7 +140,7 @@ def install(fault: str, at_rank: int) -> None:
             raise StopIteration
         return original_next(batches)
 
-    Batches._microbatch, Batches.__next__ = microbatch, next_step  # type: ignore[method-assign]
+    Batches._microbatch, Batches.__next__ = microbatch, next_step  # type: ignore[method-assign, assignment]
 
 
 def note_time() -> None:
