@@ -198,7 +198,13 @@ def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samp
 
 
 def log_step(
-    engine: Engine, log: MetricsLog, progress: Progress, interval: Interval, result: StepResult, lr: float, size: int,
+    engine: Engine,
+    log: MetricsLog,
+    progress: Progress,
+    interval: Interval,
+    result: StepResult,
+    lr: float,
+    size: int,
     straggler: Straggler | None,
 ) -> None:
     loss, nan_steps, elapsed_s = interval.read()
