@@ -170,8 +170,10 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 def test_enters_outside_the_main_thread_without_handlers() -> None:
     def train() -> bool:
+        stops = False
         with alone(exit_interval=1) as decision:
-            return decision.ask(at(1)) or decision.count(at(1))
+            stops = decision.ask(at(1)) or decision.count(at(1))
+        return stops
 
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(train).result()
@@ -319,7 +321,8 @@ def stopped_run(arguments: str, folder: Path, happens: dict[tuple[int, int], lis
     `happens`: what this rank meets, by rank and iteration (-1: before the training), one after the other where it asks
     several times: a signal, "file" for its own kill switch, "late" for the clock.
     """
-    rank, went = int(os.environ["RANK"]), {"saves": 0, "reason": None, "steps": 0}
+    rank = int(os.environ["RANK"])
+    went: dict[str, Any] = {"saves": 0, "reason": None, "steps": 0}
     mine = {iteration: list(events) for (of, iteration), events in happens.items() if of == rank}
     ask, save = StopDecision.ask, Checkpoints.save
 
