@@ -555,6 +555,20 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "eod": ("--eod-token-id 50257", 1, "eod_token_id=50257 is outside vocab_size=50257", "below 50257"),
     "profile": ("--profile", 1, "results_dir, which is not given", "turn it off"),
     "profile steps": ("--profile-steps 4 3", 1, "profile_steps=4 3 ends before it starts", "give FIRST LAST"),
+    "straggler zero 3": ("--log-straggler --zero-stage 3", 1, "under zero_stage=3", "turn it off"),
+    "straggler compiled": (
+        "--log-straggler --torch-compile --tensor-model-parallel-size 2",
+        2,
+        "once torch_compile has compiled them",
+        "turn one of the two off",
+    ),
+    "watchdog late": (
+        "--watchdog-timeout-s 301 --distributed-timeout-minutes 5",
+        1,
+        "watchdog_timeout_s=301 is above distributed_timeout_minutes=5 (300 s)",
+        "lower it",
+    ),
+    "watchdog early": ("--watchdog-timeout-s 0.5", 1, "leaves no time for a step", "use 1 or more"),
 }
 
 
