@@ -30,7 +30,6 @@ PROFILING = (
     "pytorch_profiler_collect_shapes",
     "pytorch_profiler_collect_callstack",
 )
-ROLLBACK = ("rollback_skip_steps", "max_rollbacks")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 
 
@@ -358,8 +357,8 @@ def _check_guard(config: Config) -> Iterator[str]:
 def _check_idle(config: Config) -> Iterator[str]:
     """Options that were given a value which nothing looks at, as the others stand.
 
-    What presets hold beside the rest (save_interval, eval_interval, min_lr, adam_*) may idle: it is there for when
-    it is wanted.
+    What presets hold beside the rest (save_interval, eval_interval, min_lr, adam_*, spike_*) may idle: it is there
+    for when it is wanted.
     """
     checkpoint, rope = config.checkpoint, config.model.position_embedding_type == "rope"
     tokenizer = config.data.tokenizer_type
@@ -380,8 +379,6 @@ def _check_idle(config: Config) -> Iterator[str]:
         ),
         (tokenizer, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
         (config.logging.profile, "profile", "turn it on", PROFILING),
-        (config.guard.spike_action != "off", "spike_action", "choose one", ("spike_threshold", "spike_window")),
-        (config.guard.spike_action == "rollback", "spike_action=rollback", "choose that", ROLLBACK),
         (config.logging.wandb_project, "wandb_project", "give one", WANDB),
     ]
     for present, needed, remedy, names in needs:

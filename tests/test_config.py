@@ -668,8 +668,6 @@ IDLE: dict[str, tuple[str, str]] = {
     "--vocab-file v": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --merge-file m"),
     "--merge-file m": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --vocab-file v"),
     "--tokenizer-model m": ("tokenizer_type", "--tokenizer-type HFTokenizer"),
-    "--rollback-skip-steps 5": ("spike_action=rollback", "--spike-action rollback --save out"),
-    "--max-rollbacks 5": ("spike_action=rollback", "--spike-action rollback --save out"),
     "--profile-steps 10 12": ("profile", "--profile --results-dir out"),
 }
 
