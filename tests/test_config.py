@@ -554,6 +554,13 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     ),
     "eod": ("--eod-token-id 50257", 1, "eod_token_id=50257 is outside vocab_size=50257", "below 50257"),
     "profile": ("--profile", 1, "results_dir, which is not given", "turn it off"),
+    "rollback to nothing": ("--spike-action rollback", 1, "save is not given", "give a folder"),
+    "rollback to weights": (
+        "--spike-action rollback --save s --no-save-optim",
+        1,
+        "no_save_optim leaves it out",
+        "turn one of them off",
+    ),
     "profile steps": ("--profile-steps 4 3", 1, "profile_steps=4 3 ends before it starts", "give FIRST LAST"),
 }
 

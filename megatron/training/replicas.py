@@ -47,7 +47,7 @@ class Replicas:
         self._held: dict[Copy, Tensor] = {}
         for name, parameter in engine.module.named_parameters():
             part = 0 if shard_of(parameter).dim is None else ctx.tensor_rank
-            held = parameter.ds_tensor if stretches else parameter
+            held = parameter.ds_tensor if stretches else parameter  # type: ignore[attr-defined]
             self._held[Copy(name, part, ctx.data_rank if stretches else 0)] = held
         holders = Counter(copy for held in ctx.gather_objects(list(self._held)) for copy in held)
         self._copies = sorted(copy for copy, count in holders.items() if count > 1)
@@ -67,7 +67,7 @@ class Replicas:
         if not differing:
             return
         everyones = self._ctx.gather_objects((socket.gethostname(), own[differing].tolist()))
-        faults = []
+        faults: list[str] = []
         for place, index in enumerate(differing):
             theirs = {rank: sums[place] for rank, (_, sums) in enumerate(everyones) if sums[place] != ABSENT}
             for odd, holder, verdict in odd_ones(theirs):
