@@ -224,7 +224,7 @@ def uncounted_gradients(engine: Engine) -> Callable[[], list[Tensor]]:
     if engine.ctx.tensor_rank == 0:
         return list
     optimizer, stage = engine.deepspeed.optimizer, engine.config.effective_zero_stage
-    parameters = [p for p in engine.module.parameters() if p.requires_grad and shard_of(p).dim is None]
+    parameters: list[Any] = [p for p in engine.module.parameters() if p.requires_grad and shard_of(p).dim is None]
     if stage == 0:
         return lambda: [p.grad for p in parameters if p.grad is not None]
     if not hasattr(optimizer, "averaged_gradients"):  # BF16_Optimizer, which has whole gradients

@@ -195,7 +195,7 @@ def overflowing(consumed_samples: int) -> Iterator[None]:
     def train_step(self: Engine, microbatches: Any, **options: Any) -> StepResult:
         if options["consumed_samples"] < consumed_samples:
             return original(self, microbatches, **options)
-        with nan_gradient(self, 0, "1.attention_norm.weight"):
+        with nan_gradient(self, 0, "2.attention_norm.weight"):
             return original(self, microbatches, **options)
 
     with patch.object(Engine, "train_step", train_step):
