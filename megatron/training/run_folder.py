@@ -28,6 +28,7 @@ from megatron import accelerator
 from megatron.command_line import to_yaml
 from megatron.config import Config
 from megatron.parallel.context import ParallelContext
+from megatron.training.faults import is_lost_peer
 from megatron.training.metrics import MetricsLog
 from megatron.training.progress import Progress
 from megatron.training.totals import Best, Totals
@@ -70,7 +71,9 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         reason = self.stopped or DONE
-        if kind is not None:
+        if error is not None and is_lost_peer(error):
+            reason = "another rank was lost"  # the transport's own words name a socket
+        elif kind is not None:
             told = " ".join(str(error).split())
             reason = f"{kind.__name__}: {told}" if told else kind.__name__
         self.end(reason)

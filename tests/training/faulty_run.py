@@ -153,6 +153,9 @@ def note_time() -> None:
 # Processes
 
 
+Popen = subprocess.Popen  # of which `launch` makes the launcher start ForkedRanks instead
+
+
 class ForkedRank:
     """What tools/processes.py needs of subprocess.Popen, for a rank that is forked from here."""
 
@@ -175,6 +178,7 @@ class ForkedRank:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             if preexec_fn is not None:
                 preexec_fn()
+            subprocess.Popen = Popen  # type: ignore[misc]
             os.environ.clear()
             os.environ.update(env)
             (Path(env["FAULT_FOLDER"]) / f"pid_{env['RANK']}").write_text(str(os.getpid()))

@@ -153,14 +153,18 @@ def schedules(draw: st.DrawFn) -> tuple[OptimizerConfig, int, int]:
     warmup = draw(st.integers(0, 500))
     decay_end = warmup + draw(st.integers(1, 2000))
     lr = draw(st.floats(1e-8, 1.0))
+    style: Any = draw(st.sampled_from(["constant", "linear", "cosine", "WSD"]))
+    last_part: dict[str, Any] = {}
+    if style == "WSD":
+        last_part["lr_wsd_decay_samples"] = draw(st.integers(1, decay_end - warmup))
+        last_part["lr_wsd_decay_style"] = draw(st.sampled_from(["linear", "cosine", "exponential"]))
     optimizer = OptimizerConfig(
         lr=lr,
         min_lr=lr * draw(st.floats(0.0, 1.0)),
-        lr_decay_style=draw(st.sampled_from(["constant", "linear", "cosine", "WSD"])),
+        lr_decay_style=style,
         lr_warmup_samples=warmup,
         lr_decay_samples=decay_end,
-        lr_wsd_decay_samples=draw(st.integers(1, decay_end - warmup)),
-        lr_wsd_decay_style=draw(st.sampled_from(["linear", "cosine", "exponential"])),
+        **last_part,
     )
     config = Config(training=TRAINING, optimizer=optimizer, data=DataConfig(data_path=("corpus",)))
     assert not check(config, world_size=1)
