@@ -71,7 +71,12 @@ def assert_equals_reference(result: dict[str, Any], expected: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("model", "layout", "recompute", "zero"),
-    [(model, *case) for index, model in enumerate(layouts.MODELS) for case in each_once(index)],
+    [
+        # every other layout of each model, each layout with every other model; -m slow: the others
+        pytest.param(model, *case, marks=pytest.mark.slow if (index + place) % 2 else ())
+        for index, model in enumerate(layouts.MODELS)
+        for place, case in enumerate(each_once(index))
+    ],
 )
 def test_every_layout_learns_like_one_process(
     ranks: RankPools, reference: Any, model: str, layout: str, recompute: str, zero: int
