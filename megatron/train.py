@@ -22,6 +22,8 @@ from megatron.training.wandb_log import check_wandb
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
+    from megatron.training.metrics import MetricsLog
+    from megatron.training.progress import Progress
     from megatron.training.watchdog import Watchdog
 
 
@@ -67,23 +69,15 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     `signals`: those that ask for a stop, as noted since the process began; None: noted from here on. `watchdog`: which
     is told what the run is at; None: nobody watches.
     """
-    from megatron import accelerator
     from megatron.tasks.registry import TASKS
-    from megatron.training.checkpoints import (
-        Checkpoints,
-        find_checkpoint,
-        read_progress,
-        restore,
-        starting_options,
-    )
+    from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore, starting_options
     from megatron.training.engine import build_engine
     from megatron.training.faults import together
     from megatron.training.loop import Loop
     from megatron.training.memory import MemoryLog
-    from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress, check_data
     from megatron.training.run_folder import RunFolder
-    from megatron.training.schedule import global_batch_size, total_iterations
+    from megatron.training.schedule import global_batch_size
     from megatron.training.sharing import check_same_config, check_same_data
     from megatron.training.stop import StopDecision
     from megatron.training.watchdog import Watchdog
@@ -103,12 +97,10 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         watchdog.phase("opening the data")
         datasets = together(ctx, lambda: open_data(config))
         stop.leave_if_asked()
-        fingerprint = datasets[0].fingerprint
         check_same_data(ctx, config, datasets)
-        if saved_data is not None:
-            change = together(ctx, lambda: check_data(saved_data, config, fingerprint))
-            if change is not None:
-                announce(ctx, f"allow_data_change: {change}")
+        fingerprint = datasets[0].fingerprint
+        if saved_data is not None and (change := together(ctx, lambda: check_data(saved_data, config, fingerprint))):
+            announce(ctx, f"allow_data_change: {change}")
         task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
         memory = MemoryLog(config.logging.log_memory_interval, ctx)
         memory.take("before_model", progress.iteration)
@@ -136,22 +128,28 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         saving = Checkpoints(config, ctx, beat) if config.checkpoint.save is not None else contextlib.nullcontext()
         with (
             saving as checkpoints,
-            together(
-                ctx,
-                lambda: MetricsLog(
-                    config,
-                    writes=ctx.rank == 0,
-                    world_size=ctx.world_size,
-                    device_peak_tflops=accelerator.peak_tflops(),
-                    total_iterations=total_iterations(training),
-                    resumed_iteration=progress.iteration,
-                ),
-            ) as log,
+            together(ctx, lambda: open_log(config, ctx, progress)) as log,
             RunFolder(config, ctx, log, progress) as folder,
         ):
             memory.open(log)
             Loop(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, memory, watchdog).train()
             folder.stopped = stop.reason
+
+
+def open_log(config: Config, ctx: ParallelContext, progress: Progress) -> MetricsLog:
+    """What this rank tells from here on."""
+    from megatron import accelerator
+    from megatron.training.metrics import MetricsLog
+    from megatron.training.schedule import total_iterations
+
+    return MetricsLog(
+        config,
+        writes=ctx.rank == 0,
+        world_size=ctx.world_size,
+        device_peak_tflops=accelerator.peak_tflops(),
+        total_iterations=total_iterations(config.training),
+        resumed_iteration=progress.iteration,
+    )
 
 
 def open_data(config: Config) -> tuple[Any, Any, Any]:
