@@ -40,8 +40,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megatron.exit_codes import FAILED
+from megatron.training.stop import REPEAT_S, SIGNALS
 from tools.processes import FAILED_GRACE_S, TERMINATED_GRACE_S, noted_signals
-from tools.supervise import SIGNALS, Supervision, ending, is_failure, own_address, run_rank, shell_status
+from tools.supervise import Supervision, ending, is_failure, own_address, run_rank, shell_status
 
 MONITOR_S = 0.25
 """How often the agent looks for signals, and for nodes that come or go. A rank that ends is noticed at once."""
@@ -57,7 +58,6 @@ STORE_LINGER_S = 2
 """How long the first node still serves the others when all are done: they take their leave there."""
 JOIN_SAVE_S = 120
 """What healthy ranks get to save, when they must begin again because a node joins."""
-REPEAT_S = 1.0  # as megatron.training.stop: a signal that comes twice within it is one request
 
 
 class Agent(SimpleElasticAgent):

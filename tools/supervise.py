@@ -24,10 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.exit_codes import DONE, FAILED, GAVE_UP, REFUSED
+from megatron.training.stop import SIGNALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What asks a run to stop."""
 
 
 @dataclass(frozen=True)

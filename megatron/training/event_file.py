@@ -7,7 +7,7 @@ the event, its CRC; CRC-32C, masked (tensorflow/core/lib/io/record_writer.h).
 
 from __future__ import annotations
 
-import functools
+import errno
 import itertools
 import os
 import socket
@@ -16,11 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import google_crc32c
 
-LONGEST = 4096
-"""Bytes of an event whose CRC is computed here; TensorBoard does longer ones."""
 _number = itertools.count()
 
 
@@ -47,7 +44,7 @@ class EventFile:
         end = os.fstat(self._file).st_size
         if os.write(self._file, record) < len(record):
             os.ftruncate(self._file, end)  # the disk is full: TensorBoard reads no further than a torn event
-            raise OSError(28, "no space for the whole event")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         os.close(self._file)
@@ -55,26 +52,5 @@ class EventFile:
 
 def masked_crc32c(data: bytes) -> int:
     """CRC-32C as TFRecord masks it."""
-    if not 4 <= len(data) <= LONGEST:
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as theirs
-
-        return int(theirs(data))
-    # a CRC is linear: that of a message is the sum (xor) of what each byte does at its distance from the end. That it
-    # starts from all ones is the same as inverting the first four bytes
-    content = np.frombuffer(data, dtype=np.uint8).copy()
-    content[:4] ^= 0xFF
-    crc = int(np.bitwise_xor.reduce(_table()[np.arange(len(data) - 1, -1, -1), content])) ^ 0xFFFFFFFF
+    crc: int = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-@functools.cache
-def _table() -> NDArray[np.uint32]:
-    """[LONGEST, 256]: the CRC state that a byte leaves when so many zero bytes follow it."""
-    state: NDArray[np.uint32] = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        state = ((state >> 1) ^ (state & 1) * np.uint32(0x82F63B78)).astype(np.uint32)
-    rows = [state]
-    for _ in range(1, LONGEST):
-        last = rows[-1]
-        rows.append(((last >> 8) ^ state[last & 0xFF]).astype(np.uint32))
-    return np.stack(rows)

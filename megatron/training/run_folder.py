@@ -25,8 +25,10 @@ from typing import Any
 import psutil
 
 from megatron import accelerator
+from megatron.checkpoint.store import checkpoint_folders
 from megatron.command_line import to_yaml
 from megatron.config import Config
+from megatron.files import replacing
 from megatron.parallel.context import ParallelContext
 from megatron.training.faults import is_lost_peer
 from megatron.training.metrics import MetricsLog
@@ -119,15 +121,10 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         if self._folder is None:
             return
-        new = self._folder / f"{name}.new"
         try:
-            with open(new, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self._folder / name)
+            with replacing(self._folder / name, partial_name=f"{name}.new") as file:
+                file.write(text.encode())
         except OSError as error:
-            new.unlink(missing_ok=True)
             self._log.message(f"WARNING: {self._folder / name} was not written: {error}")
 
 
@@ -220,13 +217,10 @@ class Summary:
         if save is None:
             return "none are saved"
         try:
-            tags = [name for name in os.listdir(save) if name.startswith("global_step")]
+            tags = [path.name for path in checkpoint_folders(Path(save)) if not path.name.startswith(".")]
         except OSError:
             tags = []
-        if not tags:
-            return f"none in {save}"
-        newest = max(tags, key=lambda tag: int("".join(filter(str.isdigit, tag)) or 0))
-        return f"{len(tags)} in {save}, newest {newest}"
+        return f"{len(tags)} in {save}, newest {tags[0]}" if tags else f"none in {save}"
 
 
 def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Progress) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.training import event_file
-from megatron.training.event_file import LONGEST, EventFile, masked_crc32c
+from megatron.training.event_file import EventFile, masked_crc32c
 
 
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 255, 700, LONGEST, LONGEST + 1])
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 255, 700, 5000])
 def test_checksum_is_tensorboards(length: int) -> None:
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as theirs
 
@@ -42,7 +42,7 @@ def test_full_disk_leaves_no_torn_event(tmp_path: Path, monkeypatch: pytest.Monk
     (path,) = tmp_path.iterdir()
     before, write = path.read_bytes(), event_file.os.write
     monkeypatch.setattr(event_file.os, "write", lambda descriptor, data: write(descriptor, data[:7]))
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match="No space"):
         file.add_summary(Summary(), 1)
     assert path.read_bytes() == before
     file.close()
