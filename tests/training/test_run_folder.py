@@ -135,8 +135,10 @@ def test_full_disk_is_told_and_ends_nothing(
 
 def test_checkpoints_are_counted(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    for tag in ("global_step5", "global_step10", ".global_step15.partial"):
+    for tag in ("global_step5", "global_step10", ".global_step15.partial-abc"):
         (saved / tag).mkdir(parents=True)
+        (saved / tag / "checkpoint.json").touch()
+    (saved / "global_step20").mkdir()  # no checkpoint
     live(config_of(tmp_path / "results", save=str(saved)), Progress(), 10)
     assert f"2 in {saved}, newest global_step10\n" in (tmp_path / "results" / "summary.txt").read_text()
 
