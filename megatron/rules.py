@@ -317,7 +317,7 @@ def _check_sft(config: Config, world_size: int) -> Iterator[str]:
     for name in DOCUMENT_ENDS:
         if getattr(config.data, name):
             yield f"{name} has no effect with task=sft, which knows where each chat begins; leave it out"
-    for option, words in config.data.paths:
+    for option, words in dict.fromkeys(config.data.paths):
         if words and _is_weighted(words):
             yield f"{option}={' '.join(words)!r} has weights, but task=sft reads all chats alike; give prefixes alone"
 

@@ -25,6 +25,7 @@ FLOORS = {
     "estimate": 1,
     "exit_codes": 1,
     "files": 1,
+    "schedule": 1,
     "parallel": 2,
     "models": 3,
     "data": 3,
@@ -36,7 +37,7 @@ FLOORS = {
 }
 
 # The files that answer before anything heavy is loaded.
-LIGHT = ("config", "rules", "command_line", "accelerator", "estimate", "exit_codes", "files")
+LIGHT = ("config", "rules", "command_line", "accelerator", "estimate", "exit_codes", "files", "schedule")
 
 
 @cache

@@ -52,8 +52,8 @@ class ChatDataset:
         """Labels of each chat that count in the loss."""
         if not self.loss_tokens.any():
             raise DataError(
-                f"{said}: none of the {len(self)} chats has a token to train on; see to the roles and the chat template "
-                "with tools/preprocess_chat.py --show"
+                f"{said}: none of the {len(self)} chats has a token to train on; look at the roles and the chat "
+                "template with tools/preprocess_chat.py --show"
             )
         identity = [
             (file.tokens.fingerprint, file.mask.fingerprint, hashlib.sha256(file.chats.tobytes()).hexdigest())
@@ -158,7 +158,8 @@ def _open(prefix: str, vocab_size: int) -> tuple[IndexedDataset, IndexedDataset]
     if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, tokens.lengths):
         raise DataError(
             f"{mask.prefix} is not the mask of {prefix}: it holds {len(mask)} sequences of {mask.num_tokens} "
-            f"{mask.dtype}, that {len(tokens)} of {tokens.num_tokens} tokens; preprocess the chats anew, or copy both again"
+            f"{mask.dtype}, that {len(tokens)} of {tokens.num_tokens} tokens; preprocess the chats anew, or copy "
+            "both again"
         )
     return tokens, mask
 

@@ -218,8 +218,8 @@ class SFTTask(Task):
         shapes = len(set(lengths))
         return (
             f"sft: {len(chats):,} chats{rows}, {tokens:,} tokens an epoch, {trained / tokens:.1%} of them trained; "
-            f"packing={packing} fills {filled:.1%} of the places, in {len(lengths) / len(steps):.1f} microbatches a step "
-            f"and {shapes} {'shape' if shapes == 1 else 'shapes'} (of the first {len(steps)} steps)"
+            f"packing={packing} fills {filled:.1%} of the places, in {len(lengths) / len(steps):.1f} microbatches "
+            f"a step and {shapes} {'shape' if shapes == 1 else 'shapes'} (of the first {len(steps)} steps)"
         )
 
 

@@ -96,12 +96,14 @@ def gradient_step(arguments: str, folder: str) -> float:
 def dense_gradient(arguments: str) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Loss, weights before, and gradient of the first global batch: each chat alone, without padding or packing, in
     float64, with torch's own cross-entropy, and divided once by the number of all loss tokens."""
-    engine, _, dataset = build(f"{arguments} --no-pipeline-parallel")
+    engine, task, dataset = build(f"{arguments} --no-pipeline-parallel")
     module = engine.module.double()
     size = engine.config.training.global_batch_size
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for chat in dataset.order(0)[:size]:
-        ids, mask = (torch.from_numpy(part.astype(np.int64)) for part in dataset.read(int(chat)))
+    _, keys = task.plan(dataset, lambda _: size, 0, 1)(0)
+    chats = getattr(dataset, "chats", dataset)
+    for chat in [chat for key in keys for chat in task.samples_of(key)]:
+        ids, mask = (torch.from_numpy(part.astype(np.int64)) for part in chats.read(chat))
 
         def project(outputs: Any) -> Any:
             return unpack(outputs[0])[0], outputs[1]
