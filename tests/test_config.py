@@ -529,7 +529,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "train_samples=9 and train_iters=100 and num_epochs=2 are all given",
         "keep one",
     ),
-    "few chats": ("--task sft --global-batch-size 2", 4, "global_batch_size=2 is less than the data-parallel", "4 or more"),
+    "few chats": (
+        "--task sft --global-batch-size 2",
+        4,
+        "global_batch_size=2 is less than the data-parallel",
+        "4 or more",
+    ),
     "short rows": ("--task sft --max-batch-len 64", 1, "max_batch_len=64 is less than seq_length=128", "raise it"),
     "rows of a step": ("--task sft --micro-batch-size 2", 1, "packing=step makes each microbatch one row", "use 1"),
     "rows cut": (

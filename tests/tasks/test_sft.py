@@ -145,7 +145,8 @@ def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -
         return min(13, per_epoch - consumed % per_epoch)
 
     plans = [task.plan(dataset, size_at, rank, size) for rank in range(size)]
-    epochs, consumed, tokens = [[], []], 0, [0]
+    epochs: list[list[int]] = [[], []]
+    consumed, tokens = 0, [0]
     for epoch in epochs:
         while consumed < per_epoch * (epochs.index(epoch) + 1):
             steps = [plan(consumed) for plan in plans]
@@ -188,7 +189,8 @@ def test_a_row_holds_its_chats_one_after_another_and_nothing_that_counts_behind_
 
 def test_a_microbatch_without_chats_counts_nothing(data: Path) -> None:
     task = task_of(data)
-    batch = task.read(task.open_data()[0], [])
+    dataset: Any = task.open_data()[0]
+    batch = task.read(dataset, [])
     assert (batch.labels.shape, batch.num_loss_tokens) == ((1, 1), 0.0)
 
 
@@ -269,6 +271,6 @@ def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path: Path) -
         builder.add_document(np.array([0, 1, 1], dtype=np.uint8))
         builder.finalize()
     task = task_of(tmp_path / "d")
-    dataset = task.open_data()[0]
+    dataset: Any = task.open_data()[0]
     with pytest.raises(DataError, match="chat 0 holds token 250, but vocab_size=250"):
         task.read(dataset, [np.array([0])])

@@ -136,14 +136,15 @@ def test_a_logged_spike_is_applied_and_names_its_documents(ranks: RankPools, tmp
     row, *_ = runs.rows(tmp_path / "results", "bad_step")
     assert (row["iteration"], row["action"]) == (SPIKE, "logged")
     assert all(entry["prefix"] == str(data) and entry["documents"] for entry in row["suspect_documents"])
-    assert [entry["sample"] for entry in row["suspect_documents"]] == list(row["suspect_samples"])
+    assert [entry["sample"] for entry in row["suspect_documents"]] == row["suspect_samples"]
     assert runs.rows(tmp_path / "results")[-1]["skipped_iterations"] == 0
 
 
 @pytest.mark.parametrize("path", ["{d}", "1 {d} 2 {d}"])
 def test_a_sample_is_cut_from_the_documents_that_are_named(data: Path, path: str) -> None:
     config = load_config([*runs.TINY.split(), "--data-path", *path.format(d=data).split(), "--train-iters", "20"])
-    samples, documents = open_datasets(config)[0], IndexedDataset(data)
+    samples: Any = open_datasets(config)[0]
+    documents = IndexedDataset(data)
     for index in range(0, len(samples), 7):
         prefix, named = samples.documents_of(index)
         text = np.concatenate([documents.read(document) for document in named]).tolist()

@@ -31,8 +31,8 @@ def config(data: Path | str, iters: int, **others: Any) -> Config:
 
 
 def fingerprint(run: Config) -> str:
-    found: str = open_datasets(run)[0].fingerprint
-    return found
+    train: Any = open_datasets(run)[0]
+    return str(train.fingerprint)
 
 
 def resume(before: Config, now: Config, saved_fingerprint: str | None = None) -> str | None:
