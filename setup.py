@@ -23,7 +23,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "megatron.data.helpers",
-            ["megatron/data/helpers.cpp"],
+            [f"megatron/data/{name}.cpp" for name in ("helpers", "packing", "buckets")],
+            depends=["megatron/data/lengths.h"],
             cxx_std=17,
             # no fused multiply-add: the blend must choose the same samples on every processor
             extra_compile_args=["-O3", "-ffp-contract=off"],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import io
 import logging
 import os
@@ -19,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 # How Habana's Optimum names them, for every device. Its "GB" are 2^30 bytes.
@@ -109,6 +111,33 @@ def _missing_cuda() -> str:
 
 # What is missing to run on a device ('': nothing), in the order in which 'auto' tries them.
 _MISSING = {"hpu": _missing_hpu, "cuda": _missing_cuda, "cpu": lambda: ""}
+
+
+def detect_device(*, allow_hpu: bool = True) -> str:
+    """The first of hpu, cuda and cpu that is there, judged by device files and installed packages: without torch."""
+    if allow_hpu and count_devices("hpu") and importlib.util.find_spec("habana_frameworks") is not None:
+        return "hpu"
+    return "cuda" if count_devices("cuda") and _torch_has_cuda() else "cpu"
+
+
+def count_devices(device: str) -> int:
+    """Accelerators of a kind that this machine shows to us."""
+    visible = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}[device]
+    if visible in os.environ:
+        return len([name for name in os.environ[visible].split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
+    if device == "cuda":
+        nvidia = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()]
+        return len(nvidia) or len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")))
+    accelerators = [path for path in Path("/dev/accel").glob("accel[0-9]*") if path.name[5:].isdecimal()]
+    return len(accelerators) or len([path for path in Path("/dev").glob("hl[0-9]*") if path.name[2:].isdecimal()])
+
+
+def _torch_has_cuda() -> bool:
+    spec = importlib.util.find_spec("torch")  # finds, does not import
+    if spec is None or spec.origin is None:
+        return False
+    libraries = Path(spec.origin).parent / "lib"
+    return any((libraries / name).exists() for name in ("libtorch_cuda.so", "libtorch_hip.so"))
 
 
 def _device() -> str:

@@ -104,6 +104,19 @@ def read_preset(name: str) -> dict[str, Any]:
     return tree
 
 
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Two presets as one: an option has the value of `above`, where that gives it one, `null` included."""
+    both = dict(below)
+    for section, values in above.items():
+        under = both.get(section)
+        if under is None:
+            both[section] = values
+        elif values is not None:
+            # what is no mapping is passed on, for `_build` to judge
+            both[section] = under | values if isinstance(under, dict) and isinstance(values, dict) else values
+    return both
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Each metavar as it was written: argparse would bracket every value that it must not demand itself."""
 
@@ -123,13 +136,18 @@ def build_parser(prog: str = "python -m megatron.train") -> argparse.ArgumentPar
         prog=prog,
         usage=f"{prog} --config PRESET [--flag VALUE ...]",
         description="Train a model in tensor, pipeline and data parallel. A value comes from the option's default, "
-        "then from the preset, then from the command line. A BOOL flag alone means true, --no-FLAG means false; "
+        "then from the presets, then from the command line. A BOOL flag alone means true, --no-FLAG means false; "
         "`none` unsets an option.",
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
     parser.add_argument(
-        "--config", nargs="?", const="", metavar="PRESET", help="name of a preset in configs/, or a YAML file"
+        "--config",
+        action="append",
+        nargs="?",
+        const="",
+        metavar="PRESET",
+        help="name of a preset in configs/, or a YAML file; of several, later ones win option by option",
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and exit")
     for section, cls in sections().items():
@@ -205,11 +223,12 @@ def _parse(arguments: Sequence[str]) -> tuple[Config | None, argparse.Namespace,
     faults = _stray_words(words, rest)
     tree: dict[str, Any] = {}
     unread = False
-    if namespace.config == "":
-        faults.append("--config needs a value, the name of a preset or a YAML file")
-    elif namespace.config is not None:
+    for name in presets_of(namespace):
+        if name == "":
+            faults.append("--config needs a value, the name of a preset or a YAML file")
+            continue
         try:
-            tree = read_preset(namespace.config)
+            tree = merged(tree, read_preset(name))
         except ConfigError as error:
             faults += error.faults
             unread = True
@@ -223,6 +242,12 @@ def _parse(arguments: Sequence[str]) -> tuple[Config | None, argparse.Namespace,
             tree[section] |= {name: _unset(cls, name, value) for name, value in given.items() if value not in ("", [])}
     config, wrong = _build(tree)
     return None if unread else config, namespace, faults + wrong
+
+
+def presets_of(namespace: argparse.Namespace) -> list[str]:
+    """The presets that a command line names, in the order in which they are laid over each other."""
+    names: list[str] = namespace.config or []
+    return list(dict.fromkeys(reversed(names)))[::-1]
 
 
 def _dashed(arguments: Sequence[str]) -> list[str]:

@@ -397,3 +397,16 @@ def test_deterministic_sets_torchs_switch(monkeypatch: pytest.MonkeyPatch, devic
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def test_the_device_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"hpu": 0, "cuda": 0}
+    monkeypatch.setattr(accelerator, "count_devices", counts.__getitem__)
+    monkeypatch.setattr(accelerator, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(accelerator.importlib.util, "find_spec", lambda name: object())
+    assert accelerator.detect_device() == "cpu"
+    counts["cuda"] = 1
+    assert accelerator.detect_device() == "cuda"
+    counts["hpu"] = 8
+    assert accelerator.detect_device() == "hpu"
+    assert accelerator.detect_device(allow_hpu=False) == "cuda"

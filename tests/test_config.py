@@ -64,6 +64,26 @@ def test_command_line_fills_an_empty_section_of_a_preset(tmp_path: Path) -> None
     assert load_config([*VALID, "--config", preset, "--num-layers", "8"], 1).model.num_layers == 8
 
 
+def test_a_later_preset_wins_option_by_option(tmp_path: Path) -> None:
+    model, recipe = tmp_path / "model.yaml", tmp_path / "recipe.yaml"
+    model.write_text("model: {num_layers: 6}\ntraining: {train_iters: 9, seed: 5}\noptimizer: {lr: 1.0e-3}\n")
+    recipe.write_text("model:\ntraining: {train_iters: null, train_samples: 80}\noptimizer: {min_lr: 1.0e-4}\n")
+    words = [*("--data-path", "c", "--seed", "7"), "--config", str(model), "--config", str(recipe)]
+    config = load_config(words, 1)
+    assert (config.model.num_layers, config.training.seed) == (6, 7)
+    assert (config.training.train_iters, config.training.train_samples) == (None, 80)
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-3, 1e-4)
+    # named again, it is laid on top
+    assert load_config([*words, "--train-samples", "none", "--config", str(model)], 1).training.train_iters == 9
+
+
+def test_a_faulty_section_is_named_whichever_preset_holds_it(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("model: 3")
+    (tmp_path / "right.yaml").write_text("model: {num_layers: 6}")
+    wrong, right = (["--config", str(tmp_path / f"{name}.yaml")] for name in ("wrong", "right"))
+    assert "section 'model' holds 3; it must be a mapping of options" in faults_of([*VALID, *right, *wrong])
+
+
 def test_last_flag_wins() -> None:
     assert load_config([*VALID, "--lr", "1e-3", "--lr", "2e-3"], 1).optimizer.lr == 2e-3
 

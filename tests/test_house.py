@@ -22,6 +22,7 @@ FLOORS = {
     "rules": 1,
     "command_line": 1,
     "accelerator": 1,
+    "child_processes": 1,
     "estimate": 1,
     "exit_codes": 1,
     "files": 1,
@@ -33,10 +34,12 @@ FLOORS = {
     "training": 5,
     "generate": 5,
     "train": 6,
+    "instructlab": 6,
+    "api": 7,
 }
 
 # The files that answer before anything heavy is loaded.
-LIGHT = ("config", "rules", "command_line", "accelerator", "estimate", "exit_codes", "files")
+LIGHT = ("config", "rules", "command_line", "accelerator", "child_processes", "estimate", "exit_codes", "files")
 
 
 @cache

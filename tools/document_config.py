@@ -20,7 +20,8 @@ HEADER = """# Configuration
 <!-- Written by tools/document_config.py from megatron/config.py: change the dataclasses, not this page. -->
 
 A value comes from three places, later ones winning: the option's default, the preset (`--config tiny_bloom`, or
-`--config path/to/file.yaml`), the command line. In a preset an option stands under its section, in underscores; on the
+`--config path/to/file.yaml`), the command line. Several presets are laid over each other, a later one winning option by
+option: `--config llama32_1b --config mine.yaml`. In a preset an option stands under its section, in underscores; on the
 command line it is a flat flag, in dashes or underscores:
 
 ```yaml
@@ -71,7 +72,10 @@ def presets_table() -> str:
     columns = ["preset", "parameters", "layers", "hidden", "heads", "KV heads", "positions", "vocabulary", "sequence"]
     found = []
     for path in PRESETS_DIR.glob("*.yaml"):
-        config = from_dict(read_preset(path.stem))
+        tree = read_preset(path.stem)
+        if "model" not in tree:
+            continue  # a recipe
+        config = from_dict(tree)
         model, seq_length = config.model, config.training.seq_length
         parameters = count_parameters(model, seq_length)
         sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_kv_heads)

@@ -39,9 +39,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from megatron.child_processes import noted_signals
 from megatron.exit_codes import FAILED
 from megatron.training.stop import REPEAT_S, SIGNALS
-from tools.processes import FAILED_GRACE_S, TERMINATED_GRACE_S, noted_signals
+from tools.processes import FAILED_GRACE_S, TERMINATED_GRACE_S
 from tools.supervise import Supervision, ending, is_failure, own_address, run_rank, shell_status
 
 MONITOR_S = 0.25
@@ -215,7 +216,7 @@ def run_agent(supervision: Supervision, start_method: str, train_flags: Sequence
     """This node's part of a run, to its end. Returns its exit status."""
     # Ranks of a new try must not meet the keys of the last one, nor its rank 0: each gets a store of its own
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    with noted_signals() as received:
+    with noted_signals(SIGNALS) as received:
         try:
             with _interruptible(received):
                 handler, serves = _meet(supervision)

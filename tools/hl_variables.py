@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron.command_line import build_parser, read_preset
+from megatron.command_line import build_parser, presets_of, read_preset
 from megatron.config import ConfigError
 
 Script = Literal["bloom13b", "llama"]
@@ -360,8 +360,8 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     Every value that cannot be honoured is in `faults`.
     """
     given = {name: value for name, value in environment.items() if name.startswith("HL_") and value != ""}
-    if (config := build_parser().parse_known_args(passed_on)[0].config) is not None:
-        given["HL_CONFIG"] = config
+    if passed := presets_of(build_parser().parse_known_args(passed_on)[0]):
+        given["HL_CONFIG"] = passed[0]  # it names the run; the others are laid over it
     request = Request(faults=_unknown_or_refused(given, script))
     reader = _Reader(given, request)
 

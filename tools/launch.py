@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command_line import build_parser, to_yaml
+from megatron.command_line import build_parser, presets_of, to_yaml
 from megatron.estimate import describe
 from tools.hl_variables import VARIABLES, Request, from_environment, legend
 from tools.preflight import Plan, RefusedError, preflight
@@ -163,8 +163,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(to_yaml(plan.config))
         return 0
     if request.dry_run:
-        name = build_parser().parse_known_args(plan.train_flags)[0].config
-        sys.stdout.write(plan_text(plan, f"Plan of {name or 'the run'}; nothing was started or written"))
+        names = " + ".join(presets_of(build_parser().parse_known_args(plan.train_flags)[0]))
+        sys.stdout.write(plan_text(plan, f"Plan of {names or 'the run'}; nothing was started or written"))
         return 0
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command_line import build_parser, load_config, parse_arguments
+from megatron.command_line import build_parser, load_config, parse_arguments, presets_of
 from megatron.config import ConfigError
 from megatron.estimate import describe
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     if num_devices % per_node:
         print(f"num_devices={num_devices} is no multiple of devices_per_node={per_node}; change one", file=sys.stderr)
         return 2
-    title = build_parser().parse_known_args(flags)[0].config or "the default config"
+    title = " + ".join(presets_of(build_parser().parse_known_args(flags)[0])) or "the default config"
     sys.stdout.write(
         describe(config, nodes=num_devices // per_node, devices_per_node=per_node, title=f"Plan of {title}")
     )

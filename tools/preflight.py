@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import ipaddress
 import os
 import re
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.accelerator import count_devices, detect_device
 from megatron.command_line import build_parser, load_config, parse_arguments
 from megatron.config import Config, ConfigError
 from megatron.rules import check
@@ -125,37 +125,6 @@ def _is_example(name: str) -> bool:
         return ipaddress.ip_address(name) in EXAMPLE_NETWORK
     except ValueError:
         return False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Devices
-
-
-def detect_device(*, allow_hpu: bool = True) -> str:
-    """The first of hpu, cuda and cpu that is there, judged by device files and installed packages."""
-    if allow_hpu and count_devices("hpu") and importlib.util.find_spec("habana_frameworks") is not None:
-        return "hpu"
-    return "cuda" if count_devices("cuda") and _torch_has_cuda() else "cpu"
-
-
-def count_devices(device: str) -> int:
-    """Accelerators of a kind that this machine shows to us."""
-    visible = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}[device]
-    if visible in os.environ:
-        return len([name for name in os.environ[visible].split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
-    if device == "cuda":
-        nvidia = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()]
-        return len(nvidia) or len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")))
-    accelerators = [path for path in Path("/dev/accel").glob("accel[0-9]*") if path.name[5:].isdecimal()]
-    return len(accelerators) or len([path for path in Path("/dev").glob("hl[0-9]*") if path.name[2:].isdecimal()])
-
-
-def _torch_has_cuda() -> bool:
-    spec = importlib.util.find_spec("torch")  # finds, does not import
-    if spec is None or spec.origin is None:
-        return False
-    libraries = Path(spec.origin).parent / "lib"
-    return any((libraries / name).exists() for name in ("libtorch_cuda.so", "libtorch_hip.so"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,7 +459,8 @@ def _check_load(config: Config) -> Iterator[str]:
         return
     # a run that was killed before its first checkpoint leaves its hidden lock
     shown = any(not path.name.startswith(".") for path in folder.iterdir())
-    if shown and not any(folder.glob("latest*")) and not any(folder.glob("*/checkpoint.json")):
+    found = (pattern for pattern in ("latest*", "*/checkpoint.json", "config.json") if any(folder.glob(pattern)))
+    if shown and not any(found):
         yield f"load={load} holds no checkpoint, yet is not empty; give another, or empty it"
 
 

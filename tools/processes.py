@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import shlex
@@ -14,10 +13,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import IO
 
+from megatron.child_processes import end_with_parent, kill_tree, noted_signals
 from megatron.exit_codes import HUNG
 from megatron.training.stop import SIGNALS
 from tools.preflight import REPOSITORY, Plan
@@ -189,7 +188,7 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: P
     checkpoint, and return before the ranks have ended. Where one host fails, it waits for the others, whose ranks wait
     for that one.
     """
-    with noted_signals() as received:
+    with noted_signals(SIGNALS) as received:
         runner = subprocess.Popen(
             command, env=environment, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=end_with_parent()
         )
@@ -202,7 +201,7 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: P
         finally:
             if runner.poll() is None:
                 signal_ranks(plan, signal.SIGKILL)
-            _kill_tree(runner.pid)
+            kill_tree(runner.pid)  # pdsh starts each ssh in a session of its own
             runner.wait()
     if output.gloo_failed:
         print(
@@ -215,17 +214,6 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: P
     if output.failed is not None:
         return output.failed[1]
     return runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
-
-
-def _kill_tree(pid: int) -> None:
-    """Kill a process and all below it, whatever their process groups: pdsh starts each ssh in a session of its own."""
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        for process in [top, *top.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 def _wait_for_hosts(runner: subprocess.Popen[bytes], output: PdshOutput, plan: Plan, received: deque[int]) -> None:
@@ -261,31 +249,13 @@ def _wait_for_hosts(runner: subprocess.Popen[bytes], output: PdshOutput, plan: P
             threading.Thread(target=signal_ranks, args=(plan, number), daemon=True).start()
 
 
-@contextlib.contextmanager
-def noted_signals() -> Iterator[deque[int]]:
-    """Collects the signals that ask a run to stop, except what is ignored already (nohup, a job in the background)."""
-    received: deque[int] = deque()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    previous = {
-        number: signal.signal(number, note) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def run_processes(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
     """Run `command` once in each environment, until all have ended. Returns the first status that is not 0.
 
     Signals are passed on to every process, and how long they take to heed them is theirs. When one fails by itself, the
     others, which may wait for it for ever, are ended. No process outlives this one, nor do their children.
     """
-    with noted_signals() as received:
+    with noted_signals(SIGNALS) as received:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for environment in environments:
@@ -342,12 +312,3 @@ def _acknowledge(number: int) -> None:
 
 def _status(returncode: int) -> str:
     return f"status {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
-
-
-def end_with_parent() -> Callable[[], None] | None:
-    """What a new process does so that it dies when we are killed. Linux only."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    set_parent_death_signal = 1
-    return lambda: prctl(set_parent_death_signal, signal.SIGKILL)

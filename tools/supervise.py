@@ -95,7 +95,7 @@ def supervise(supervision: Supervision, train_flags: Sequence[str]) -> int:
 
 def run_rank(environment: Mapping[str, str], train_flags: Sequence[str]) -> None:
     """What the process of a rank does: a run of megatron.train. Does not return."""
-    from tools.processes import end_with_parent
+    from megatron.child_processes import end_with_parent
 
     if at_death := end_with_parent():
         at_death()

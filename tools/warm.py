@@ -6,7 +6,7 @@ a thread, but OpenBLAS, which knows of forks.
 
 from __future__ import annotations
 
-from tools.processes import end_with_parent
+from megatron.child_processes import end_with_parent
 
 # the ranks hold it open and so would keep it alive; and they end with it, as it ends with the agent
 if at_death := end_with_parent():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.huggingface_files import DTYPES, Precision
+from megatron.checkpoint.huggingface_files import DTYPES, Precision, own_file, read_json
 from megatron.checkpoint.store import CheckpointError
 from megatron.config import Config, ModelConfig, TrainingConfig
 
@@ -331,6 +331,66 @@ def _from_gpt2(fields: _Fields) -> tuple[dict[str, Any], Any]:
         "attention_dropout": fields.take("attn_pdrop", default=0.1),
         "init_method_std": fields.take("initializer_range", default=0.02),
     }, length
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run's options from a folder
+
+# What a model computes; the rest of its section is about dropout, the start, padding and speed.
+_COMPUTED = (
+    "architecture", "num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "embed_layernorm",
+    "untie_embeddings_and_output_weights", "norm_epsilon",
+)  # fmt: skip
+_OF_THE_RUN = ("make_vocab_size_divisible_by", "attention_backend", "use_fast_softmax", "use_fused_rmsnorm")
+_ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
+
+
+def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
+    """What a preset says of the model in a folder of transformers, as `command_line.from_dict` takes it.
+
+    {"model": every option that config.json settles, "training": {"bf16": whether its weights are 16-bit}}.
+    `vocab_size` stands for the folder's where tokens were added. Raises CheckpointError for a smaller one, or a model
+    that cannot be computed here.
+    """
+    path = own_file(folder, "config.json")
+    theirs = read_json(path)
+    model = config_of(theirs, path).model
+    if vocab_size is not None and vocab_size < model.vocab_size:
+        raise CheckpointError(
+            f"vocab_size={vocab_size} is below the {model.vocab_size} of {path}: rows of its embedding would be lost; "
+            f"give {model.vocab_size} or more"
+        )
+    idle = {*_OF_THE_RUN, *(() if model.rope_scaling_factor else _ROPE_SCALING)}
+    if model.position_embedding_type != "rope":
+        idle.add("rotary_base")
+    options = {name: value for name, value in asdict(model).items() if value is not None and name not in idle}
+    options["vocab_size"] = vocab_size or model.vocab_size
+    stored = theirs.get("dtype", theirs.get("torch_dtype"))
+    return {"model": options, "training": {"bf16": stored in ("bfloat16", "float16")}}
+
+
+def differences(config: Config, theirs: Config) -> list[str]:
+    """Each option in which a run's model is not that of a folder: "name=here, there". A larger vocabulary is none."""
+    here, there = config.model, theirs.model
+    pairs = {name: (getattr(here, name), getattr(there, name)) for name in _COMPUTED}
+    pairs["ffn_hidden_size"] = here.ffn_size, there.ffn_size
+    pairs["num_query_groups"] = here.num_kv_heads, there.num_kv_heads
+    pairs["kv_channels"] = here.head_size, there.head_size
+    if "learned" in (here.position_embedding_type, there.position_embedding_type):
+        rows = (side.model.max_position_embeddings or side.training.seq_length for side in (config, theirs))
+        pairs["max_position_embeddings"] = next(rows), next(rows)
+    if here.position_embedding_type == there.position_embedding_type == "rope":
+        pairs["rotary_base"] = here.rotary_base, there.rotary_base
+        pairs["rope_scaling_factor"] = here.rope_scaling_factor, there.rope_scaling_factor
+        if here.rope_scaling_factor and there.rope_scaling_factor:
+            pairs |= {name: (getattr(here, name), getattr(there, name)) for name in _ROPE_SCALING}
+    if here.vocab_size < there.vocab_size:
+        pairs["vocab_size"] = here.vocab_size, there.vocab_size
+    return [f"{name}={ours} here, {others} there" for name, (ours, others) in pairs.items() if ours != others]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours to theirs
 
 
 def their_config(config: Config, precision: Precision, special_tokens: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@
 // from an array is checked before use, faults are exceptions (ValueError in Python), and the interpreter's lock is free
 // while a loop runs.
 
+#include "lengths.h"
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -611,7 +613,7 @@ class SampleReader {
 }  // namespace
 
 PYBIND11_MODULE(helpers, module) {
-    module.doc() = "Index arrays of the GPT dataset and of blends, and the samples they describe.";
+    module.doc() = "Index arrays of the GPT dataset and of blends, the samples they describe, and packing.";
     module.def("build_sample_index", &build_sample_index, py::arg("lengths").noconvert(),
                py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"));
     module.def("build_blend_index", &build_blend_index, py::arg("weights").noconvert(), py::arg("size"));
@@ -630,4 +632,6 @@ PYBIND11_MODULE(helpers, module) {
     py::class_<Shuffler>(module, "Shuffler")
         .def(py::init<int64_t>(), py::arg("seed"))
         .def("shuffle", &Shuffler::shuffle, py::arg("array").noconvert());
+    packing::register_packing(module);
+    packing::register_buckets(module);
 }

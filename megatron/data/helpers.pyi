@@ -1,4 +1,4 @@
-"""Types of the C++ extension built from helpers.cpp."""
+"""Types of the C++ extension built from helpers.cpp, packing.cpp and buckets.cpp."""
 
 from typing import Any
 
@@ -63,3 +63,19 @@ class Shuffler:
     def __init__(self, seed: int) -> None: ...
     def shuffle(self, array: NDArray[np.integer]) -> None:
         """In place; a flat array of 4- or 8-byte integers. Raises ValueError."""
+
+def pack_dataset(
+    lengths: NDArray[np.int64], capacity: int, seed: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Order and starts of packing.Packs. Raises ValueError."""
+
+def pack_step(
+    lengths: NDArray[np.int64], max_tokens: int, num_ranks: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Order and starts of packing.StepPlan. Raises ValueError."""
+
+def bucket_lengths(lengths: NDArray[np.int64], per_octave: int) -> NDArray[np.int64]:
+    """packing.bucket_length of each. Raises ValueError."""
+
+def bucket_edges(lengths: NDArray[np.int64], num_buckets: int) -> NDArray[np.int64]:
+    """The optimal edges, ascending. Raises ValueError."""

@@ -1,4 +1,4 @@
-"""test_helpers.py against a build of helpers.cpp that ends the process at any undefined behaviour or wild access."""
+"""The tests of the C++ extension against a build that ends the process at any undefined behaviour or wild access."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+SOURCES = tuple(f"megatron/data/{name}" for name in ("helpers.cpp", "packing.cpp", "buckets.cpp", "lengths.h"))
 FOUND = 99
 """Exit status of a process that a sanitizer ended."""
 COMPILER = os.environ.get("CXX", "g++")
@@ -42,18 +43,21 @@ def runtime(library: str) -> str:
     return path
 
 
-def build(source: str, folder: Path) -> Path:
-    """helpers.cpp with this text, as an extension in `folder`."""
+def build(folder: Path, changed: dict[str, str] | None = None) -> Path:
+    """The extension in `folder`, with `changed` text for some of its sources."""
     torch = find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
     headers = [sysconfig.get_paths()["include"], os.path.join(os.path.dirname(torch.origin), "include")]
-    (folder / "helpers.cpp").write_text(source)
+    texts = {source: (ROOT / source).read_text() for source in SOURCES} | (changed or {})
+    for source, text in texts.items():
+        (folder / Path(source).name).write_text(text)
     out = folder / "helpers.so"
     command = f"{COMPILER} -shared -fPIC -std=c++17 -O1 -g -ffp-contract=off"
     command += " -fsanitize=address,undefined -fno-sanitize-recover=all"
     command += "".join(f" -isystem {header}" for header in headers)  # torch brings pybind11's headers along
-    subprocess.run([*command.split(), str(folder / "helpers.cpp"), "-o", str(out)], check=True, timeout=300)
+    sources = [str(folder / Path(source).name) for source in SOURCES if source.endswith(".cpp")]
+    subprocess.run([*command.split(), *sources, "-o", str(out)], check=True, timeout=300)
     return out
 
 
@@ -68,7 +72,7 @@ def run_tests(extension: Path, *arguments: str) -> subprocess.CompletedProcess[s
         "PYTHONPATH": str(ROOT),
         "HYPOTHESIS_STORAGE_DIRECTORY": str(extension.parent),
     }
-    options = ["-q", "--noconftest", "-p", "no:cacheprovider", "tests/data/test_helpers.py", *arguments]
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(
         [sys.executable, "-c", CHILD, str(extension), *options],
         cwd=ROOT,
@@ -82,7 +86,7 @@ def run_tests(extension: Path, *arguments: str) -> subprocess.CompletedProcess[s
 @pytest.mark.slow
 def test_helpers_are_free_of_undefined_behaviour(tmp_path: Path) -> None:
     runtime("libasan.so")
-    run = run_tests(build((ROOT / "megatron/data/helpers.cpp").read_text(), tmp_path))
+    run = run_tests(build(tmp_path), "tests/data/test_helpers.py", "tests/data/test_packing.py")
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     assert " passed" in run.stdout
 
@@ -93,8 +97,9 @@ def test_helpers_are_free_of_undefined_behaviour(tmp_path: Path) -> None:
 )
 def test_a_missing_check_would_be_seen(tmp_path: Path, check: str) -> None:
     runtime("libasan.so")
-    source = (ROOT / "megatron/data/helpers.cpp").read_text()
+    source = (ROOT / SOURCES[0]).read_text()
     assert source.count(check) == 1
-    run = run_tests(build(source.replace(check, "false"), tmp_path), "-s", "-k", "believes_no_array")
+    extension = build(tmp_path, {SOURCES[0]: source.replace(check, "false")})
+    run = run_tests(extension, "-s", "-k", "believes_no_array", "tests/data/test_helpers.py")
     assert run.returncode == FOUND, run.stdout[-4000:]
     assert "AddressSanitizer: heap-buffer-overflow" in run.stderr or "AddressSanitizer: SEGV" in run.stderr

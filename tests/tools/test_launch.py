@@ -245,19 +245,6 @@ def test_too_few_accelerators_are_refused(dataset: str, monkeypatch: pytest.Monk
     assert "8 cuda devices are needed, but this machine shows 2" in "".join(faults(request))
 
 
-def test_the_device_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"hpu": 0, "cuda": 0}
-    monkeypatch.setattr(preflight, "count_devices", counts.__getitem__)
-    monkeypatch.setattr(preflight, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: object())
-    assert preflight.detect_device() == "cpu"
-    counts["cuda"] = 1
-    assert preflight.detect_device() == "cuda"
-    counts["hpu"] = 8
-    assert preflight.detect_device() == "hpu"
-    assert preflight.detect_device(allow_hpu=False) == "cuda"
-
-
 def test_other_machines_find_their_device_themselves(tmp_path: Path) -> None:
     hostsfile = hosts_of(tmp_path, "w0 slots=8", "w1 slots=8")
     request = tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True, data_parallel_size=16)
