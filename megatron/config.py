@@ -345,8 +345,9 @@ class CheckpointConfig:
     verify_checkpoint: bool = False
     """Before saving, compare bit by bit what several ranks hold copies of."""
     load: str | None = None
-    """Folder to start from, until the run has saved itself. A missing or empty folder starts a new run; anything else
-    that holds no checkpoint is an error."""
+    """Folder to start from, until the run has saved itself: of a run's checkpoints, or of a Hugging Face model, whose
+    weights alone are taken. A missing or empty folder starts a new run; anything else that holds no checkpoint is an
+    error."""
     ckpt_step: NonNegative | None = None
     """Iteration of the checkpoint to load. Unset: the newest."""
     load_fallback: bool = True

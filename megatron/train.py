@@ -123,13 +123,15 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         if checkpoint is not None:
             watchdog.phase("restoring")
             restored = together(ctx, lambda: restore(engine, checkpoint, progress, start))
-            announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
+            announce(ctx, f"{restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
             memory.take("after_restore", progress.iteration)
         stop.leave_if_asked()
         watchdog.open()
         # opened late: nothing is written before the data and what is resumed were found good
         beat = partial(watchdog.beat_of, "save")
-        saving = Checkpoints(config, ctx, beat) if config.checkpoint.save is not None else contextlib.nullcontext()
+        source = None if checkpoint is None else checkpoint.metadata.get("source")
+        saves = config.checkpoint.save is not None
+        saving = Checkpoints(config, ctx, beat, source) if saves else contextlib.nullcontext()
         with (
             saving as checkpoints,
             together(ctx, lambda: open_log(config, ctx, progress, schedule, task, datasets[0])) as log,

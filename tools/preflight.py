@@ -459,7 +459,8 @@ def _check_load(config: Config) -> Iterator[str]:
         return
     # a run that was killed before its first checkpoint leaves its hidden lock
     shown = any(not path.name.startswith(".") for path in folder.iterdir())
-    if shown and not any(folder.glob("latest*")) and not any(folder.glob("*/checkpoint.json")):
+    found = (pattern for pattern in ("latest*", "*/checkpoint.json", "config.json") if any(folder.glob(pattern)))
+    if shown and not any(found):
         yield f"load={load} holds no checkpoint, yet is not empty; give another, or empty it"
 
 

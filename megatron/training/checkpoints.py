@@ -10,12 +10,13 @@ import functools
 import logging
 import platform
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata as packages
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
+from megatron.checkpoint.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.store import Checkpoint, CheckpointError, holds_checkpoints, newest_checkpoint
 from megatron.config import CheckpointConfig, Config
@@ -41,7 +42,7 @@ RANK_TIMEOUT_S = 1800.0
 # Resuming
 
 
-Resumable = Union[Checkpoint, "ForeignCheckpoint"]
+Resumable = Union[Checkpoint, "ForeignCheckpoint", HuggingFaceStart]
 
 
 HOW_IT_STARTS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
@@ -73,6 +74,8 @@ def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> Checkpo
 def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
     """The checkpoint to go on from, every byte of it checked, or None where a run starts anew. Collective.
 
+    A Hugging Face folder is recognised; its files have no checksums.
+
     Rank 0 chooses; all ranks share the checking. With load_fallback, a damaged one is passed over for the newest that
     is whole, and a warning says so. Raises CheckpointError.
     """
@@ -84,6 +87,9 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
         opened = together(ctx, lambda: _opened_universal(folder, config, ctx))
         check_same_start(ctx, folder, opened.folder)
         return opened
+    if ctx.broadcast_object(together(ctx, lambda: ctx.rank == 0 and is_huggingface(folder))):
+        check_same_start(ctx, folder, folder)
+        return together(ctx, lambda: _opened_huggingface(folder, config))
     damaged: list[str] = []
     tag = None if options.ckpt_step is None else f"{TAG}{options.ckpt_step}"
     while True:
@@ -128,13 +134,27 @@ def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> For
     return checkpoint
 
 
+def _opened_huggingface(folder: Path, config: Config) -> HuggingFaceStart:
+    """Raises CheckpointError, also for options that say of an optimizer or a progress what becomes of it."""
+    options = config.checkpoint
+    # finetune says what happens anyway
+    given = [name for name in HOW_IT_STARTS[1:] if name != "finetune" and getattr(options, name) != _DEFAULTS[name]]
+    if given:
+        said = ", ".join(f"{name}={getattr(options, name)}" for name in given)
+        raise CheckpointError(
+            f"load={folder} is a Hugging Face folder, of which a run takes the weights and starts at iteration 0: "
+            f"{said} would do nothing; leave {'it' if len(given) == 1 else 'them'} out"
+        )
+    return HuggingFaceStart(folder, config)
+
+
 def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:
-    """How far the run had come, and what it knew of its data; a fresh start with `finetune`.
+    """How far the run had come, and what it knew of its data; a fresh start with `finetune`, or from Hugging Face.
 
     Raises CheckpointError if the metadata is damaged.
     """
     content = checkpoint.metadata
-    if options.finetune:
+    if options.finetune or isinstance(checkpoint, HuggingFaceStart):
         return Progress(), None
     try:
         progress = Progress.from_saved(content["progress"])
@@ -163,7 +183,8 @@ def restore(engine: Engine, checkpoint: Resumable, progress: Progress, options: 
         engine.dropout_seed = seed
     _count_from(engine, progress)
     what = ["weights", *(["optimizer"] if saved is not None else []), *(["random streams"] if with_rng else [])]
-    return f"{checkpoint.folder}: {', '.join(what)}"
+    verb = "started from" if isinstance(checkpoint, HuggingFaceStart) else "resumed"
+    return f"{verb} {checkpoint.folder}: {', '.join(what)}"
 
 
 def _count_from(engine: Engine, progress: Progress) -> None:
@@ -231,11 +252,19 @@ class Checkpoints:
     A context manager: the folder is locked against other runs inside.
     """
 
-    def __init__(self, config: Config, ctx: ParallelContext, beat: Callable[[], None] = lambda: None):
-        """`beat` is called, also by a thread, whenever a save under way has made progress."""
+    def __init__(
+        self,
+        config: Config,
+        ctx: ParallelContext,
+        beat: Callable[[], None] = lambda: None,
+        source: Mapping[str, Any] | None = None,
+    ):
+        """`beat` is called, also by a thread, whenever a save under way has made progress. `source`: what Hugging Face
+        said of the model, where it came from there, however long ago.
+        """
         options = config.checkpoint
         assert options.save is not None
-        self._ctx = ctx
+        self._ctx, self._source = ctx, source
         self._last_error: CheckpointError | None = None
         # equal on all ranks, and no other run's
         self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
@@ -288,6 +317,7 @@ class Checkpoints:
             "versions": _versions(),
             "optimizer": state.scalars(engine) if with_optimizer else None,
             "rng": {"seed": engine.dropout_seed},
+            "source": self._source,
         }
         self._count += 1
         self._saver.save(
