@@ -580,6 +580,13 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "ckpt_step=20 chooses among our own checkpoints",
         "give the folder of that iteration as load",
     ),
+    "exports alone": ("--save-hf models", 1, "save_hf=models is made of the checkpoints in save", "give a folder"),
+    "exports among checkpoints": (
+        "--save runs --save-hf ./runs/",
+        1,
+        "save_hf=./runs/ is the folder of save",
+        "its own",
+    ),
     "save alone": ("--keep-last 3", 1, "keep_last=3 has no effect without save", "give the folder to save in"),
     "profile steps": (
         "--profile --results-dir out --profile-steps 4 3",
@@ -653,6 +660,8 @@ IDLE: dict[str, tuple[str, str]] = {
     "--save-interval-in-mins 5": ("save", "--save runs"),
     "--no-async-save": ("save", "--save runs"),
     "--keep-last 3": ("save", "--save runs"),
+    "--save-samples 100": ("save", "--save runs"),
+    "--save-hf-last-only": ("save_hf", "--save runs --save-hf models"),
     "--no-save-optim": ("save", "--save runs"),
     "--verify-checkpoint": ("save", "--save runs"),
     "--save-retain-interval 500": ("keep_last", "--save runs --keep-last 3"),
