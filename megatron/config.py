@@ -336,8 +336,19 @@ class CheckpointConfig:
     """Minutes between two checkpoints, beside save_interval."""
     async_save: bool = True
     """Write in the background: training waits only until its state is copied, which takes as much host memory."""
+    save_samples: Positive | None = None
+    """Save with the first step that reaches or passes each multiple of so many samples, beside save_interval; and
+    export, where save_hf is given."""
+    save_at_epoch: bool = False
+    """sft: save at the end of each epoch; and export, where save_hf is given."""
+    save_hf: str | None = None
+    """Folder of Hugging Face models, made of the checkpoints of save_samples, of save_at_epoch and of the end of the run:
+    `samples_<consumed samples>`, with the files of tokenizer_model, or of the Hugging Face model in load. Unset: none
+    are made."""
+    save_hf_last_only: bool = False
+    """Export to one folder, `last_epoch`, which replaces the one before."""
     keep_last: Positive | None = None
-    """Remove all but so many newest checkpoints. Unset: keep all."""
+    """Remove all but so many newest checkpoints, and as many exports. Unset: keep all."""
     save_retain_interval: Positive | None = None
     """Iterations whose multiples keep_last never removes."""
     no_save_optim: bool = False

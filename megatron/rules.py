@@ -6,12 +6,21 @@ Each `_check` yields a message for every rule that is broken: the values, the ru
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 
 from megatron.config import Config, batch_sizes, options, parse_data_path, parse_split
 
 # options that do nothing without another one
-SAVING = ("save_interval_in_mins", "async_save", "keep_last", "no_save_optim", "verify_checkpoint")
+SAVING = (
+    "save_interval_in_mins",
+    "save_samples",
+    "save_at_epoch",
+    "async_save",
+    "keep_last",
+    "no_save_optim",
+    "verify_checkpoint",
+)
 LOADING = (
     "ckpt_step",
     "load_fallback",
@@ -356,6 +365,14 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
             f"ckpt_step={checkpoint.ckpt_step} chooses among our own checkpoints, but universal_checkpoint is on; give "
             "the folder of that iteration as load instead"
         )
+    save, exports = checkpoint.save, checkpoint.save_hf
+    if exports is not None and save is None:
+        yield (
+            f"save_hf={exports} is made of the checkpoints in save, which is not given; give a folder, with "
+            "no_save_optim and keep_last=1 where they are wanted for nothing else"
+        )
+    if exports is not None and save is not None and os.path.normpath(exports) == os.path.normpath(save):
+        yield f"save_hf={exports} is the folder of save; give one of its own, such as a folder in it"
 
 
 def _check_logging(config: Config, world_size: int) -> Iterator[str]:
@@ -414,6 +431,7 @@ def _check_idle(config: Config) -> Iterator[str]:
     tokenizer = config.data.tokenizer_type
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
+        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only",)),
         (checkpoint.keep_last, "keep_last", "say how many to keep", ("save_retain_interval",)),
         (checkpoint.load, "load", "give the folder to resume from", LOADING),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
@@ -427,8 +445,8 @@ def _check_idle(config: Config) -> Iterator[str]:
             "choose that",
             ("vocab_file", "merge_file"),
         ),
-        (tokenizer, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
         (config.training.task == "sft", "task=sft", "choose that", SFT),
+        (config.training.task == "sft" or not checkpoint.save, "task=sft", "choose that", ("save_at_epoch",)),
         (config.training.task != "sft" or config.sft.packing == "step", "packing=step", "choose that", SFT[2:3]),
         (config.training.task != "sft" or config.varies_shapes, "packing=step or none", "choose one", SFT[3:]),
         (
@@ -443,6 +461,8 @@ def _check_idle(config: Config) -> Iterator[str]:
             "choose that",
             ("buckets_per_octave",),
         ),
+        # an export takes its files along, of whichever kind
+        (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
         (config.logging.profile, "profile", "turn it on", PROFILING),
         (config.logging.wandb_project, "wandb_project", "give one", WANDB),
     ]

@@ -49,6 +49,10 @@ class Schedule:
         """Whether too few samples are left for one more step."""
         return consumed_samples + self.global_batch_size(consumed_samples) > self.total_samples
 
+    def ends_epoch(self, consumed_samples: int) -> bool:
+        """Whether the step before this was the last of an epoch."""
+        return self.samples_per_epoch is not None and consumed_samples % self.samples_per_epoch == 0
+
     @property
     def total_iterations(self) -> int:
         """Steps in the whole training: train_iters, or as many as num_epochs or train_samples make."""

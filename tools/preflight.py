@@ -427,6 +427,7 @@ def _check_outputs(config: Config) -> Iterator[str]:
         "results_dir": config.logging.results_dir,
         "tensorboard_dir": config.logging.tensorboard_dir,
         "save": config.checkpoint.save,
+        "save_hf": config.checkpoint.save_hf,
     }
     cache = config.data.data_cache_path
     if cache is not None and not Path(cache).is_dir():  # one that is there may hold all that is needed

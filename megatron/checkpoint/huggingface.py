@@ -331,7 +331,8 @@ def tokenizer_files(folder: Path) -> list[str]:
     return [name for name in TOKENIZER_FILES if os.path.lexists(folder / name)]
 
 
-def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
+def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
+    """The names of its files. Raises CheckpointError if one is no file, or the tokenizer has ids beyond the model's."""
     names = tokenizer_files(tokenizer)
     for name in names:
         own_file(tokenizer, name)
@@ -343,6 +344,11 @@ def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]
                 f"{tokenizer / 'tokenizer.json'} has ids up to {largest}, but the model's vocab_size is {vocab_size}: "
                 "the tokenizer of another model; give its own"
             )
+    return names
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
+    names = check_tokenizer(tokenizer, vocab_size)
     for name in names:
         shutil.copyfile(tokenizer / name, folder / name)
     return names

@@ -120,6 +120,8 @@ class Loop:
         config, progress, stop = self.engine.config, self.progress, self.stop
         if self.checkpoints is not None:
             self.checkpoints.reserve(self.engine)
+            self.watchdog.phase("save", progress.iteration)
+            self.checkpoints.export_what_is_due(progress, self.log.message, self.watchdog.beat)
         if progress.iteration == 0:
             # where the run starts from; and a validation that cannot work fails now, not after hours
             self._evaluate("valid")
@@ -127,6 +129,7 @@ class Loop:
         profile = Profile(config.logging, rank=self.engine.ctx.rank, iteration=progress.iteration)
         with self._batches, profile:
             while stop.reason is None and not self._is_complete():
+                consumed_before = progress.consumed_samples
                 if self._step():
                     continue  # from where the run was rolled back to
                 profile.step(progress.iteration)
@@ -138,7 +141,7 @@ class Loop:
                 paused_s = time.perf_counter()
                 if progress.iteration % config.data.eval_interval == 0:
                     self._evaluate("valid")
-                self._save_where_due()
+                self._save_where_due(consumed_before)
                 self._interval.pause(time.perf_counter() - paused_s)
                 if not self._is_complete():
                     stop.count(progress)
@@ -220,29 +223,47 @@ class Loop:
         timers = engine.timers.read(interval.steps, engine.ctx)
         self.log.log_timers(progress.iteration, progress.consumed_samples, timers)
 
-    def _save_where_due(self) -> None:
-        """Begin a save where it is time for one, and tell what became of earlier ones."""
+    def _save_where_due(self, consumed_before: int) -> None:
+        """Begin a save where it is time for one, and tell what became of earlier ones.
+
+        `consumed_before`: samples before this step.
+        """
         if self.checkpoints is None:
             return
         self.watchdog.phase("save", self.progress.iteration)
-        is_time = self._timer.is_due()
-        if is_time or self.progress.iteration % self.engine.config.checkpoint.save_interval == 0:
-            self._save()
+        is_time, is_export = self._timer.is_due(), self._is_export_due(consumed_before)
+        if is_time or is_export or self.progress.iteration % self.engine.config.checkpoint.save_interval == 0:
+            self._save(and_export=is_export)
             self._timer.restart()
             # a save may take minutes: no further step, and no second save, after a signal
             self.stop.ask(self.progress)
         for line in self.checkpoints.report():
             self.log.message(line)
 
-    def _save(self) -> None:
+    def _is_export_due(self, consumed_before: int) -> bool:
+        """Whether the last step reached or passed a multiple of save_samples, or ended an epoch."""
+        options, consumed = self.engine.config.checkpoint, self.progress.consumed_samples
+        every = options.save_samples
+        passed = every is not None and consumed // every > consumed_before // every
+        return passed or (options.save_at_epoch and self.schedule.ends_epoch(consumed))
+
+    def _save(self, *, and_export: bool) -> None:
         assert self.checkpoints is not None
         self._guard.before_save()
         with self.engine.timers.on_host("save-checkpoint"):
-            self.checkpoints.save(self.engine, self.progress, self.datasets[0].fingerprint)
+            fingerprint = self.datasets[0].fingerprint
+            self.checkpoints.save(self.engine, self.progress, fingerprint, to_export=and_export)
         self._saved_at = self.progress.iteration
+        if and_export:
+            self._export()
+
+    def _export(self) -> None:
+        """In the phase of the save, which it waits for first."""
+        assert self.checkpoints is not None
+        self.checkpoints.export(self.progress, self.log.message, self.watchdog.beat)
 
     def _end(self) -> None:
-        """Say why, save what is not saved, and evaluate a run that is complete."""
+        """Say why, save and export what is not yet, and evaluate a run that is complete."""
         progress = self.progress
         if self.stop.reason is not None:
             self.log.message(self.stop.reason)
@@ -252,13 +273,17 @@ class Loop:
             )
         if self.checkpoints is not None:
             self.watchdog.phase("save", progress.iteration)
-            if self._saved_at != progress.iteration:
-                self._save()
+            if self._saved_at != progress.iteration or not self.checkpoints.can_export(progress):
+                self._save(and_export=True)
+            else:
+                self._export()
             self.checkpoints.finish(self.log.message)
         if self.stop.reason is None:
             if progress.iteration % self.engine.config.data.eval_interval:
                 self._evaluate("valid")
             self._evaluate("test")
+        if self.checkpoints is not None:
+            self.checkpoints.finish_exports()
 
     def _evaluate(self, split: Literal["valid", "test"]) -> None:
         """Loss over the first eval_iters global batches of the split: the same samples each time. Nothing once `stop`
@@ -294,7 +319,14 @@ def evaluate(
     before one of the batches.
     """
     training, ctx = engine.config.training, engine.ctx
-    plan = task.plan(dataset, lambda _: training.global_batch_size, ctx.data_rank, ctx.data_size)
+    per_epoch = task.samples_per_epoch(dataset)
+
+    def size_at(consumed_samples: int) -> int:
+        """0 where all there is was seen once."""
+        size = training.global_batch_size
+        return size if per_epoch is None else min(size, per_epoch - consumed_samples)
+
+    plan = task.plan(dataset, size_at, ctx.data_rank, ctx.data_size)
     total, tokens, consumed_samples = 0.0, 0.0, 0
     for _ in range(num_batches):
         if stops():
