@@ -342,9 +342,9 @@ class CheckpointConfig:
     save_at_epoch: bool = False
     """sft: save at the end of each epoch; and export, where save_hf is given."""
     save_hf: str | None = None
-    """Folder of Hugging Face models, made of the checkpoints of save_samples, of save_at_epoch and of the end of the run:
-    `samples_<consumed samples>`, with the files of tokenizer_model, or of the Hugging Face model in load. Unset: none
-    are made."""
+    """Folder of Hugging Face models, made of the checkpoints of save_samples, of save_at_epoch and of the end of the
+    run: `samples_<consumed samples>`, with the files of tokenizer_model, or of the Hugging Face model in load. Unset:
+    none are made."""
     save_hf_last_only: bool = False
     """Export to one folder, `last_epoch`, which replaces the one before."""
     keep_last: Positive | None = None
