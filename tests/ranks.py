@@ -1,12 +1,13 @@
 """Pools of gloo ranks that live as long as the test session: importing torch and deepspeed costs seconds a process.
 
 `ranks(4)(function, *arguments)` runs an importable function on 4 ranks of one world and returns their results in
-order of rank. A rank that raises fails the test with its traceback; its pool, whose other ranks may hang in a
-collective, is killed and started anew for the next test.
+order of rank. A rank that raises fails the test with its traceback. Where the other ranks then hang in a collective,
+the pool is killed, and started anew for the next test.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -88,17 +89,27 @@ def _serve(pipe: Connection, rank: int, world_size: int) -> None:
     caches = _settle()
     while True:
         try:
-            port, function, arguments, options = pipe.recv()
+            task = pipe.recv()
         except EOFError:
             return
-        os.environ["MASTER_PORT"] = str(port)
         try:
+            if task is None:
+                _clean_up(caches)
+                pipe.send((True, None))
+                continue
+            port, function, arguments, options = task
+            os.environ["MASTER_PORT"] = str(port)
             result = function(*arguments, **options)
-            _let_engines_go(caches)
-            _leave_world()
+            _clean_up(caches)
             pipe.send((True, result))
         except BaseException:  # whatever it is, the test must see it
             pipe.send((False, traceback.format_exc()))
+
+
+def _clean_up(caches: list[Any]) -> None:
+    """Collective: the pool asks for it after a failure, once all ranks have answered."""
+    _let_engines_go(caches)
+    _leave_world()
 
 
 def _leave_world() -> None:
@@ -128,31 +139,48 @@ class RankPool:
         """function(*arguments, **options) on every rank -> results in order of rank. Raises RankFailure."""
         if not self._processes:
             self._start()
-        port = free_port()
+        answers = self._ask((free_port(), function, arguments, options), timeout_s)
+        failed = [rank for rank, (succeeded, _) in answers.items() if not succeeded]
+        if failed:
+            self._recover(answers)
+            # the first to fail: others may have met its absence
+            raise RankFailure(f"rank {failed[0]} of {self.world_size}:\n{answers[failed[0]][1]}")
+        return [answers[rank][1] for rank in range(self.world_size)]
+
+    def _ask(self, task: Any, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+        """What ranks answered, in that order: all of them unless one failed. Raises RankFailure if one is silent."""
         for pipe in self._pipes:
-            pipe.send((port, function, arguments, options))
-        results: dict[int, Any] = {}
+            pipe.send(task)
+        answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout_s
-        while len(results) < self.world_size:
-            pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+        while len(answers) < self.world_size:
+            pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
             ready: list[Any] = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and not all(succeeded for succeeded, _ in answers.values()):
+                break
             if not ready:
                 self.stop()
                 raise RankFailure(
-                    f"ranks {sorted(set(range(self.world_size)) - set(results))} gave no answer in {timeout_s} s"
+                    f"ranks {sorted(set(range(self.world_size)) - set(answers))} gave no answer in {timeout_s} s"
                 )
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
-                    succeeded, value = pipe.recv()
+                    answers[rank] = pipe.recv()
                 except EOFError:
                     self.stop()
                     raise RankFailure(f"rank {rank} died") from None
-                if not succeeded:
-                    self.stop()
-                    raise RankFailure(f"rank {rank} of {self.world_size}:\n{value}")
-                results[rank] = value
-        return [results[rank] for rank in range(self.world_size)]
+                if not answers[rank][0]:  # the others answer soon, or hang
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _recover(self, answers: dict[int, tuple[bool, Any]]) -> None:
+        """Keep the pool for the next test, where every rank is free again."""
+        if len(answers) == self.world_size:
+            with contextlib.suppress(RankFailure):
+                if all(succeeded for succeeded, _ in self._ask(None, GRACE_S).values()):
+                    return
+        self.stop()
 
     def _start(self) -> None:
         for rank in range(self.world_size):
