@@ -110,9 +110,7 @@ class TurnFinder:
         before, after = filled.split(_filler(i))
         if not (text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)):
             return None
-        start, end = len(before), len(text) - len(after)
-        inner = text[start:end]
-        return _Place(start + len(inner) - len(inner.lstrip()), start + len(inner.rstrip()), by_filler=True)
+        return _Place(len(before), len(text) - len(after), by_filler=True)
 
     def _try_marked(self, messages: Sequence[Message], numbers: Sequence[int], **options: bool) -> str | None:
         return self._try_render(_marked(messages, numbers), **options)
