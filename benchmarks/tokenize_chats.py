@@ -3,11 +3,12 @@
     MEGATRON_TEST_DATA=... python benchmarks/tokenize_chats.py --peer-python peer/bin/python
         [--repeat 8] [--rounds 3] [--workers 2]
 
-The chats are sft_messages.jsonl of MEGATRON_TEST_DATA as it is (1,298 conversations, 1.5 MB), and again with all of it
+The chats are sft_messages.jsonl of MEGATRON_TEST_DATA as it is (1,298 conversations, 1.6 MB), and again with all of it
 `--repeat` times. The tokenizer is GPT-2's with the two markers of the ChatML template, the same folder for both sides,
 and so is the template. Both are timed as commands, from start to exit, in turn, with as many processes: theirs is
-`python -m instructlab.training.data_process`, which shows samples too. The steady state is what each further conversation
-takes: the long file's time without the short one's. Processor time is that of the command and all its children.
+`python -m instructlab.training.data_process`, which shows samples too. The steady state is what each further
+conversation takes: the long file's time without the short one's. Processor time is that of the command and all its
+children.
 
 The ids and the masks must be equal, conversation by conversation. Exit status 1 if they are not, or if a ratio of the
 long file is below 10.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def encode(encoder: ChatEncoder, *chats: Chat) -> list[list[Sample] | BadRow]:
     return encoder.encode(chats, ChatCounts())
 
 
-def sample_of(encoder: ChatEncoder, messages: list[Message], unmask: bool = False) -> Sample:
+def sample_of(encoder: ChatEncoder, messages: Sequence[Mapping[str, Any]], unmask: bool = False) -> Sample:
     (result,) = encode(encoder, Chat(list(messages), unmask))
     assert isinstance(result, list), result
     (sample,) = result
@@ -253,10 +254,11 @@ def test_texts_with_private_characters_are_located_too(small: ChatTokenizer) -> 
 
 def test_turns_of_tool_calls_are_trained_and_results_are_not(small: ChatTokenizer) -> None:
     template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}CALL {{ c | tojson }}"
-        "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}CALL {{ c | tojson }}{% endfor %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    messages = [
+    messages: list[Message] = [
         QUESTION,
         {"role": "assistant", "content": None, "tool_calls": [{"name": "count"}]},
         {"role": "tool", "content": "3"},
@@ -304,7 +306,9 @@ BARE = (
 
 def test_eos_ends_a_last_turn_that_nothing_ends_and_is_trained(small: ChatTokenizer) -> None:
     encoder, counts = encoder_of(BARE, small), ChatCounts()
-    ((sample,),) = encoder.encode([Chat(turn("a", "b", "c", "d"))], counts)  # type: ignore[misc]
+    (result,) = encoder.encode([Chat(turn("a", "b", "c", "d"))], counts)
+    assert isinstance(result, list)
+    (sample,) = result
     assert trained_text(encoder, sample) == "b|d\n</s>"
     assert sample.ids[-1] == small.eos_id
     assert counts.num_appended_eos == 1

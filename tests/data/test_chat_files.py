@@ -16,6 +16,7 @@ from megatron.data.chat_files import ChatTotals, preprocess_chats
 from megatron.data.chat_job import ChatJob
 from megatron.data.chat_template import find_template
 from megatron.data.chat_tokenizer import ChatTokenizer, load_tokenizer
+from megatron.data.documents import find_sources, read_blocks
 from megatron.data.indexed import DataError, IndexedDataset, read_checksums
 from tests.data.test_chat import bytes_json, turn
 
@@ -100,7 +101,8 @@ def test_chats_become_tokens_and_a_mask_of_the_same_lengths(tmp_path: Path, toke
     assert totals.length_percentiles[100] == max(len(ids) for ids, _ in found)
     assert IndexedDataset(job.output_prefix).dtype == np.uint16
     assert IndexedDataset(job.output_prefix + "_loss_mask").dtype == np.uint8
-    assert names(tmp_path / "out") == [f"chats{kind}.{end}" for kind in ("", "_loss_mask") for end in ("bin", "idx", "sha256")]  # fmt: skip
+    endings = ("bin", "idx", "sha256")
+    assert names(tmp_path / "out") == [f"chats{kind}.{end}" for kind in ("", "_loss_mask") for end in endings]
 
 
 def test_the_notes_tell_the_tokenizer_the_template_and_the_rules(tmp_path: Path, tokenizer: Path) -> None:
@@ -135,7 +137,7 @@ def test_processes_give_what_one_gives(tmp_path: Path, tokenizer: Path, monkeypa
     monkeypatch.setattr(chat_files, "BLOCK_BYTES", 1 << 12)
     rows = [chat(f"question {i} " + "x" * (i % 50), f"answer {i}") for i in range(400)]
     rows[7] = {"messages": []}
-    started = []
+    started: list[None] = []
     start = chat_worker._Worker.__init__
     monkeypatch.setattr(chat_worker._Worker, "__init__", lambda self, job: started.append(start(self, job)))
     source = rows_of(tmp_path / "in.jsonl", *rows)
@@ -159,6 +161,19 @@ def test_a_bad_row_stops_all_processes_and_leaves_nothing(
     with pytest.raises(DataError, match=r"in.jsonl:251: 'messages' is empty"):
         preprocess_chats(job)
     assert names(tmp_path / "out") == []
+
+
+def test_a_killed_process_is_an_error_that_says_where(tmp_path: Path, tokenizer: Path) -> None:
+    source = rows_of(tmp_path / "in.jsonl", chat("a", "b"))
+    (block,) = read_blocks(find_sources([str(source)]), ())
+    worker = chat_worker._Worker(job_of(source, tokenizer))
+    try:
+        assert worker.encode(block).lengths.tolist() == [23]
+        worker._process.kill()
+        with pytest.raises(DataError, match=r"a worker died with status -9 at .*in.jsonl:1; .*fewer --workers"):
+            worker.encode(block)
+    finally:
+        worker.stop()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,7 +220,7 @@ def test_a_failing_template_is_named_with_the_row(tmp_path: Path, tokenizer: Pat
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_a_file_without_conversations_is_an_error(content: str, tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in.jsonl").write_text(content)
-    with pytest.raises(DataError, match="no conversation in .*in.jsonl.*give a file with a JSON object a line"):
+    with pytest.raises(DataError, match=r"no conversation in .*in.jsonl.*give a file with a JSON object a line"):
         preprocess_chats(job_of(tmp_path / "in.jsonl", tokenizer))
 
 
@@ -265,7 +280,7 @@ def test_an_older_dataset_stays_when_the_new_one_fails_and_goes_when_it_succeeds
 
 def test_a_template_is_found_beside_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     source = rows_of(tmp_path / "in.jsonl", chat("a", "b"))
-    with pytest.raises(DataError, match="has no chat template.*--chat-template.*chatml"):
+    with pytest.raises(DataError, match=r"has no chat template.*--chat-template.*chatml"):
         preprocess_chats(job_of(source, tokenizer, chat_template=None))
     written = {"eos_token": "</s>", "chat_template": [{"name": "tools", "template": "x"}]}
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(written))
@@ -364,7 +379,7 @@ def test_tokenizers_of_other_libraries_are_refused_with_the_remedy(tmp_path: Pat
         with pytest.raises(DataError, match=said + ".*AutoTokenizer"):
             load_tokenizer(str(path))
     source = rows_of(tmp_path / "in.jsonl", chat("a", "b"))
-    with pytest.raises(DataError, match="does not exist; give a tokenizer.json"):
+    with pytest.raises(DataError, match=r"does not exist; give a tokenizer.json"):
         preprocess_chats(job_of(source, tmp_path / "nothing"))
 
 
