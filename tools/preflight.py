@@ -415,7 +415,7 @@ def _check_deepspeed(config: Config, world_size: int) -> Sequence[str]:
         return []
     model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     try:
-        deepspeed_config(config, world_size // model_ranks, config.training.global_batch_size)
+        deepspeed_config(config, world_size // model_ranks)
     except ConfigError as error:
         return error.faults
     return []
