@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Union
 
 from megatron.checkpoint.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.checkpoint.saver import Saver
-from megatron.checkpoint.store import Checkpoint, CheckpointError, holds_checkpoints, newest_checkpoint
+from megatron.checkpoint.store import MANIFEST, Checkpoint, CheckpointError, holds_checkpoints, newest_checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.parallel.context import ParallelContext
 from megatron.training import state
 from megatron.training.engine import Engine
+from megatron.training.exports import Exports, is_due
 from megatron.training.faults import together
 from megatron.training.progress import Progress, SavedData
 from megatron.training.replicas import Replicas
@@ -265,10 +266,12 @@ class Checkpoints:
         options = config.checkpoint
         assert options.save is not None
         self._ctx, self._source = ctx, source
+        self._exports: Exports | None = None
         self._last_error: CheckpointError | None = None
         # equal on all ranks, and no other run's
         self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
         self._count = 0
+        self._saved_tag: str | None = None
         self._saver = together(
             ctx,
             lambda: Saver(
@@ -284,6 +287,8 @@ class Checkpoints:
         )
         try:
             check_shared(ctx, self._saver.folder, self._token)
+            if options.save_hf is not None:
+                self._exports = together(ctx, lambda: Exports(config, ctx.rank))
         except BaseException:
             self._saver.close()
             raise
@@ -294,16 +299,19 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is under way, and let other processes save into the folder."""
+        """Wait for what is under way, and let other processes save into the folders."""
         self._saver.close()
+        if self._exports is not None:
+            self._exports.close()
 
     def reserve(self, engine: Engine) -> None:
         """Get the host memory of an asynchronous save now, when its lack is noticed at once."""
         self._saver.reserve(state.fragments(engine, with_optimizer=not engine.config.checkpoint.no_save_optim))
 
-    def save(self, engine: Engine, progress: Progress, fingerprint: str) -> None:
+    def save(self, engine: Engine, progress: Progress, fingerprint: str, *, to_export: bool = False) -> None:
         """Begin a save, or carry it out. Every rank calls it. What fails is told by `report`, and by `finish`.
 
+        `to_export`: `export` comes next. Noted in the checkpoint, for the run that resumes if this one is killed.
         Raises GaveUp if verify_checkpoint finds copies that differ.
         """
         if engine.config.checkpoint.verify_checkpoint:
@@ -318,10 +326,12 @@ class Checkpoints:
             "optimizer": state.scalars(engine) if with_optimizer else None,
             "rng": {"seed": engine.dropout_seed},
             "source": self._source,
+            "export": to_export and self._exports is not None,
         }
         self._count += 1
+        self._saved_tag = f"{TAG}{progress.iteration}"
         self._saver.save(
-            f"{TAG}{progress.iteration}",
+            self._saved_tag,
             f"{self._token}{self._count:06d}",
             state.fragments(engine, with_optimizer=with_optimizer),
             content,
@@ -340,6 +350,44 @@ class Checkpoints:
             again = f", at the second try: {outcome.retried}" if outcome.retried else ""
             lines.append(f"saved {self._saver.folder / outcome.tag} in {outcome.seconds:.1f} s{again}")
         return lines
+
+    def can_export(self, progress: Progress) -> bool:
+        """Whether the run as it is now has a checkpoint in its own folder; true where none is needed. Collective."""
+        if self._exports is None or progress.iteration == 0:
+            return True
+        return bool(self._ctx.broadcast_object((self._folder_of(progress) / MANIFEST).is_file()))
+
+    def export(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:
+        """Make a Hugging Face folder of the checkpoint just saved, where `save_hf` asks for them. Collective.
+
+        Waits for the save under way, and calls `beat` meanwhile. What fails is said, and raised by `finish_exports`.
+        """
+        if self._exports is None or progress.iteration == 0:
+            return
+        self._saver.join()
+        for line in self.report():
+            say(line)
+        folder = self._folder_of(progress)
+        token = f"{self._token}{self._count:06d}" if self._saved_tag == folder.name else None
+        if line := self._exports.export(folder, token, progress.consumed_samples, self._ctx, beat):
+            say(line)
+
+    def export_what_is_due(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:
+        """Make up for the export that was to follow the checkpoint resumed from, if the run was killed before.
+
+        Collective.
+        """
+        folder = self._folder_of(progress)
+        if self._exports is not None and self._ctx.broadcast_object(self._ctx.rank == 0 and is_due(folder)):
+            self.export(progress, say, beat)
+
+    def finish_exports(self) -> None:
+        """Raise CheckpointError if exports are missing at the end. On all ranks alike."""
+        if self._exports is not None:
+            self._exports.check()
+
+    def _folder_of(self, progress: Progress) -> Path:
+        return self._saver.folder / f"{TAG}{progress.iteration}"
 
     def settle(self) -> list[str]:
         """Wait for the save under way; what became of it, a line each. Collective."""
