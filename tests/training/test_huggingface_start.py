@@ -211,3 +211,19 @@ def test_a_run_says_where_it_started_and_goes_on_from_its_own_checkpoints(ranks:
     assert ranks(2)(train_and_hear, command)[0] == [resumed]
     assert newest(tmp_path / "saved").metadata["progress"]["iteration"] == 6
     assert newest(tmp_path / "saved").metadata["source"]["config"]["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("apart", ["missing", "another"])
+def test_a_folder_that_is_not_the_same_on_all_hosts_is_refused(ranks: RankPools, tmp_path: Path, apart: str) -> None:
+    disks = [tmp_path / "a", tmp_path / "b"]
+    for disk in disks:
+        disk.mkdir()
+        runs.write_dataset(disk / "tokens")
+    tiny = "--num-layers 2 --hidden-size 32 --seq-length 16 --vocab-size 128"
+    make("llama_gqa", disks[0] / "theirs", tiny)
+    if apart == "another":
+        make("llama_gqa", disks[1] / "theirs", tiny, num_hidden_layers=3)
+    words = f"{layouts.MODELS['llama_gqa']} --data-path tokens --load theirs --train-iters 1"
+    for said in ranks(2)(runs.train_apart, [str(disk) for disk in disks], words):
+        assert "load=theirs holds theirs on" in said
+        assert "but another one, or none, on" in said
