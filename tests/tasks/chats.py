@@ -117,3 +117,25 @@ def dense_gradient(arguments: str) -> tuple[float, dict[str, torch.Tensor], dict
     gradients = torch.autograd.grad(loss, parameters)
     before = {name: parameter.detach() for name, parameter in zip(names, parameters, strict=True)}
     return float(loss), before, dict(zip(names, gradients, strict=True))
+
+
+def greedy(arguments: str, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """What the loaded weights say to each prompt: so many tokens, each time the likeliest."""
+    from megatron.command_line import load_config
+    from tests import runs
+
+    config = load_config([*runs.TINY.split(), *arguments.split(), "--no-pipeline-parallel"])
+    ctx = ParallelContext.build(config.parallel, "cpu")
+    engine = build_engine(config, ctx, lambda *_: torch.zeros(()), masks_loss=False)
+    layouts.resume(engine)
+    engine.module.eval()
+    answers = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(count):
+            with torch.no_grad():
+                hidden, weight = engine.module(torch.tensor([tokens]), lambda outputs: outputs)
+            logits = (hidden[-1, 0] @ weight.t())[: config.model.vocab_size]
+            tokens.append(int(logits.argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
