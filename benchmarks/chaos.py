@@ -124,10 +124,16 @@ class Disturbed:
             time.sleep(0.005)
         return []
 
-    def kill(self, pid: int) -> None:
-        self._old |= set(self.ranks())
-        self.failures.append(Failure(pid, time.monotonic()))
-        os.kill(pid, signal.SIGKILL)
+    def kill(self, pid: int) -> bool:
+        """Whether it was there to be killed: the run may be just ending."""
+        ranks, killed_s = self.ranks(), time.monotonic()
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        self._old |= set(ranks)
+        self.failures.append(Failure(pid, killed_s))
+        return True
 
     def check(self) -> None:
         """Raises TimeoutError."""
@@ -163,9 +169,10 @@ def disturb(
             while ranks and not moment(run) and run.process.poll() is None:
                 run.check()
                 time.sleep(0.002)
+            while ranks and run.process.poll() is None and not run.kill(generator.choice(ranks)):
+                ranks = run.await_ranks()
             if not ranks or run.process.poll() is not None:
                 break
-            run.kill(generator.choice(ranks))
         if stop:
             while run.process.poll() is None and not (run.failures and run.failures[-1].stepped_s):
                 run.check()

@@ -61,13 +61,12 @@ def build(
     ctx = ctx or ParallelContext.build(config.parallel, "cpu")
     if faults := check(config, ctx.world_size):
         raise SystemExit("\n".join(faults))
-    task = PretrainTask(config.data, None)
+    task = PretrainTask(config, None)
     engine = build_engine(
         config,
         ctx,
         task.loss(ctx),
         masks_loss=False,
-        global_batch_size=config.training.global_batch_size,
         will_restore=will_restore,
     )
     return engine, task
@@ -82,8 +81,7 @@ def train_step(engine: Engine, task: PretrainTask) -> float:
     shape = (training.global_batch_size, training.seq_length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int64)
     batches = [task.collate(row[None]) for row in tokens[ctx.data_rank :: ctx.data_size]] if engine.reads_data else []
-    size = training.global_batch_size
-    return float(engine.train_step(batches, global_batch_size=size, consumed_samples=0, lr=config.optimizer.lr).loss)
+    return float(engine.train_step(batches, consumed_samples=0, lr=config.optimizer.lr).loss)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -42,9 +42,9 @@ def main() -> int:
 
     config, _ = parse_arguments(["--config", options.config, *flags, "--data-path", "none", "--device", "cpu"])
     ctx = ParallelContext.build(config.parallel, "cpu")
-    task = PretrainTask(config.data, None)
+    task = PretrainTask(config, None)
     size = config.training.global_batch_size
-    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=False, global_batch_size=size)
+    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=False)
 
     generator = np.random.default_rng(0)
     shape = (config.training.micro_batch_size, config.training.seq_length + 1)
@@ -57,7 +57,7 @@ def main() -> int:
 
     def ours() -> float:
         nonlocal consumed
-        loss = engine.train_step(batch, global_batch_size=size, consumed_samples=consumed, lr=lr).loss
+        loss = engine.train_step(batch, consumed_samples=consumed, lr=lr).loss
         consumed += size
         return float(loss)
 

@@ -72,10 +72,10 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
 
     config, _ = parse_arguments(["--config", options.config, *flags, "--data-path", "none", "--device", "cpu"])
     ctx = ParallelContext.build(config.parallel, "cpu")
-    task = PretrainTask(config.data, None)
+    task = PretrainTask(config, None)
     training = config.training
     size = training.global_batch_size
-    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=False, global_batch_size=size)
+    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=False)
     shape = (training.micro_batch_size, training.seq_length + 1)
     generator = np.random.default_rng(0)
     batch = [
@@ -89,7 +89,10 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
         began_s = time.perf_counter()
         for _ in range(options.steps):
             engine.train_step(
-                batch if engine.reads_data else [], global_batch_size=size, consumed_samples=0, lr=config.optimizer.lr
+                batch if engine.reads_data else [],
+                num_microbatches=len(batch),
+                consumed_samples=0,
+                lr=config.optimizer.lr,
             )
         return (time.perf_counter() - began_s) / options.steps
 

@@ -86,6 +86,7 @@ class Turns:
 
 def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any, turns: Turns, steps: int) -> None:
     """One run, from its engine to its last step, as megatron.train builds it."""
+    from megatron.schedule import Schedule
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
     from megatron.training.loop import Loop
@@ -103,9 +104,8 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
             return stops
 
     turns.wait(name)
-    task = PretrainTask(config.data, None)
-    size = config.training.global_batch_size
-    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss, global_batch_size=size)
+    task = PretrainTask(config, None)
+    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss)
     memory = MemoryLog(config.logging.log_memory_interval, ctx)
     log = MetricsLog(config, writes=True, world_size=1, device_peak_tflops=None, total_iterations=steps)
     stop, watchdog = Turnstile(config.training, ctx), Watchdog(config)
@@ -114,7 +114,18 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
     with watchdog, log, stop:
         watchdog.connect(ctx)
         memory.open(log)
-        Loop(engine, task, (dataset, None, None), "", Progress(), log, stop, None, memory, watchdog).train()
+        Loop(
+            engine,
+            task,
+            (dataset, None, None),
+            Schedule(config.training, config.optimizer),
+            Progress(),
+            log,
+            stop,
+            None,
+            memory,
+            watchdog,
+        ).train()
 
 
 def main() -> int:

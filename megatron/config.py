@@ -142,8 +142,9 @@ class ParallelConfig:
 class TrainingConfig:
     """How much is trained, in which precision."""
 
-    task: Literal["pretrain"] = "pretrain"
-    """What is learned from what."""
+    task: Literal["pretrain", "sft"] = "pretrain"
+    """What is learned from what. `pretrain`: the next token of documents. `sft`: the answers in chats, as
+    tools/preprocess_chat.py writes them."""
     micro_batch_size: Positive = 1
     """Samples in one forward pass of one data-parallel rank."""
     global_batch_size: Positive = 8
@@ -156,6 +157,9 @@ class TrainingConfig:
     """Samples to train on. Give this or train_iters."""
     train_iters: Positive | None = None
     """Steps to train for. Give this or train_samples."""
+    num_epochs: Positive | None = None
+    """sft: times to go through the training data, in place of train_samples and train_iters. Each epoch has an order of
+    its own, and no global batch crosses from one into the next."""
     exit_interval: NonNegative = 0
     """Save and exit when the iteration is a multiple of this. 0: never."""
     kill_switch_path: str | None = None
@@ -332,8 +336,19 @@ class CheckpointConfig:
     """Minutes between two checkpoints, beside save_interval."""
     async_save: bool = True
     """Write in the background: training waits only until its state is copied, which takes as much host memory."""
+    save_samples: Positive | None = None
+    """Save with the first step that reaches or passes each multiple of so many samples, beside save_interval; and
+    export, where save_hf is given."""
+    save_at_epoch: bool = False
+    """sft: save at the end of each epoch; and export, where save_hf is given."""
+    save_hf: str | None = None
+    """Folder of Hugging Face models, made of the checkpoints of save_samples, of save_at_epoch and of the end of the
+    run: `samples_<consumed samples>`, with the files of tokenizer_model, or of the Hugging Face model in load. Unset:
+    none are made."""
+    save_hf_last_only: bool = False
+    """Export to one folder, `last_epoch`, which replaces the one before."""
     keep_last: Positive | None = None
-    """Remove all but so many newest checkpoints. Unset: keep all."""
+    """Remove all but so many newest checkpoints, and as many exports. Unset: keep all."""
     save_retain_interval: Positive | None = None
     """Iterations whose multiples keep_last never removes."""
     no_save_optim: bool = False
@@ -341,8 +356,9 @@ class CheckpointConfig:
     verify_checkpoint: bool = False
     """Before saving, compare bit by bit what several ranks hold copies of."""
     load: str | None = None
-    """Folder to start from, until the run has saved itself. A missing or empty folder starts a new run; anything else
-    that holds no checkpoint is an error."""
+    """Folder to start from, until the run has saved itself: of a run's checkpoints, or of a Hugging Face model, whose
+    weights alone are taken. A missing or empty folder starts a new run; anything else that holds no checkpoint is an
+    error."""
     ckpt_step: NonNegative | None = None
     """Iteration of the checkpoint to load. Unset: the newest."""
     load_fallback: bool = True
@@ -430,6 +446,26 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class SFTConfig:
+    """How chats become the rows of microbatches."""
+
+    packing: Literal["step", "dataset", "none"] = "step"
+    """`step`: each global batch, of exactly global_batch_size chats, is packed into microbatches of one row of at most
+    max_batch_len tokens. `dataset`: all chats are packed into rows of seq_length tokens, and each row is a sample.
+    `none`: micro_batch_size chats a microbatch, padded to the longest."""
+    max_batch_len: Positive | None = None
+    """packing=step: most tokens in a microbatch, seq_length or more. Unset: seq_length."""
+    bucketing: Literal["auto", "off", "octave", "optimal"] = "auto"
+    """To which lengths rows are padded, that a device which compiles for each shape sees few of them. `octave`:
+    buckets_per_octave lengths between powers of two. `optimal`: the num_buckets lengths with the least padding. `off`:
+    none. `auto`: octave on HPU, else off."""
+    buckets_per_octave: Positive = 16
+    """bucketing=octave: at most 1 / this of a row is padding."""
+    num_buckets: Positive = 16
+    """bucketing=optimal: lengths to choose."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """The whole run."""
 
@@ -441,6 +477,23 @@ class Config:
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
+    sft: SFTConfig = Field(default_factory=SFTConfig)
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether a row may hold several documents that do not see each other, or that count positions anew."""
+        return self.training.task == "sft" or self.data.reset_position_ids or self.data.reset_attention_mask
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in the longest row of a microbatch."""
+        packs_steps = self.training.task == "sft" and self.sft.packing == "step"
+        return (self.sft.max_batch_len if packs_steps else None) or self.training.seq_length
+
+    @property
+    def varies_shapes(self) -> bool:
+        """Whether microbatches are of different lengths."""
+        return self.training.task == "sft" and self.sft.packing != "dataset"
 
     @property
     def effective_watchdog_timeout_s(self) -> float:

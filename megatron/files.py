@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,3 +52,31 @@ def replacing(path: Path, *, partial_name: str | None = None) -> Iterator[IO[byt
             partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def appearing(place: Path, partial: Path, *, replaced: Path | None = None) -> Iterator[Path]:
+    """`partial`, a new folder to write into, which becomes `place` when the block ends, and goes if anything fails.
+
+    What is at `place` by then must be an empty folder; or, if a name `replaced` is given for the moment between, any,
+    which is then removed. All three are beside each other. The files must be durable; a kill leaves the old one or the
+    new one, at the worst moment under their other names.
+    """
+    partial.mkdir()
+    try:
+        yield partial
+        sync_folder(partial)
+        old = replaced if replaced is not None and os.path.lexists(place) else None
+        if old is not None:
+            os.rename(place, old)
+        try:
+            os.rename(partial, place)
+        except OSError:
+            if old is not None:
+                os.rename(old, place)
+            raise
+        sync_folder(place.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)

@@ -6,12 +6,21 @@ Each `_check` yields a message for every rule that is broken: the values, the ru
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 
 from megatron.config import Config, batch_sizes, options, parse_data_path, parse_split
 
 # options that do nothing without another one
-SAVING = ("save_interval_in_mins", "async_save", "keep_last", "no_save_optim", "verify_checkpoint")
+SAVING = (
+    "save_interval_in_mins",
+    "save_samples",
+    "save_at_epoch",
+    "async_save",
+    "keep_last",
+    "no_save_optim",
+    "verify_checkpoint",
+)
 LOADING = (
     "ckpt_step",
     "load_fallback",
@@ -30,6 +39,8 @@ PROFILING = (
     "pytorch_profiler_collect_shapes",
     "pytorch_profiler_collect_callstack",
 )
+SFT = ("num_epochs", "packing", "max_batch_len", "bucketing", "buckets_per_octave", "num_buckets")
+DOCUMENT_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 
 
@@ -46,6 +57,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_length(config),
         *_check_schedule(config),
         *_check_data(config),
+        *_check_sft(config, world_size),
         *_check_tokenizer(config),
         *_check_checkpoint(config),
         *_check_logging(config, world_size),
@@ -184,7 +196,7 @@ def _data_parallel_size(config: Config, world_size: int) -> int:
 def _check_batch(config: Config, world_size: int) -> Iterator[str]:
     training, dp = config.training, _data_parallel_size(config, world_size)
     per_pass = training.micro_batch_size * dp
-    if training.global_batch_size % per_pass:
+    if training.task != "sft" and training.global_batch_size % per_pass:
         yield (
             f"global_batch_size={training.global_batch_size} is no multiple of micro_batch_size x data-parallel size = "
             f"{training.micro_batch_size} x {dp} = {per_pass}; use a multiple of {per_pass}"
@@ -219,13 +231,20 @@ def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_length(config: Config) -> Iterator[str]:
-    samples, iters = config.training.train_samples, config.training.train_iters
-    if samples and iters:
-        yield f"train_samples={samples} and train_iters={iters} are both given; keep one"
-    if not samples and not iters:
-        yield "neither train_samples nor train_iters is given; give one, to say how long to train"
-    size = config.training.global_batch_size
-    if samples and samples < size:
+    training, size = config.training, config.training.global_batch_size
+    names = ["train_samples", "train_iters", *(["num_epochs"] if training.task == "sft" else [])]
+    given = [f"{name}={getattr(training, name)}" for name in names if getattr(training, name)]
+    if len(given) > 1:
+        yield (
+            f"{' and '.join(given)} are all given; keep one"
+            if len(given) > 2
+            else (f"{' and '.join(given)} are both given; keep one")
+        )
+    if not given:
+        said = f"neither {names[0]} nor {names[1]}" if len(names) == 2 else f"none of {', '.join(names)}"
+        yield f"{said} is given; give one, to say how long to train"
+    samples = training.train_samples
+    if training.task != "sft" and samples and samples < size:
         yield f"train_samples={samples} is less than one global_batch_size={size}; train longer, or in smaller batches"
 
 
@@ -277,11 +296,51 @@ def _check_data(config: Config) -> Iterator[str]:
             yield f"{option}={' '.join(words)!r} {rule}"
 
 
+def _check_sft(config: Config, world_size: int) -> Iterator[str]:
+    training, sft, tp = config.training, config.sft, config.parallel.tensor_model_parallel_size
+    if training.task != "sft":
+        return
+    dp = _data_parallel_size(config, world_size)
+    if training.global_batch_size < dp:
+        yield (
+            f"global_batch_size={training.global_batch_size} is less than the data-parallel size {dp}: some ranks "
+            f"would have no chat; use {dp} or more"
+        )
+    if sft.max_batch_len is not None and sft.max_batch_len < training.seq_length:
+        yield (
+            f"max_batch_len={sft.max_batch_len} is less than seq_length={training.seq_length}, so the longest chat "
+            "would fit into no microbatch; raise it, or lower seq_length"
+        )
+    if sft.packing == "step" and training.micro_batch_size > 1:
+        yield (
+            f"micro_batch_size={training.micro_batch_size}, but packing=step makes each microbatch one row of up to "
+            "max_batch_len tokens; use 1, and set max_batch_len"
+        )
+    if config.parallel.sequence_parallel and config.row_length % tp:
+        yield (
+            f"sequence_parallel needs tensor_model_parallel_size={tp} to divide max_batch_len={config.row_length}; "
+            f"use {divisors(config.row_length, 64)}, or turn it off"
+        )
+    if training.rampup_batch_size is not None:
+        yield "rampup_batch_size is for task=pretrain; with task=sft leave it out"
+    for name in DOCUMENT_ENDS:
+        if getattr(config.data, name):
+            yield f"{name} has no effect with task=sft, which knows where each chat begins; leave it out"
+    for option, words in dict.fromkeys(config.data.paths):
+        if words and _is_weighted(words):
+            yield f"{option}={' '.join(words)!r} has weights, but task=sft reads all chats alike; give prefixes alone"
+
+
+def _is_weighted(words: tuple[str, ...]) -> bool:
+    try:
+        return parse_data_path(words)[1] is not None
+    except ValueError:
+        return False  # which _check_data tells
+
+
 def _check_tokenizer(config: Config) -> Iterator[str]:
     data, vocab_size = config.data, config.model.vocab_size
-    needs_eod = [
-        name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
-    ]
+    needs_eod = [name for name in DOCUMENT_ENDS if getattr(data, name)]
     if needs_eod and data.eod_token_id is None and data.tokenizer_type is None:
         yield f"{needs_eod[0]} must know the end-of-document id; give eod_token_id, or a tokenizer_type"
     if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
@@ -306,6 +365,14 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
             f"ckpt_step={checkpoint.ckpt_step} chooses among our own checkpoints, but universal_checkpoint is on; give "
             "the folder of that iteration as load instead"
         )
+    save, exports = checkpoint.save, checkpoint.save_hf
+    if exports is not None and save is None:
+        yield (
+            f"save_hf={exports} is made of the checkpoints in save, which is not given; give a folder, with "
+            "no_save_optim and keep_last=1 where they are wanted for nothing else"
+        )
+    if exports is not None and save is not None and os.path.normpath(exports) == os.path.normpath(save):
+        yield f"save_hf={exports} is the folder of save; give one of its own, such as a folder in it"
 
 
 def _check_logging(config: Config, world_size: int) -> Iterator[str]:
@@ -364,6 +431,7 @@ def _check_idle(config: Config) -> Iterator[str]:
     tokenizer = config.data.tokenizer_type
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
+        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only",)),
         (checkpoint.keep_last, "keep_last", "say how many to keep", ("save_retain_interval",)),
         (checkpoint.load, "load", "give the folder to resume from", LOADING),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
@@ -377,7 +445,24 @@ def _check_idle(config: Config) -> Iterator[str]:
             "choose that",
             ("vocab_file", "merge_file"),
         ),
-        (tokenizer, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
+        (config.training.task == "sft", "task=sft", "choose that", SFT),
+        (config.training.task == "sft" or not checkpoint.save, "task=sft", "choose that", ("save_at_epoch",)),
+        (config.training.task != "sft" or config.sft.packing == "step", "packing=step", "choose that", SFT[2:3]),
+        (config.training.task != "sft" or config.varies_shapes, "packing=step or none", "choose one", SFT[3:]),
+        (
+            config.training.task != "sft" or config.sft.bucketing == "optimal",
+            "bucketing=optimal",
+            "choose that",
+            ("num_buckets",),
+        ),
+        (
+            config.training.task != "sft" or config.sft.bucketing in ("auto", "octave"),
+            "bucketing=octave",
+            "choose that",
+            ("buckets_per_octave",),
+        ),
+        # an export takes its files along, of whichever kind
+        (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
         (config.logging.profile, "profile", "turn it on", PROFILING),
         (config.logging.wandb_project, "wandb_project", "give one", WANDB),
     ]

@@ -22,6 +22,8 @@ from megatron.training.wandb_log import check_wandb
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
+    from megatron.schedule import Schedule
+    from megatron.tasks.task import Task
     from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress
     from megatron.training.watchdog import Watchdog
@@ -69,6 +71,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     `signals`: those that ask for a stop, as noted since the process began; None: noted from here on. `watchdog`: which
     is told what the run is at; None: nobody watches.
     """
+    from megatron.schedule import Schedule
     from megatron.tasks.registry import TASKS
     from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore, starting_options
     from megatron.training.engine import build_engine
@@ -77,12 +80,11 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     from megatron.training.memory import MemoryLog
     from megatron.training.progress import Progress, check_data
     from megatron.training.run_folder import RunFolder
-    from megatron.training.schedule import global_batch_size
     from megatron.training.sharing import check_same_config, check_same_data
     from megatron.training.stop import StopDecision
     from megatron.training.watchdog import Watchdog
 
-    training, data = config.training, config.data
+    training = config.training
     watchdog = watchdog or Watchdog(config)  # one that nobody has started
     check_same_config(ctx, config)
     with StopDecision(training, ctx, signals) as stop:
@@ -95,13 +97,16 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         if checkpoint is not None:
             progress, saved_data = together(ctx, lambda: read_progress(checkpoint, start))
         watchdog.phase("opening the data")
-        datasets = together(ctx, lambda: open_data(config))
+        task = together(ctx, lambda: TASKS[training.task](config, ctx))
+        datasets = together(ctx, task.open_data)
         stop.leave_if_asked()
         check_same_data(ctx, config, datasets)
         fingerprint = datasets[0].fingerprint
         if saved_data is not None and (change := together(ctx, lambda: check_data(saved_data, config, fingerprint))):
             announce(ctx, f"allow_data_change: {change}")
-        task = TASKS[training.task](data, together(ctx, lambda: end_of_document(config)))
+        schedule = Schedule(training, config.optimizer, task.samples_per_epoch(datasets[0]))
+        if (described := together(ctx, lambda: task.describe(datasets[0]))) is not None:
+            announce(ctx, described)
         memory = MemoryLog(config.logging.log_memory_interval, ctx)
         memory.take("before_model", progress.iteration)
         watchdog.phase("building the model")
@@ -110,7 +115,6 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
             ctx,
             task.loss(ctx),
             masks_loss=task.masks_loss,
-            global_batch_size=global_batch_size(training, progress.consumed_samples),
             will_restore=checkpoint is not None,
             after_model=lambda: memory.take("after_model", progress.iteration),
         )
@@ -119,72 +123,41 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         if checkpoint is not None:
             watchdog.phase("restoring")
             restored = together(ctx, lambda: restore(engine, checkpoint, progress, start))
-            announce(ctx, f"resumed {restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
+            announce(ctx, f"{restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
             memory.take("after_restore", progress.iteration)
         stop.leave_if_asked()
         watchdog.open()
         # opened late: nothing is written before the data and what is resumed were found good
         beat = partial(watchdog.beat_of, "save")
-        saving = Checkpoints(config, ctx, beat) if config.checkpoint.save is not None else contextlib.nullcontext()
+        source = None if checkpoint is None else checkpoint.metadata.get("source")
+        saves = config.checkpoint.save is not None
+        saving = Checkpoints(config, ctx, beat, source) if saves else contextlib.nullcontext()
         with (
             saving as checkpoints,
-            together(ctx, lambda: open_log(config, ctx, progress)) as log,
+            together(ctx, lambda: open_log(config, ctx, progress, schedule, task, datasets[0])) as log,
             RunFolder(config, ctx, log, progress) as folder,
         ):
             memory.open(log)
-            Loop(engine, task, datasets, fingerprint, progress, log, stop, checkpoints, memory, watchdog).train()
+            Loop(engine, task, datasets, schedule, progress, log, stop, checkpoints, memory, watchdog).train()
             folder.stopped = stop.reason
 
 
-def open_log(config: Config, ctx: ParallelContext, progress: Progress) -> MetricsLog:
+def open_log(
+    config: Config, ctx: ParallelContext, progress: Progress, schedule: Schedule, task: Task, dataset: Any
+) -> MetricsLog:
     """What this rank tells from here on."""
     from megatron import accelerator
     from megatron.training.metrics import MetricsLog
-    from megatron.training.schedule import total_iterations
 
     return MetricsLog(
         config,
         writes=ctx.rank == 0,
         world_size=ctx.world_size,
         device_peak_tflops=accelerator.peak_tflops(),
-        total_iterations=total_iterations(config.training),
+        total_iterations=schedule.total_iterations,
+        tokens=partial(task.consumed_tokens, dataset),
         resumed_iteration=progress.iteration,
     )
-
-
-def open_data(config: Config) -> tuple[Any, Any, Any]:
-    """Training, validation and test samples; the last two None where the config leaves none. Raises DataError."""
-    from megatron.data.gpt import build_datasets
-    from megatron.data.indexed import DataError
-
-    training, data, asked = config.training, config.data, samples_needed(config)
-    datasets = build_datasets(
-        data,
-        seq_length=training.seq_length,
-        seed=training.seed,
-        num_samples=asked,
-        vocab_size=config.model.vocab_size,
-    )
-    if datasets[0] is None:
-        raise DataError(f"split={data.split} leaves no documents to train on; raise its first share")
-    for dataset, (option, words), needed, length in zip(
-        datasets, data.paths, asked, ("train_samples or train_iters", "eval_iters", "eval_iters"), strict=True
-    ):
-        if dataset is not None and len(dataset) < needed:
-            raise DataError(
-                f"{option}={' '.join(words)!r} has no weights, so it is read once: {len(dataset)} samples, but "
-                f"{needed} are asked for; give weights, which repeat the data as needed, or lower {length}"
-            )
-    datasets[0][0]  # a dataset of another tokenizer's ids fails here, before anything is built or written
-    return datasets
-
-
-def samples_needed(config: Config) -> tuple[int, int, int]:
-    """Samples that the run takes from its training, validation and test data."""
-    from megatron.training.schedule import total_samples
-
-    eval_samples = config.data.eval_iters * config.training.global_batch_size
-    return total_samples(config.training), eval_samples, eval_samples
 
 
 def check_deepspeed(config: Config) -> None:
@@ -193,35 +166,7 @@ def check_deepspeed(config: Config) -> None:
 
     model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     data_size = int(os.environ.get("WORLD_SIZE", "1")) // model_ranks
-    deepspeed_config(config, data_size, config.training.global_batch_size)
-
-
-def end_of_document(config: Config) -> int | None:
-    """The id that ends a document, where the config needs one. Raises DataError if the tokenizer has none."""
-    from megatron.data.indexed import DataError
-    from megatron.data.tokenizer import build_tokenizer
-
-    data = config.data
-    if data.eod_token_id is not None or data.tokenizer_type is None:
-        return data.eod_token_id
-    tokenizer = build_tokenizer(
-        data.tokenizer_type,
-        data.tokenizer_model,
-        data.vocab_file,
-        data.merge_file,
-        config.model.vocab_size,
-        eod_token=data.eod_token,
-        tiktoken_pattern=data.tiktoken_pattern,
-    )
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={config.model.vocab_size}; "
-            f"set vocab_size to {tokenizer.vocab_size} or more"
-        )
-    needs = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
-    if needs and tokenizer.eod is None:
-        raise DataError(f"tokenizer_type={data.tokenizer_type} has no end-of-document token; give eod_token")
-    return tokenizer.eod
+    deepspeed_config(config, data_size)
 
 
 def announce(ctx: ParallelContext, text: str) -> None:

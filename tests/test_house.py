@@ -26,6 +26,7 @@ FLOORS = {
     "estimate": 1,
     "exit_codes": 1,
     "files": 1,
+    "schedule": 1,
     "parallel": 2,
     "models": 3,
     "data": 3,
@@ -39,7 +40,17 @@ FLOORS = {
 }
 
 # The files that answer before anything heavy is loaded.
-LIGHT = ("config", "rules", "command_line", "accelerator", "child_processes", "estimate", "exit_codes", "files")
+LIGHT = (
+    "config",
+    "rules",
+    "command_line",
+    "accelerator",
+    "child_processes",
+    "estimate",
+    "exit_codes",
+    "files",
+    "schedule",
+)
 
 
 @cache

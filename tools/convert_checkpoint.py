@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import math
 import os
 import re
 import secrets
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any
 
 from tqdm import tqdm
 
-from megatron.files import sync_folder
+from megatron.files import appearing
 from tools.outcome import exit_status
 
 if TYPE_CHECKING:
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from megatron.checkpoint.store import Checkpoint
     from megatron.checkpoint.universal import ForeignCheckpoint
     from megatron.config import Config
-    from megatron.parallel.shards import Shard
 
 NATIVE_TAG = "global_step0"
 NAMES = {
@@ -179,40 +176,29 @@ def open_huggingface(path: Path) -> Model:
 
 
 def open_native(path: Path) -> Model:
-    from megatron.checkpoint.store import Checkpoint, CheckpointError, newest_checkpoint
-    from megatron.command_line import from_dict
-    from megatron.config import ConfigError
+    from megatron.checkpoint.native import native_model
+    from megatron.checkpoint.store import Checkpoint, newest_checkpoint
 
     checkpoint = Checkpoint(path) if (path / "checkpoint.json").exists() else newest_checkpoint(path)
     assert checkpoint is not None  # `recognise` has seen one
-    try:
-        config = from_dict(checkpoint.metadata["config"])
-    except (KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"{checkpoint.folder}/checkpoint.json holds no config of a run: {error}") from None
-    expected = matched(checkpoint.folder, config, checkpoint.parameters)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in expected:
-            yield name, checkpoint.read_full(name)
-
-    source = checkpoint.metadata.get("source")
-    source = source if isinstance(source, dict) and source.get("format") == "huggingface" else None
+    model = native_model(checkpoint)
     return Model(
         "native",
         checkpoint.folder,
-        config,
-        count(expected),
-        tensors,
+        model.config,
+        model.num_parameters,
+        model.tensors,
         checkpoint.read_full,
-        lambda name, start, numel: checkpoint.read(name, "weight", expected[name], 0, 1, start, numel),
+        model.read_range,
         checkpoint.verify,
-        source,
+        model.source,
         checkpoint,
     )
 
 
 def open_foreign(path: Path, kind: str, preset: str | None) -> Model:
     from megatron.checkpoint import universal
+    from megatron.checkpoint.native import count, matched
     from megatron.checkpoint.store import CheckpointError
     from megatron.command_line import from_dict, read_preset
 
@@ -232,27 +218,6 @@ def open_foreign(path: Path, kind: str, preset: str | None) -> Model:
             yield name, checkpoint.tensor(name)
 
     return Model(kind, checkpoint.folder, config, count(expected), tensors, checkpoint.tensor, checkpoint=checkpoint)
-
-
-def matched(folder: Path, config: Config, found: Mapping[str, Shard]) -> dict[str, Shard]:
-    """The parameters of the model that the config describes. Raises CheckpointError if others were found."""
-    from megatron.checkpoint.huggingface import parameters_of
-    from megatron.checkpoint.store import CheckpointError
-
-    expected = parameters_of(config)
-    shapes, wanted = ({name: tuple(shard.shape) for name, shard in side.items()} for side in (found, expected))
-    if shapes != wanted:
-        name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
-        raise CheckpointError(
-            f"{folder} does not hold the model that its config describes: {name} is {shapes.get(name, 'not there')}, "
-            f"the config makes it {wanted.get(name, 'no parameter')}"
-        )
-    return expected
-
-
-def count(shards: Mapping[str, Shard]) -> int:
-    """Parameters of the model."""
-    return sum(math.prod(shard.shape) for shard in shards.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,22 +290,16 @@ def counted(model: Model, bar: tqdm[Any]) -> Iterator[tuple[str, Tensor]]:
         bar.update(count)
 
 
-def check_space(model: Model, folder: Path, arguments: argparse.Namespace) -> None:
-    """Raises CheckpointError if the disk has no room for the result."""
+def needed_bytes(model: Model, arguments: argparse.Namespace) -> int:
+    """Of the result."""
     from megatron.checkpoint.huggingface_files import DTYPES as TORCH_DTYPES
-    from megatron.checkpoint.store import CheckpointError
 
     precision = DTYPES[arguments.dtype] if arguments.dtype else model.config.training.precision
     width = TORCH_DTYPES[precision].itemsize if arguments.to == "hf" else 4
     if arguments.to == "universal":
         # each moment beside the weights; without a native checkpoint, one is written on the way
         width *= len(model.checkpoint.kinds) if model.checkpoint else 2
-    needed, free = model.num_parameters * width, shutil.disk_usage(folder).free
-    if free < needed:
-        raise CheckpointError(
-            f"{folder} has {free / 1e9:.1f} GB free, but the result needs {needed / 1e9:.1f} GB; make room, or put "
-            "--save on another disk"
-        )
+    return model.num_parameters * width
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -475,18 +434,14 @@ def whole_folder(save: Path) -> Iterator[Path]:
     if os.path.lexists(save) and (save.is_symlink() or not save.is_dir() or any(save.iterdir())):
         raise CheckpointError(f"--save {save} is there already; give a new or empty folder")
     save.parent.mkdir(parents=True, exist_ok=True)
-    work = save.with_name(f".{save.name}.partial-{secrets.token_hex(4)}")
-    work.mkdir()
-    try:
+    with appearing(save, save.with_name(f".{save.name}.partial-{secrets.token_hex(4)}")) as work:
         yield work
-        os.rename(work, save)
-        sync_folder(save.parent)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """The whole command. Raises CheckpointError, ConfigError or OSError, with nothing left behind."""
+    from megatron.checkpoint.native import check_space
+
     began_s = time.monotonic()
     with whole_folder(Path(arguments.save)) as work:
         source = open_model(Path(arguments.load), arguments.config)
@@ -495,7 +450,7 @@ def run(arguments: argparse.Namespace) -> None:
             precision = DTYPES[arguments.dtype]
         elif arguments.to != "hf":
             precision = "fp32"
-        check_space(source, work, arguments)
+        check_space(work, needed_bytes(source, arguments), "--save")
         if source.verify is not None:
             source.verify()
         print(f"reading {NAMES[source.kind]}: {source.path}, {source.num_parameters:,} parameters", flush=True)

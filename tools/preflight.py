@@ -415,7 +415,7 @@ def _check_deepspeed(config: Config, world_size: int) -> Sequence[str]:
         return []
     model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     try:
-        deepspeed_config(config, world_size // model_ranks, config.training.global_batch_size)
+        deepspeed_config(config, world_size // model_ranks)
     except ConfigError as error:
         return error.faults
     return []
@@ -427,6 +427,7 @@ def _check_outputs(config: Config) -> Iterator[str]:
         "results_dir": config.logging.results_dir,
         "tensorboard_dir": config.logging.tensorboard_dir,
         "save": config.checkpoint.save,
+        "save_hf": config.checkpoint.save_hf,
     }
     cache = config.data.data_cache_path
     if cache is not None and not Path(cache).is_dir():  # one that is there may hold all that is needed
@@ -459,7 +460,8 @@ def _check_load(config: Config) -> Iterator[str]:
         return
     # a run that was killed before its first checkpoint leaves its hidden lock
     shown = any(not path.name.startswith(".") for path in folder.iterdir())
-    if shown and not any(folder.glob("latest*")) and not any(folder.glob("*/checkpoint.json")):
+    found = (pattern for pattern in ("latest*", "*/checkpoint.json", "config.json") if any(folder.glob(pattern)))
+    if shown and not any(found):
         yield f"load={load} holds no checkpoint, yet is not empty; give another, or empty it"
 
 

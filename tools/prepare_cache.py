@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.command_line import load_config, parse_arguments
 from megatron.config import Config, ConfigError
 from megatron.data.blend import BlendedDataset
-from megatron.data.gpt import SPLITS, build_datasets, cache_folder
+from megatron.data.gpt import SPLITS, build_datasets, cache_folder, open_datasets, samples_needed
 from megatron.data.indexed import DataError
-from megatron.train import open_data, samples_needed
 
 COLUMNS = "{:<6} {:>14} {:>18} {:>7} {:>14} {:>20} {:>8}"
 
@@ -78,7 +77,7 @@ def prepare(config: Config) -> None:
         missing = sorted(path for path in cache_files(dataset) if not path.exists())
         if missing:
             raise DataError(f"{missing[0]} could not be written; free the disk, or pass another --data-cache-path")
-    open_data(config)  # what else a run asks of its data
+    open_datasets(config)  # what else a run asks of its data
 
 
 def main(arguments: Sequence[str]) -> int:

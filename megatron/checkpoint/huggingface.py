@@ -331,7 +331,8 @@ def tokenizer_files(folder: Path) -> list[str]:
     return [name for name in TOKENIZER_FILES if os.path.lexists(folder / name)]
 
 
-def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
+def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
+    """The names of its files. Raises CheckpointError if one is no file, or the tokenizer has ids beyond the model's."""
     names = tokenizer_files(tokenizer)
     for name in names:
         own_file(tokenizer, name)
@@ -343,6 +344,11 @@ def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]
                 f"{tokenizer / 'tokenizer.json'} has ids up to {largest}, but the model's vocab_size is {vocab_size}: "
                 "the tokenizer of another model; give its own"
             )
+    return names
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
+    names = check_tokenizer(tokenizer, vocab_size)
     for name in names:
         shutil.copyfile(tokenizer / name, folder / name)
     return names
@@ -358,9 +364,18 @@ def _token_ids(tokenizer_json: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _generation_config(source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any] | None:
+    """That beside the tokenizer, or where the model came from; the latter stops at the tokenizer's own end, too."""
     if tokenizer is not None and os.path.lexists(tokenizer / "generation_config.json"):
         return read_json(own_file(tokenizer, "generation_config.json"))
-    return (source or {}).get("generation_config")
+    content: dict[str, Any] | None = (source or {}).get("generation_config")
+    end = None if tokenizer is None else _tokens_by_name(tokenizer).get("eos_token_id")
+    if content is None or end is None:
+        return content
+    known = content.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if end not in ends:  # a chat's turns end otherwise than the text that the model was first trained on
+        content = content | {"eos_token_id": [*ends, end] if ends else end}
+    return content
 
 
 def _special_tokens(config: Config, source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Saver:
         self._lock: int | None = None
         if rank == 0:
             make_folder(self.folder)
-            self._lock = self._take_lock()
+            self._lock, self._leftovers_are_dead = take_lock(self.folder)
 
     def save(self, tag: str, token: str, fragments: Iterable[Fragment], metadata: Mapping[str, Any]) -> None:
         """Save what this rank owns. Every rank calls it, with the same tag and token, which no other save has had.
@@ -116,7 +116,7 @@ class Saver:
         Does not raise what fails: `wait` does, and `finished` tells. The metadata of rank 0 is the one that is saved.
         """
         began_s = time.monotonic()
-        self._join()
+        self.join()
         check_tag(tag)
         if not _TOKEN.fullmatch(token):
             raise CheckpointError(f"the token {token!r} of a save must be letters and digits")
@@ -139,12 +139,12 @@ class Saver:
     def reserve(self, fragments: Iterable[Fragment]) -> None:
         """Get the host memory of an asynchronous save of these now, so that the first one is as quick as the next."""
         if self._asynchronous:
-            self._join()
+            self.join()
             self._reserve(list(fragments))
 
     def wait(self) -> None:
         """Return when no save is under way. Raises CheckpointError if one failed that was not told of yet."""
-        self._join()
+        self.join()
         failed = [outcome for outcome in self._outcomes if outcome.error]
         self._outcomes = deque(outcome for outcome in self._outcomes if not outcome.error)
         if failed:
@@ -159,7 +159,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait for what is under way, and let another process save into the folder. Without it, our end does so."""
-        self._join()
+        self.join()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -177,7 +177,8 @@ class Saver:
                 self._buffer.zero_()  # touch every page
         return on_cuda
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Return when no save is under way, however it ended."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -201,32 +202,6 @@ class Saver:
         except Exception as error:  # of whatever kind: nobody else would hear of it
             outcome = job.fail(error)
         self._outcomes.append(outcome)
-
-    def _take_lock(self) -> int:
-        path = self.folder / ".lock"
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.folder} cannot be written to: {error.strerror}; give a folder that this run may write to"
-            ) from error
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.warning(
-                    "%s cannot be locked (%s): see to it that one run alone saves there", path, error.strerror
-                )
-                return file
-            holder = os.read(file, 200).decode("utf-8", "replace").strip() or "unknown"
-            os.close(file)
-            raise CheckpointError(
-                f"{self.folder} is in use by another run (process {holder}); give each run a folder of its own"
-            ) from None
-        self._leftovers_are_dead = True
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        return file
 
     def _remove_leftovers(self, token: str) -> None:
         """What runs before this one left. An old checkpoint that was being replaced gets its name back."""
@@ -260,6 +235,34 @@ class Saver:
             retained = self._retain_interval and iteration_of(path.name) % self._retain_interval == 0
             if path.name != tag and not retained:
                 remove_checkpoint(path, hidden_path(self.folder, path.name, "deleted", uuid.uuid4().hex[:12]))
+
+
+def take_lock(folder: Path) -> tuple[int, bool]:
+    """Keep other runs out of a folder for as long as the descriptor is open; and whether nobody else is there now.
+
+    (False where the file system knows no locks.) Raises CheckpointError.
+    """
+    path = folder / ".lock"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written to: {error.strerror}; give a folder that this run may write to"
+        ) from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            logger.warning("%s cannot be locked (%s): see to it that one run alone saves there", path, error.strerror)
+            return file, False
+        holder = os.read(file, 200).decode("utf-8", "replace").strip() or "unknown"
+        os.close(file)
+        raise CheckpointError(
+            f"{folder} is in use by another run (process {holder}); give each run a folder of its own"
+        ) from None
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return file, True
 
 
 class _Job:

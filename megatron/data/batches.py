@@ -1,25 +1,29 @@
-"""Samples of a dataset as the microbatches of each optimizer step, read ahead by threads.
+"""The microbatches of each optimizer step, read ahead by threads.
 
 The whole state is `consumed_samples`, counted over all data-parallel ranks: a run continues with the very next sample
 on any number of ranks.
+
+A plan says what a step reads: plan(consumed_samples) gives the samples of the global batch that starts there, 0 at the
+end, and for each of this rank's microbatches what to read for it. Every data-parallel rank has as many microbatches in
+a step, and all plans of a step together read each of its samples once. Reading ahead asks a plan of steps to come,
+maybe more than once, so it must be pure.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron.data.blend import TokenDataset
 from megatron.data.indexed import DataError
 
+K = TypeVar("K")
 T = TypeVar("T")
+
+Plan = Callable[[int], tuple[int, Sequence[K]]]
 
 STEPS_AHEAD = 2
 """Steps read ahead of the one in use. Bounds the memory."""
@@ -27,34 +31,47 @@ LOOK_S = 1.0
 """How often a step that waits for its samples looks whether the threads that read them are still there."""
 
 
-class Batches(Generic[T]):
-    """Iterator over optimizer steps: each `next` gives this rank's microbatches, collated.
+def dealt_evenly(
+    num_samples: int,
+    *,
+    global_batch_size: Callable[[int], int],
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Plan[range]:
+    """The plan of a stream of samples: microbatch m of rank r holds those from
+    consumed_samples + (m * data_parallel_size + r) * micro_batch_size on.
 
-    Microbatch m of rank r takes the samples from consumed_samples + (m * data_parallel_size + r) * micro_batch_size
-    on. `global_batch_size(consumed_samples)` is the size of the step that starts there. Iteration ends when fewer
-    samples than a global batch are left. Reading ahead calls `global_batch_size` and `collate([B, S + 1] int64)` from
-    other places than the step that uses them, so both must be pure.
+    `global_batch_size(consumed_samples)` is the size of the step that starts there. The end is where fewer samples than
+    a global batch are left. The plan raises DataError for a batch that cannot be dealt evenly.
+    """
+
+    def plan(consumed_samples: int) -> tuple[int, Sequence[range]]:
+        size = global_batch_size(consumed_samples)
+        per_microbatch = micro_batch_size * data_parallel_size
+        if size <= 0 or size % per_microbatch:
+            raise DataError(
+                f"global_batch_size={size} after {consumed_samples} samples is no multiple of micro_batch_size x "
+                f"data-parallel size = {micro_batch_size} x {data_parallel_size}; use a multiple of {per_microbatch}"
+            )
+        if consumed_samples + size > num_samples:
+            return 0, []
+        begin = consumed_samples + data_parallel_rank * micro_batch_size
+        starts = range(begin, consumed_samples + size, per_microbatch)
+        return size, [range(start, start + micro_batch_size) for start in starts]
+
+    return plan
+
+
+class Batches(Generic[K, T]):
+    """Iterator over optimizer steps: each `next` gives what `read` made of each of this rank's microbatches.
 
     num_workers threads read ahead; 0: read when asked. A fault while reading is raised by the `next` it belongs to,
     and by every later one; so is the death of a thread. Close it, or use it as a context manager, to end the threads.
     """
 
-    def __init__(
-        self,
-        dataset: TokenDataset,
-        *,
-        collate: Callable[[NDArray[np.int64]], T],
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        global_batch_size: Callable[[int], int],
-        consumed_samples: int = 0,
-        num_workers: int = 1,
-    ):
-        self._dataset, self._collate = dataset, collate
-        self._micro_batch_size = micro_batch_size
-        self._rank, self._data_parallel_size = data_parallel_rank, data_parallel_size
-        self._global_batch_size = global_batch_size
+    def __init__(self, plan: Plan[K], read: Callable[[K], T], *, consumed_samples: int = 0, num_workers: int = 1):
+        self._plan, self._read_one = plan, read
         self.consumed_samples = consumed_samples
         """Samples handed out so far to all data-parallel ranks together."""
         self._planned_samples = consumed_samples  # the end of what is being read ahead
@@ -78,7 +95,7 @@ class Batches(Generic[T]):
             raise self._fault
         try:
             step = self._read() if self._pool is None else self._take(self._pool)
-        except StopIteration as fault:  # from the dataset or collate: it must not pass for the end of the data
+        except StopIteration as fault:  # from the plan or `read`: it must not pass for the end of the data
             self._fault = RuntimeError("StopIteration was raised while reading a sample")
             raise self._fault from fault
         except BaseException as fault:
@@ -91,8 +108,8 @@ class Batches(Generic[T]):
         return microbatches
 
     def _read(self) -> tuple[int, list[T]] | None:
-        size, starts = self._plan(self.consumed_samples)
-        return (size, [self._microbatch(start) for start in starts]) if size else None
+        size, keys = self._plan(self.consumed_samples)
+        return (size, [self._read_one(key) for key in keys]) if size else None
 
     def _take(self, pool: ThreadPoolExecutor) -> tuple[int, list[T]] | None:
         self._read_ahead(pool)
@@ -112,29 +129,11 @@ class Batches(Generic[T]):
 
     def _read_ahead(self, pool: ThreadPoolExecutor) -> None:
         while len(self._ahead) < STEPS_AHEAD:
-            size, starts = self._plan(self._planned_samples)
+            size, keys = self._plan(self._planned_samples)
             if size == 0:
                 return
-            self._ahead.append((size, [pool.submit(self._microbatch, start) for start in starts]))
+            self._ahead.append((size, [pool.submit(self._read_one, key) for key in keys]))
             self._planned_samples += size
-
-    def _plan(self, consumed_samples: int) -> tuple[int, list[int]]:
-        """Size of the step that begins there, and where each of this rank's microbatches begins; 0 at the end."""
-        size = self._global_batch_size(consumed_samples)
-        per_microbatch = self._micro_batch_size * self._data_parallel_size
-        if size <= 0 or size % per_microbatch:
-            raise DataError(
-                f"global_batch_size={size} after {consumed_samples} samples is no multiple of micro_batch_size x "
-                f"data-parallel size = {self._micro_batch_size} x {self._data_parallel_size}; use a multiple of "
-                f"{per_microbatch}"
-            )
-        if consumed_samples + size > len(self._dataset):
-            return 0, []
-        begin = consumed_samples + self._rank * self._micro_batch_size
-        return size, list(range(begin, consumed_samples + size, per_microbatch))
-
-    def _microbatch(self, start: int) -> T:
-        return self._collate(self._dataset.get_batch(range(start, start + self._micro_batch_size)))
 
     def seek(self, consumed_samples: int) -> None:
         """Go on with the sample there; what was read ahead is dropped."""
@@ -151,7 +150,7 @@ class Batches(Generic[T]):
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> Batches[T]:
+    def __enter__(self) -> Batches[K, T]:
         return self
 
     def __exit__(

@@ -537,15 +537,7 @@ def _texts_of_clean_lines(lines: Sequence[bytes], key: str) -> list[str] | None:
 
 
 def _texts_of_line(line: bytes, keys: Sequence[str]) -> list[str]:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        line.decode("utf-8")
-        raise DataError(
-            f"the line is no JSON ({_json_fault(line, error)}); every line must be one JSON object"
-        ) from None
-    if not isinstance(row, dict):
-        raise DataError(f'the line is a JSON {_json_type(row)}, not an object such as {{"{keys[0]}": ...}}')
+    row = object_of_line(line, f'{{"{keys[0]}": ...}}')
     for key in keys:
         if key not in row:
             raise DataError(f"no key {key!r}; the line has {', '.join(map(repr, row)) or 'none'} (see --json-keys)")
@@ -554,6 +546,20 @@ def _texts_of_line(line: bytes, keys: Sequence[str]) -> list[str]:
     if any(line.count(b'"%s"' % key.encode()) > 1 for key in keys):
         _check_keys_are_unique(line, keys)
     return [row[key] for key in keys]
+
+
+def object_of_line(line: bytes, example: str) -> dict[str, Any]:
+    """The JSON object in a line. Raises DataError, which shows `example`, or UnicodeDecodeError."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        line.decode("utf-8")
+        raise DataError(
+            f"the line is no JSON ({_json_fault(line, error)}); every line must be one JSON object"
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(f"the line is a JSON {_json_type(row)}, not an object such as {example}")
+    return row
 
 
 def _check_keys_are_unique(line: bytes, keys: Sequence[str]) -> None:

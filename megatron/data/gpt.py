@@ -21,10 +21,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.config import DataConfig, parse_data_path, parse_split
+from megatron.config import Config, DataConfig, parse_data_path, parse_split
 from megatron.data.blend import TokenDataset, blend_by_size, blend_by_weight, digest
 from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths
 from megatron.data.indexed import DataError, IndexedDataset
+from megatron.schedule import Schedule
 
 try:
     from megatron.data import helpers
@@ -35,6 +36,8 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
+Datasets = tuple[TokenDataset | None, TokenDataset | None, TokenDataset | None]
+"""To train on, to validate on, to test on."""
 SPLITS = ("train", "valid", "test")
 SEPARATE_BELOW = 0.80
 """A last epoch needed for less than this part is shuffled apart, so that no document is seen more often early."""
@@ -213,9 +216,42 @@ class Member:
         return self.data.count_tokens(self.documents)
 
 
+def open_datasets(config: Config) -> Datasets:
+    """Training, validation and test samples of a run; the last two None where the config leaves none.
+
+    Raises DataError.
+    """
+    training, data, asked = config.training, config.data, samples_needed(config)
+    datasets = build_datasets(
+        data,
+        seq_length=training.seq_length,
+        seed=training.seed,
+        num_samples=asked,
+        vocab_size=config.model.vocab_size,
+    )
+    if datasets[0] is None:
+        raise DataError(f"split={data.split} leaves no documents to train on; raise its first share")
+    for dataset, (option, words), needed, length in zip(
+        datasets, data.paths, asked, ("train_samples or train_iters", "eval_iters", "eval_iters"), strict=True
+    ):
+        if dataset is not None and len(dataset) < needed:
+            raise DataError(
+                f"{option}={' '.join(words)!r} has no weights, so it is read once: {len(dataset)} samples, but "
+                f"{needed} are asked for; give weights, which repeat the data as needed, or lower {length}"
+            )
+    datasets[0][0]  # a dataset of another tokenizer's ids fails here, before anything is built or written
+    return datasets
+
+
+def samples_needed(config: Config) -> tuple[int, int, int]:
+    """Samples that the run takes from its training, validation and test data."""
+    eval_samples = config.data.eval_iters * config.training.global_batch_size
+    return Schedule(config.training, config.optimizer).total_samples, eval_samples, eval_samples
+
+
 def build_datasets(
     data: DataConfig, *, seq_length: int, seed: int, num_samples: tuple[int, int, int], vocab_size: int
-) -> tuple[TokenDataset | None, TokenDataset | None, TokenDataset | None]:
+) -> Datasets:
     """Training, validation and test samples: at least num_samples of each, repeating documents as needed.
 
     Several prefixes without weights are not repeated: they give one epoch at most. None where no samples are asked

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -149,15 +150,71 @@ def _equal_constants(a: Any, b: Any) -> bool:
 
 
 class SDPAttention:
-    """torch's scaled_dot_product_attention; causal without a mask where nothing else is asked."""
+    """torch's scaled_dot_product_attention; causal without a mask where nothing else is asked.
 
-    def __init__(self, slopes: Tensor | None) -> None:
+    `by_document`: one call for each document of a packed row, which costs the squares of their lengths rather than of
+    the row's. For the CPU: it looks at `starts_BS` on the host, where a device would have to be waited for.
+    """
+
+    def __init__(self, slopes: Tensor | None, *, by_document: bool = False) -> None:
         self.masks = AttentionMask(slopes)
+        self._by_document = by_document
+        self._key: tuple[Tensor, int] | None = None
+        self._documents: list[list[_Place]] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
-        mask = self.masks.get(packing, q.shape[2], q.dtype, q.device)
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        if packing is None or not self._by_document:
+            return self._attend(q, k, v, self.masks.get(packing, q.shape[2], q.dtype, q.device), dropout)
+        documents = self._documents_of(packing)
+        longest = max(place.end - place.begin for row in documents for place in row)
+        mask = self.masks.get(None, longest, q.dtype, q.device)
+        rows = [
+            torch.cat([self._document(q, k, v, mask, dropout, row, place) for place in places], dim=2)
+            for row, places in enumerate(documents)
+        ]
+        return torch.cat(rows)
+
+    def _document(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, row: int, place: _Place
+    ) -> Tensor:
+        """[1, n, end - begin, d]"""
+        length = place.end - place.begin
+        part = (slice(row, row + 1), slice(None), slice(place.begin, place.end))
+        if place.is_lone:  # all attention is on the token itself
+            return v[part] * F.dropout(v.new_ones(1, v.shape[1], length, 1), dropout) if dropout else v[part]
+        own = None if mask is None else mask[..., :length, :length]
+        return self._attend(q[part], k[part], v[part], own, dropout)
+
+    @staticmethod
+    def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+
+    def _documents_of(self, packing: Packing) -> list[list[_Place]]:
+        """Of each row. Kept for the next layers, which ask the same."""
+        starts = packing.starts_BS
+        if self._key is None or self._key[0] is not starts or self._key[1] != starts._version:
+            self._key, self._documents = (starts, starts._version), [_documents(row) for row in starts.tolist()]
+        return self._documents
+
+
+class _Place(NamedTuple):
+    """Where a document lies in its row, or several of one token each, as padding is."""
+
+    begin: int
+    end: int
+    is_lone: bool
+
+
+def _documents(starts: list[int]) -> list[_Place]:
+    begins = [index for index, start in enumerate(starts) if start == index]
+    found: list[_Place] = []
+    for begin, end in pairwise([*begins, len(starts)]):
+        is_lone = end - begin == 1
+        if is_lone and found and found[-1].is_lone:
+            begin = found.pop().begin
+        found.append(_Place(begin, end, is_lone))
+    return found
 
 
 def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -248,7 +305,7 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
         )
     if backend == "fused_hpu":
         return FusedHPUAttention(slopes, fast_softmax=model.use_fast_softmax)
-    return FlexAttention(slopes) if backend == "flex" else SDPAttention(slopes)
+    return FlexAttention(slopes) if backend == "flex" else SDPAttention(slopes, by_document=ctx.device.type == "cpu")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -199,8 +199,7 @@ def transformer(
 ) -> list[LayerSpec]:
     """The list of layers: word embedding, its output, the transformer layers, final norm, output projection."""
     model, seq_length = config.model, config.training.seq_length
-    packed = config.data.reset_position_ids or config.data.reset_attention_mask
-    parts = AttentionParts.build(model, ctx, packed)
+    parts = AttentionParts.build(model, ctx, config.packs_documents)
 
     def make_norm() -> nn.Module:
         if norm is RMSNorm:

@@ -6,45 +6,65 @@ B samples of a microbatch, S tokens of a sample.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from megatron.config import DataConfig
+from megatron.config import Config
+from megatron.data.batches import Plan, dealt_evenly
+from megatron.data.blend import TokenDataset
+from megatron.data.gpt import Datasets, open_datasets
+from megatron.data.indexed import DataError
+from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import linear_cross_entropy
-
-Labels = tuple[Tensor, Tensor]
-"""Labels [B, S] and token weights [B, S], as the engine hands them to the loss."""
+from megatron.tasks.task import Microbatch, Task
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """What one forward pass reads."""
-
-    inputs: Any
-    """Tokens [B, S] int64, or (tokens, positions, starts) over packed documents."""
-    labels: Tensor
-    """[B, S] int64."""
-    loss_mask: Tensor
-    """[B, S] float32: 1 where the token's loss counts."""
-    num_loss_tokens: float
-    """Sum of the mask, known on the host."""
-
-
-class PretrainTask:
+class PretrainTask(Task):
     """Next-token prediction over samples of S + 1 tokens."""
 
-    def __init__(self, data: DataConfig, eod: int | None) -> None:
-        self.data, self.eod = data, eod
+    def __init__(self, config: Config, eod: int | None) -> None:
+        self.config, self.data, self.eod = config, config.data, eod
+
+    @classmethod
+    def of(cls, config: Config, ctx: ParallelContext) -> PretrainTask:
+        """Raises DataError for a tokenizer that does not fit the model, or lacks the token it is needed for."""
+        return cls(config, end_of_document(config))
 
     @property
     def masks_loss(self) -> bool:
-        """Whether ranks may hold different numbers of loss tokens."""
         return self.data.eod_mask_loss
+
+    def open_data(self) -> Datasets:
+        return open_datasets(self.config)
+
+    def samples_per_epoch(self, dataset: TokenDataset) -> None:
+        return None
+
+    def consumed_tokens(self, dataset: TokenDataset, consumed_samples: int) -> int:
+        return consumed_samples * self.config.training.seq_length
+
+    def plan(
+        self,
+        dataset: TokenDataset,
+        global_batch_size: Callable[[int], int],
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> Plan[range]:
+        return dealt_evenly(
+            len(dataset),
+            global_batch_size=global_batch_size,
+            micro_batch_size=self.config.training.micro_batch_size,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+        )
+
+    def read(self, dataset: TokenDataset, key: range) -> Microbatch:
+        return self.collate(dataset.get_batch(key))
+
+    def samples_of(self, key: range) -> list[int]:
+        return list(key)
 
     def collate(self, samples: np.ndarray) -> Microbatch:
         """[B, S + 1] int64 -> a microbatch on the host."""
@@ -68,10 +88,27 @@ class PretrainTask:
         begins[:, 1:] = np.where(tokens[:, :-1] == self.eod, np.arange(1, tokens.shape[1]), 0)
         return np.maximum.accumulate(begins, axis=1)
 
-    def loss(self, ctx: ParallelContext) -> Callable[[tuple[Tensor, Tensor], Labels], Tensor]:
-        """The loss function of the last stage: ((hidden, output weight), (labels, token weights)) -> scalar."""
 
-        def weighted_cross_entropy(outputs: tuple[Tensor, Tensor], labels: Labels) -> Tensor:
-            return linear_cross_entropy(*outputs, *labels, ctx)
-
-        return weighted_cross_entropy
+def end_of_document(config: Config) -> int | None:
+    """The id that ends a document, where the config needs one. Raises DataError if the tokenizer has none."""
+    data = config.data
+    if data.eod_token_id is not None or data.tokenizer_type is None:
+        return data.eod_token_id
+    tokenizer = build_tokenizer(
+        data.tokenizer_type,
+        data.tokenizer_model,
+        data.vocab_file,
+        data.merge_file,
+        config.model.vocab_size,
+        eod_token=data.eod_token,
+        tiktoken_pattern=data.tiktoken_pattern,
+    )
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={config.model.vocab_size}; "
+            f"set vocab_size to {tokenizer.vocab_size} or more"
+        )
+    needs = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
+    if needs and tokenizer.eod is None:
+        raise DataError(f"tokenizer_type={data.tokenizer_type} has no end-of-document token; give eod_token")
+    return tokenizer.eod

@@ -10,18 +10,20 @@ import functools
 import logging
 import platform
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata as packages
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
+from megatron.checkpoint.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.checkpoint.saver import Saver
-from megatron.checkpoint.store import Checkpoint, CheckpointError, holds_checkpoints, newest_checkpoint
+from megatron.checkpoint.store import MANIFEST, Checkpoint, CheckpointError, holds_checkpoints, newest_checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.parallel.context import ParallelContext
 from megatron.training import state
 from megatron.training.engine import Engine
+from megatron.training.exports import Exports, is_due
 from megatron.training.faults import together
 from megatron.training.progress import Progress, SavedData
 from megatron.training.replicas import Replicas
@@ -41,7 +43,7 @@ RANK_TIMEOUT_S = 1800.0
 # Resuming
 
 
-Resumable = Union[Checkpoint, "ForeignCheckpoint"]
+Resumable = Union[Checkpoint, "ForeignCheckpoint", HuggingFaceStart]
 
 
 HOW_IT_STARTS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
@@ -73,6 +75,8 @@ def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> Checkpo
 def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
     """The checkpoint to go on from, every byte of it checked, or None where a run starts anew. Collective.
 
+    A Hugging Face folder is recognised; its files have no checksums.
+
     Rank 0 chooses; all ranks share the checking. With load_fallback, a damaged one is passed over for the newest that
     is whole, and a warning says so. Raises CheckpointError.
     """
@@ -84,6 +88,9 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
         opened = together(ctx, lambda: _opened_universal(folder, config, ctx))
         check_same_start(ctx, folder, opened.folder)
         return opened
+    if ctx.broadcast_object(together(ctx, lambda: ctx.rank == 0 and is_huggingface(folder))):
+        check_same_start(ctx, folder, folder)
+        return together(ctx, lambda: _opened_huggingface(folder, config))
     damaged: list[str] = []
     tag = None if options.ckpt_step is None else f"{TAG}{options.ckpt_step}"
     while True:
@@ -128,13 +135,27 @@ def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> For
     return checkpoint
 
 
+def _opened_huggingface(folder: Path, config: Config) -> HuggingFaceStart:
+    """Raises CheckpointError, also for options that say of an optimizer or a progress what becomes of it."""
+    options = config.checkpoint
+    # finetune says what happens anyway
+    given = [name for name in HOW_IT_STARTS[1:] if name != "finetune" and getattr(options, name) != _DEFAULTS[name]]
+    if given:
+        said = ", ".join(f"{name}={getattr(options, name)}" for name in given)
+        raise CheckpointError(
+            f"load={folder} is a Hugging Face folder, of which a run takes the weights and starts at iteration 0: "
+            f"{said} would do nothing; leave {'it' if len(given) == 1 else 'them'} out"
+        )
+    return HuggingFaceStart(folder, config)
+
+
 def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:
-    """How far the run had come, and what it knew of its data; a fresh start with `finetune`.
+    """How far the run had come, and what it knew of its data; a fresh start with `finetune`, or from Hugging Face.
 
     Raises CheckpointError if the metadata is damaged.
     """
     content = checkpoint.metadata
-    if options.finetune:
+    if options.finetune or isinstance(checkpoint, HuggingFaceStart):
         return Progress(), None
     try:
         progress = Progress.from_saved(content["progress"])
@@ -163,7 +184,8 @@ def restore(engine: Engine, checkpoint: Resumable, progress: Progress, options: 
         engine.dropout_seed = seed
     _count_from(engine, progress)
     what = ["weights", *(["optimizer"] if saved is not None else []), *(["random streams"] if with_rng else [])]
-    return f"{checkpoint.folder}: {', '.join(what)}"
+    verb = "started from" if isinstance(checkpoint, HuggingFaceStart) else "resumed"
+    return f"{verb} {checkpoint.folder}: {', '.join(what)}"
 
 
 def _count_from(engine: Engine, progress: Progress) -> None:
@@ -231,15 +253,25 @@ class Checkpoints:
     A context manager: the folder is locked against other runs inside.
     """
 
-    def __init__(self, config: Config, ctx: ParallelContext, beat: Callable[[], None] = lambda: None):
-        """`beat` is called, also by a thread, whenever a save under way has made progress."""
+    def __init__(
+        self,
+        config: Config,
+        ctx: ParallelContext,
+        beat: Callable[[], None] = lambda: None,
+        source: Mapping[str, Any] | None = None,
+    ):
+        """`beat` is called, also by a thread, whenever a save under way has made progress. `source`: what Hugging Face
+        said of the model, where it came from there, however long ago.
+        """
         options = config.checkpoint
         assert options.save is not None
-        self._ctx = ctx
+        self._ctx, self._source = ctx, source
+        self._exports: Exports | None = None
         self._last_error: CheckpointError | None = None
         # equal on all ranks, and no other run's
         self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
         self._count = 0
+        self._saved_tag: str | None = None
         self._saver = together(
             ctx,
             lambda: Saver(
@@ -255,6 +287,8 @@ class Checkpoints:
         )
         try:
             check_shared(ctx, self._saver.folder, self._token)
+            if options.save_hf is not None:
+                self._exports = together(ctx, lambda: Exports(config, ctx.rank))
         except BaseException:
             self._saver.close()
             raise
@@ -265,16 +299,19 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is under way, and let other processes save into the folder."""
+        """Wait for what is under way, and let other processes save into the folders."""
         self._saver.close()
+        if self._exports is not None:
+            self._exports.close()
 
     def reserve(self, engine: Engine) -> None:
         """Get the host memory of an asynchronous save now, when its lack is noticed at once."""
         self._saver.reserve(state.fragments(engine, with_optimizer=not engine.config.checkpoint.no_save_optim))
 
-    def save(self, engine: Engine, progress: Progress, fingerprint: str) -> None:
+    def save(self, engine: Engine, progress: Progress, fingerprint: str, *, to_export: bool = False) -> None:
         """Begin a save, or carry it out. Every rank calls it. What fails is told by `report`, and by `finish`.
 
+        `to_export`: `export` comes next. Noted in the checkpoint, for the run that resumes if this one is killed.
         Raises GaveUp if verify_checkpoint finds copies that differ.
         """
         if engine.config.checkpoint.verify_checkpoint:
@@ -288,10 +325,13 @@ class Checkpoints:
             "versions": _versions(),
             "optimizer": state.scalars(engine) if with_optimizer else None,
             "rng": {"seed": engine.dropout_seed},
+            "source": self._source,
+            "export": to_export and self._exports is not None,
         }
         self._count += 1
+        self._saved_tag = f"{TAG}{progress.iteration}"
         self._saver.save(
-            f"{TAG}{progress.iteration}",
+            self._saved_tag,
             f"{self._token}{self._count:06d}",
             state.fragments(engine, with_optimizer=with_optimizer),
             content,
@@ -310,6 +350,44 @@ class Checkpoints:
             again = f", at the second try: {outcome.retried}" if outcome.retried else ""
             lines.append(f"saved {self._saver.folder / outcome.tag} in {outcome.seconds:.1f} s{again}")
         return lines
+
+    def can_export(self, progress: Progress) -> bool:
+        """Whether the run as it is now has a checkpoint in its own folder; true where none is needed. Collective."""
+        if self._exports is None or progress.iteration == 0:
+            return True
+        return bool(self._ctx.broadcast_object((self._folder_of(progress) / MANIFEST).is_file()))
+
+    def export(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:
+        """Make a Hugging Face folder of the checkpoint just saved, where `save_hf` asks for them. Collective.
+
+        Waits for the save under way, and calls `beat` meanwhile. What fails is said, and raised by `finish_exports`.
+        """
+        if self._exports is None or progress.iteration == 0:
+            return
+        self._saver.join()
+        for line in self.report():
+            say(line)
+        folder = self._folder_of(progress)
+        token = f"{self._token}{self._count:06d}" if self._saved_tag == folder.name else None
+        if line := self._exports.export(folder, token, progress.consumed_samples, self._ctx, beat):
+            say(line)
+
+    def export_what_is_due(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:
+        """Make up for the export that was to follow the checkpoint resumed from, if the run was killed before.
+
+        Collective.
+        """
+        folder = self._folder_of(progress)
+        if self._exports is not None and self._ctx.broadcast_object(self._ctx.rank == 0 and is_due(folder)):
+            self.export(progress, say, beat)
+
+    def finish_exports(self) -> None:
+        """Raise CheckpointError if exports are missing at the end. On all ranks alike."""
+        if self._exports is not None:
+            self._exports.check()
+
+    def _folder_of(self, progress: Progress) -> Path:
+        return self._saver.folder / f"{TAG}{progress.iteration}"
 
     def settle(self) -> list[str]:
         """Wait for the save under way; what became of it, a line each. Collective."""

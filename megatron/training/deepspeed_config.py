@@ -12,8 +12,9 @@ OURS = ("optimizer", "scheduler", "gradient_accumulation_steps", "train_batch_si
 """Sections that this project decides by other means than the JSON."""
 
 
-def deepspeed_config(config: Config, data_parallel_size: int, global_batch_size: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given, with the user's own JSON merged in.
+def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given, with the user's own JSON merged in. The engine sets the number of
+    microbatches anew for each step.
 
     Raises ConfigError if that file is missing, is no JSON object, or contradicts this config.
     """
@@ -28,9 +29,9 @@ def deepspeed_config(config: Config, data_parallel_size: int, global_batch_size:
     if optimizer.offload_param:
         zero["offload_param"] = {"device": "cpu", "pin_memory": config.parallel.device not in ("cpu", "auto")}
     made: dict[str, Any] = {
-        "train_batch_size": global_batch_size,
+        "train_batch_size": micro * data_parallel_size,
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": global_batch_size // (micro * data_parallel_size),
+        "gradient_accumulation_steps": 1,
         # clipped by our optimizer where DeepSpeed wraps none around it
         "gradient_clipping": optimizer.clip_grad if stage else 0.0,
         "zero_optimization": zero,

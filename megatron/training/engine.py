@@ -25,7 +25,7 @@ from megatron.models.registry import build_layers
 from megatron.models.transformer import compute_dtype
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import initialise, shard_of
-from megatron.tasks.pretrain import Microbatch
+from megatron.tasks.task import Microbatch
 from megatron.training.deepspeed_config import deepspeed_config
 from megatron.training.optimizers import Gate, build_optimizer
 from megatron.training.state import uncounted_gradients
@@ -87,7 +87,7 @@ class Engine:
     ) -> None:
         self.deepspeed, self.config, self.ctx, self.gate = engine, config, ctx, gate
         self._loss, self._masks_loss = loss, masks_loss
-        self._global_batch_size = engine.train_batch_size()
+        self._num_microbatches = 0  # set by the first step
         self._draws = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
         self.dropout_seed = config.training.seed
         """Of the random streams. A resumed run keeps that of its checkpoint."""
@@ -114,16 +114,20 @@ class Engine:
         return float(getattr(self.deepspeed.optimizer, "cur_scale", 1.0)) if self.config.training.fp16 else 1.0
 
     def train_step(
-        self, microbatches: Sequence[Microbatch], *, global_batch_size: int, consumed_samples: int, lr: float
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        num_microbatches: int | None = None,
+        consumed_samples: int,
+        lr: float,
     ) -> StepResult:
         """Forward, backward and update over one global batch, of which these are this rank's microbatches.
 
-        Inner pipeline stages pass none. `consumed_samples` counts those before this step.
+        Every rank has as many, but inner pipeline stages, which read none, pass none: for them `num_microbatches` says
+        how many they are. `consumed_samples` counts those before this step.
         """
         ctx = self.ctx
-        if global_batch_size != self._global_batch_size:
-            self.deepspeed.set_train_batch_size(global_batch_size)
-            self._global_batch_size = global_batch_size
+        self._expect(len(microbatches) if num_microbatches is None else num_microbatches)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         if self._draws:
@@ -141,6 +145,17 @@ class Engine:
             observed=gate.observed,
             microbatch_losses=gate.losses,
         )
+
+    def _expect(self, num_microbatches: int) -> None:
+        """Tell DeepSpeed how many microbatches the next step has."""
+        if num_microbatches == self._num_microbatches:
+            return
+        engine = self.deepspeed
+        engine.set_train_batch_size(num_microbatches * engine.train_micro_batch_size_per_gpu() * self.ctx.data_size)
+        if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+            # ZeRO's own copy, by which it adds up offloaded gradients; DeepSpeed 0.19.8 leaves it as it was
+            engine.optimizer.gradient_accumulation_steps = num_microbatches
+        self._num_microbatches = num_microbatches
 
     def _weighted(self, microbatches: Sequence[Microbatch]) -> tuple[Iterator[Any], float]:
         """(inputs, (labels, token weights)) of each microbatch, weighted so that DeepSpeed's mean over microbatches and
@@ -204,7 +219,6 @@ def build_engine(
     loss: LossFunction,
     *,
     masks_loss: bool,
-    global_batch_size: int,
     will_restore: bool = False,
     after_model: Callable[[], None] = lambda: None,
 ) -> Engine:
@@ -213,7 +227,7 @@ def build_engine(
     `will_restore`: leave out the start, since a checkpoint is going to fill every parameter. `after_model` is called
     between the model and its optimizer.
     """
-    settings = deepspeed_config(config, ctx.data_size, global_batch_size)
+    settings = deepspeed_config(config, ctx.data_size)
     specs, gate = build_layers(config, ctx), Gate(ctx)
     with quiet():
         model = (
@@ -260,6 +274,7 @@ def _pipeline(config: Config, ctx: ParallelContext, specs: list[LayerSpec], loss
             loss_fn=loss,
             partition_method=config.parallel.pipeline_partition_method,
             activation_checkpoint_interval=0,
+            dynamic_shape=config.varies_shapes,
         )
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron.data.batches import Plan
+from megatron.tasks.task import Task
 from megatron.training.checkpoints import Checkpoints, checkpoint_before, restore_whole
 from megatron.training.engine import Engine, StepResult
 from megatron.training.faults import GaveUp
@@ -29,22 +31,28 @@ SHOWN_DOCUMENTS = 8
 class Suspect(NamedTuple):
     """A microbatch that stands out in a bad step."""
 
-    begin: int
-    end: int
-    """Of its samples, [begin, end)."""
+    samples: list[int]
     loss: float
 
 
 class Guard:
     """Watches the steps of one run. Every rank makes one, and asks it the same things in the same order.
 
-    `dataset` is the training data, whose documents a bad step names. `checkpoints` None: nothing is saved.
+    `dataset` is the training data, of which `plan` says what this rank reads, and whose documents a bad step names.
+    `checkpoints` None: nothing is saved.
     """
 
     def __init__(
-        self, engine: Engine, progress: Progress, dataset: Any, log: MetricsLog, checkpoints: Checkpoints | None
+        self,
+        engine: Engine,
+        progress: Progress,
+        task: Task,
+        dataset: Any,
+        plan: Plan[Any],
+        log: MetricsLog,
+        checkpoints: Checkpoints | None,
     ) -> None:
-        self._engine, self._progress, self._dataset = engine, progress, dataset
+        self._engine, self._progress, self._task, self._dataset, self._plan = engine, progress, task, dataset, plan
         self._log, self._checkpoints, self._config = log, checkpoints, engine.config
         self._replicas = Replicas(engine) if engine.config.guard.check_replicas_interval else None
         self._checked_at: int | None = None
@@ -97,7 +105,7 @@ class Guard:
             "first_sample": begin,
             "reason": "; ".join(reasons),
             "loss": float(result.loss),
-            "suspect_samples": None if suspect is None else [suspect.begin, suspect.end - 1],
+            "suspect_samples": None if suspect is None else suspect.samples,
             "suspect_loss": None if suspect is None else suspect.loss,
             "suspect_documents": documents,
         }
@@ -124,12 +132,9 @@ class Guard:
         """The microbatch whose loss is not finite, or else highest, over all ranks; and the ranks that saw a loss, or a
         gradient that the norm leaves out, that is not finite. Collective.
         """
-        ctx, size = self._engine.ctx, self._config.training.micro_batch_size
-        mine = [
-            Suspect(first, first + size, float(loss))
-            for index, loss in enumerate(result.microbatch_losses)
-            for first in [begin + (index * ctx.data_size + ctx.data_rank) * size]
-        ]
+        ctx, losses = self._engine.ctx, result.microbatch_losses
+        keys = self._plan(begin)[1] if losses else []
+        mine = [Suspect(self._task.samples_of(key), float(loss)) for key, loss in zip(keys, losses, strict=True)]
         worst = max(mine, key=_badness, default=None)
         told = ctx.gather_objects((worst, bool(self._engine.gate.is_bad_here)))
         found = [suspect for suspect, _ in told if suspect is not None]
@@ -140,7 +145,7 @@ class Guard:
         if suspect is None or self._engine.ctx.rank:
             return []
         found = []
-        for sample in range(suspect.begin, suspect.end):
+        for sample in suspect.samples:
             prefix, documents = self._dataset.documents_of(sample)
             found.append({"sample": sample, "prefix": prefix, "documents": documents})
         return found
@@ -239,4 +244,11 @@ def _said(suspect: Suspect | None, documents: list[dict[str, Any]]) -> str:
         for prefix, numbers in by_prefix.items()
     ]
     shown = f" ({'; '.join(commands)})" if commands else ""
-    return f"Highest loss of a microbatch: {suspect.loss:.4g}, samples {suspect.begin} to {suspect.end - 1}{shown}. "
+    samples = f"samples {_numbers(suspect.samples)}" if suspect.samples else "no samples"
+    return f"Highest loss of a microbatch: {suspect.loss:.4g}, {samples}{shown}. "
+
+
+def _numbers(samples: list[int]) -> str:
+    if samples == list(range(samples[0], samples[-1] + 1)):
+        return f"{samples[0]} to {samples[-1]}"
+    return ", ".join(map(str, samples[:SHOWN_DOCUMENTS])) + (" ..." if len(samples) > SHOWN_DOCUMENTS else "")

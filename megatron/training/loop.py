@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,8 @@ from megatron import accelerator
 from megatron.data.batches import Batches
 from megatron.data.indexed import DataError
 from megatron.parallel.context import ParallelContext
-from megatron.tasks.pretrain import Microbatch, PretrainTask
+from megatron.schedule import Schedule
+from megatron.tasks.task import Microbatch, Task
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
 from megatron.training.guard import Guard
@@ -23,7 +25,6 @@ from megatron.training.memory import MemoryLog
 from megatron.training.metrics import MetricsLog, StepMetrics
 from megatron.training.profiling import Profile
 from megatron.training.progress import Progress
-from megatron.training.schedule import global_batch_size, learning_rate, total_samples
 from megatron.training.stop import StopDecision
 from megatron.training.straggler import Straggler
 from megatron.training.watchdog import Watchdog
@@ -84,11 +85,10 @@ class Loop:
     """Training, and all that takes part in it. Each rank makes one, alike; `train` is collective."""
 
     engine: Engine
-    task: PretrainTask
+    task: Task
     datasets: Sequence[Any]
     """To train on, to validate on, to test on; None where there is none."""
-    fingerprint: str
-    """Of the data."""
+    schedule: Schedule
     progress: Progress
     """Where to begin; moves on."""
     log: MetricsLog
@@ -100,11 +100,19 @@ class Loop:
 
     def __post_init__(self) -> None:
         config, ctx = self.engine.config, self.engine.ctx
-        self._batches = make_batches(self.engine, self.task, self.datasets[0], self.progress.consumed_samples)
+        self._plan = self.task.plan(self.datasets[0], self.schedule.global_batch_size, ctx.data_rank, ctx.data_size)
+        self._batches = Batches(
+            self._plan,
+            partial(self.task.read, self.datasets[0]),
+            consumed_samples=self.progress.consumed_samples,
+            num_workers=config.data.num_workers if self.engine.reads_data else 0,
+        )
         self._interval = Interval()
         self._saved_at = self.progress.iteration
         self._timer = SaveTimer(config.checkpoint.save_interval_in_mins, ctx)
-        self._guard = Guard(self.engine, self.progress, self.datasets[0], self.log, self.checkpoints)
+        self._guard = Guard(
+            self.engine, self.progress, self.task, self.datasets[0], self._plan, self.log, self.checkpoints
+        )
         self._straggler = Straggler(self.engine) if config.logging.log_straggler else None
 
     def train(self) -> None:
@@ -112,6 +120,8 @@ class Loop:
         config, progress, stop = self.engine.config, self.progress, self.stop
         if self.checkpoints is not None:
             self.checkpoints.reserve(self.engine)
+            self.watchdog.phase("save", progress.iteration)
+            self.checkpoints.export_what_is_due(progress, self.log.message, self.watchdog.beat)
         if progress.iteration == 0:
             # where the run starts from; and a validation that cannot work fails now, not after hours
             self._evaluate("valid")
@@ -119,6 +129,7 @@ class Loop:
         profile = Profile(config.logging, rank=self.engine.ctx.rank, iteration=progress.iteration)
         with self._batches, profile:
             while stop.reason is None and not self._is_complete():
+                consumed_before = progress.consumed_samples
                 if self._step():
                     continue  # from where the run was rolled back to
                 profile.step(progress.iteration)
@@ -130,30 +141,29 @@ class Loop:
                 paused_s = time.perf_counter()
                 if progress.iteration % config.data.eval_interval == 0:
                     self._evaluate("valid")
-                self._save_where_due()
+                self._save_where_due(consumed_before)
                 self._interval.pause(time.perf_counter() - paused_s)
                 if not self._is_complete():
                     stop.count(progress)
         self._end()
 
     def _is_complete(self) -> bool:
-        """Whether too few samples are left for one more step."""
-        training, consumed_samples = self.engine.config.training, self.progress.consumed_samples
-        return consumed_samples + global_batch_size(training, consumed_samples) > total_samples(training)
+        return self.schedule.is_complete(self.progress.consumed_samples)
 
     def _step(self) -> bool:
         """Train on the next global batch, unless a rollback leaves it out. Whether this step rolled the run back."""
         engine, progress, interval = self.engine, self.progress, self._interval
-        training, begin, step, result = engine.config.training, progress.consumed_samples, progress.iteration + 1, None
-        size, lr = global_batch_size(training, begin), learning_rate(engine.config.optimizer, training, begin)
+        begin, step, result = progress.consumed_samples, progress.iteration + 1, None
+        size, lr = self.schedule.global_batch_size(begin), self.schedule.learning_rate(begin)
         self.watchdog.phase("data", step)
         if progress.leaves_out(begin, begin + size):
             self._batches.seek(begin + size)
         else:
             with engine.timers.on_host("batch-generator"):
                 microbatches = self._next_batch() if engine.reads_data else []
+                num_microbatches = len(microbatches) if engine.reads_data else len(self._plan(begin)[1])
             self.watchdog.phase("train", step)
-            result = engine.train_step(microbatches, global_batch_size=size, consumed_samples=begin, lr=lr)
+            result = engine.train_step(microbatches, num_microbatches=num_microbatches, consumed_samples=begin, lr=lr)
             accelerator.mark_step()
             if self._straggler is not None:
                 self._straggler.count_step()
@@ -197,7 +207,7 @@ class Loop:
                 iteration=progress.iteration,
                 steps=interval.steps,
                 consumed_samples=progress.consumed_samples,
-                consumed_tokens=progress.consumed_samples * engine.config.training.seq_length,
+                consumed_tokens=self.task.consumed_tokens(self.datasets[0], progress.consumed_samples),
                 elapsed_s=elapsed_s,
                 learning_rate=lr,
                 global_batch_size=size,
@@ -213,29 +223,47 @@ class Loop:
         timers = engine.timers.read(interval.steps, engine.ctx)
         self.log.log_timers(progress.iteration, progress.consumed_samples, timers)
 
-    def _save_where_due(self) -> None:
-        """Begin a save where it is time for one, and tell what became of earlier ones."""
+    def _save_where_due(self, consumed_before: int) -> None:
+        """Begin a save where it is time for one, and tell what became of earlier ones.
+
+        `consumed_before`: samples before this step.
+        """
         if self.checkpoints is None:
             return
         self.watchdog.phase("save", self.progress.iteration)
-        is_time = self._timer.is_due()
-        if is_time or self.progress.iteration % self.engine.config.checkpoint.save_interval == 0:
-            self._save()
+        is_time, is_export = self._timer.is_due(), self._is_export_due(consumed_before)
+        if is_time or is_export or self.progress.iteration % self.engine.config.checkpoint.save_interval == 0:
+            self._save(and_export=is_export)
             self._timer.restart()
             # a save may take minutes: no further step, and no second save, after a signal
             self.stop.ask(self.progress)
         for line in self.checkpoints.report():
             self.log.message(line)
 
-    def _save(self) -> None:
+    def _is_export_due(self, consumed_before: int) -> bool:
+        """Whether the last step reached or passed a multiple of save_samples, or ended an epoch."""
+        options, consumed = self.engine.config.checkpoint, self.progress.consumed_samples
+        every = options.save_samples
+        passed = every is not None and consumed // every > consumed_before // every
+        return passed or (options.save_at_epoch and self.schedule.ends_epoch(consumed))
+
+    def _save(self, *, and_export: bool) -> None:
         assert self.checkpoints is not None
         self._guard.before_save()
         with self.engine.timers.on_host("save-checkpoint"):
-            self.checkpoints.save(self.engine, self.progress, self.fingerprint)
+            fingerprint = self.datasets[0].fingerprint
+            self.checkpoints.save(self.engine, self.progress, fingerprint, to_export=and_export)
         self._saved_at = self.progress.iteration
+        if and_export:
+            self._export()
+
+    def _export(self) -> None:
+        """In the phase of the save, which it waits for first."""
+        assert self.checkpoints is not None
+        self.checkpoints.export(self.progress, self.log.message, self.watchdog.beat)
 
     def _end(self) -> None:
-        """Say why, save what is not saved, and evaluate a run that is complete."""
+        """Say why, save and export what is not yet, and evaluate a run that is complete."""
         progress = self.progress
         if self.stop.reason is not None:
             self.log.message(self.stop.reason)
@@ -245,13 +273,17 @@ class Loop:
             )
         if self.checkpoints is not None:
             self.watchdog.phase("save", progress.iteration)
-            if self._saved_at != progress.iteration:
-                self._save()
+            if self._saved_at != progress.iteration or not self.checkpoints.can_export(progress):
+                self._save(and_export=True)
+            else:
+                self._export()
             self.checkpoints.finish(self.log.message)
         if self.stop.reason is None:
             if progress.iteration % self.engine.config.data.eval_interval:
                 self._evaluate("valid")
             self._evaluate("test")
+        if self.checkpoints is not None:
+            self.checkpoints.finish_exports()
 
     def _evaluate(self, split: Literal["valid", "test"]) -> None:
         """Loss over the first eval_iters global batches of the split: the same samples each time. Nothing once `stop`
@@ -277,49 +309,32 @@ class Loop:
             self.log.log_validation(iteration, consumed_samples, loss, int(tokens), split)
 
 
-def make_batches(engine: Engine, task: PretrainTask, dataset: Any, consumed_samples: int) -> Batches[Microbatch]:
-    """This rank's share of `dataset`, step by step, from `consumed_samples` on."""
-    config = engine.config
-
-    def size_at(samples: int) -> int:
-        return global_batch_size(config.training, samples)
-
-    return Batches(
-        dataset,
-        collate=task.collate,
-        micro_batch_size=config.training.micro_batch_size,
-        data_parallel_rank=engine.ctx.data_rank,
-        data_parallel_size=engine.ctx.data_size,
-        global_batch_size=size_at,
-        consumed_samples=consumed_samples,
-        num_workers=config.data.num_workers if engine.reads_data else 0,
-    )
-
-
 def evaluate(
-    engine: Engine, num_batches: int, task: PretrainTask, dataset: Any, stops: Callable[[], bool] = lambda: False
+    engine: Engine, num_batches: int, task: Task, dataset: Any, stops: Callable[[], bool] = lambda: False
 ) -> tuple[float, float] | None:
-    """Mean loss per loss token over `num_batches` global batches, and the number of those tokens.
+    """Mean loss per loss token over `num_batches` global batches, or what there is of them, and the number of those
+    tokens.
 
     Both are right on ranks that read data, rank 0 among them. None if `stops`, which all ranks answer alike, is true
     before one of the batches.
     """
-    training = engine.config.training
-    num_microbatches = training.global_batch_size // (training.micro_batch_size * engine.ctx.data_size)
-    batches = Batches(
-        dataset,
-        collate=task.collate,
-        micro_batch_size=training.micro_batch_size,
-        data_parallel_rank=engine.ctx.data_rank,
-        data_parallel_size=engine.ctx.data_size,
-        global_batch_size=lambda _: training.global_batch_size,
-        consumed_samples=0,
-        num_workers=0,
-    )
-    total, tokens = 0.0, 0.0
+    training, ctx = engine.config.training, engine.ctx
+    per_epoch = task.samples_per_epoch(dataset)
+
+    def size_at(consumed_samples: int) -> int:
+        """0 where all there is was seen once."""
+        size = training.global_batch_size
+        return size if per_epoch is None else min(size, per_epoch - consumed_samples)
+
+    plan = task.plan(dataset, size_at, ctx.data_rank, ctx.data_size)
+    total, tokens, consumed_samples = 0.0, 0.0, 0
     for _ in range(num_batches):
         if stops():
             return None
-        loss, count = engine.evaluate(next(batches) if engine.reads_data else [], num_microbatches)
-        total, tokens = total + float(loss) * count, tokens + count
+        size, keys = plan(consumed_samples)
+        if size == 0:
+            break
+        microbatches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
+        loss, count = engine.evaluate(microbatches, len(keys))
+        total, tokens, consumed_samples = total + float(loss) * count, tokens + count, consumed_samples + size
     return total / max(tokens, 1.0), tokens

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -85,7 +85,8 @@ class MetricsLog:
     """Writes one record a logged step, validation, record of the memory and of the timers. A context manager; `close`
     flushes.
 
-    `device_peak_tflops` is overridden by `peak_tflops` of the config. Rows of iterations after `resumed_iteration` that
+    `tokens` says how many the first so many samples hold, unless they are of seq_length each. `device_peak_tflops` is
+    overridden by `peak_tflops` of the config. Rows of iterations after `resumed_iteration` that
     an earlier attempt left in metrics.jsonl are moved out, so that the file holds each iteration once.
     """
 
@@ -97,13 +98,15 @@ class MetricsLog:
         world_size: int,
         device_peak_tflops: float | None,
         total_iterations: int,
+        tokens: Callable[[int], int] | None = None,
         resumed_iteration: int = 0,
     ):
         self._writes = writes
         self._world_size = world_size
         self._peak_tflops = config.logging.peak_tflops or device_peak_tflops
         self._total_iterations = total_iterations
-        self._seq_length = config.training.seq_length
+        seq_length = config.training.seq_length
+        self.tokens_of = tokens or (lambda samples: samples * seq_length)
         self._flops_per_token = flops_per_token(config.model, config.training.seq_length)
         # where the last log line left off; the samples that a resumed run starts from are not known here
         self._last_samples = 0 if resumed_iteration == 0 else None
@@ -223,7 +226,7 @@ class MetricsLog:
             {
                 "iteration": iteration,
                 "consumed_samples": consumed_samples,
-                "consumed_tokens": consumed_samples * self._seq_length,
+                "consumed_tokens": self.tokens_of(consumed_samples),
                 "lm_loss": lm_loss,
                 "perplexity": perplexity,
                 "num_tokens": num_tokens,
@@ -280,16 +283,16 @@ class MetricsLog:
         return Totals(self._flops_per_token, self._peak_tflops, self._world_size)
 
     def _speed(self, step: StepMetrics) -> Speed:
-        batch_size = float(step.global_batch_size)
-        if self._last_samples is not None:
-            # the mean: the global batch may have grown since the last log line
-            batch_size = (step.consumed_samples - self._last_samples) / step.steps
-        samples_per_second = batch_size / step.elapsed_s if step.elapsed_s > 0 else math.nan
-        per_device = samples_per_second * self._seq_length / self._world_size
+        samples, steps = step.global_batch_size, 1
+        if self._last_samples is not None:  # the global batch may have grown since the last log line
+            samples, steps = step.consumed_samples - self._last_samples, step.steps
+        tokens = self.tokens_of(step.consumed_samples) - self.tokens_of(step.consumed_samples - samples)
+        per_second = 1 / (steps * step.elapsed_s) if step.elapsed_s > 0 else math.nan
+        per_device = tokens * per_second / self._world_size
         tflops = per_device * self._flops_per_token / 1e12
         return Speed(
-            samples_per_second=samples_per_second,
-            tokens_per_second=samples_per_second * self._seq_length,
+            samples_per_second=samples * per_second,
+            tokens_per_second=tokens * per_second,
             tokens_per_second_per_device=per_device,
             tflops_per_device=tflops,
             mfu=tflops / self._peak_tflops if self._peak_tflops else None,

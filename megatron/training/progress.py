@@ -109,7 +109,9 @@ def check_data(saved: SavedData, config: Config, fingerprint: str) -> str | None
         remedy = "Keep the length of that run"
     else:
         found = [
-            f"{name}={_said(now[name])} here, {_said(before[name])} there" for name in now if now[name] != before[name]
+            f"{name}={_said(now[name])} here, {_said(before.get(name))} there"
+            for name in now
+            if now[name] != before.get(name)
         ]
         change = (
             f"{saved.checkpoint} was trained on other data than this run finds: "
@@ -128,19 +130,25 @@ def check_data(saved: SavedData, config: Config, fingerprint: str) -> str | None
 def length_of(config: Mapping[str, Mapping[str, Any]]) -> str:
     """How long the run of a config is, in its own words."""
     samples, iters = config["training"]["train_samples"], config["training"]["train_iters"]
-    size = config["training"]["global_batch_size"]
+    size, epochs = config["training"]["global_batch_size"], config["training"].get("num_epochs")
+    if epochs:
+        return f"num_epochs={epochs}"
     return f"train_samples={samples}" if samples else f"train_iters={iters} of global_batch_size={size}"
 
 
 def options_of(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The options that say which training samples there are, and in which order."""
     data, training = config["data"], config["training"]
-    return {
+    found = {
+        "task": training.get("task", "pretrain"),
         "data_path": data["data_path"] or data["train_data_path"],
         "split": data["split"],
         "seq_length": training["seq_length"],
         "seed": training["seed"],
     }
+    if found["task"] == "sft":
+        found["packing"] = config["sft"]["packing"]
+    return found
 
 
 def _said(value: Any) -> str:

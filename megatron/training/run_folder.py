@@ -94,7 +94,8 @@ class RunFolder:
             "wall_s": round(time.time() - self._began_s, 3),
         }
         self._write_starts()
-        summary = Summary(self._config, self._starts, self._progress, self._log.totals)
+        tokens = self._log.tokens_of(self._progress.consumed_samples)
+        summary = Summary(self._config, self._starts, self._progress, tokens, self._log.totals)
         self._write(SUMMARY_FILE, summary.text())
         self._log.message(summary.core())
 
@@ -131,8 +132,11 @@ class RunFolder:
 class Summary:
     """What a run came to, from its starts, its counters and its rows."""
 
-    def __init__(self, config: Config, starts: list[dict[str, Any]], progress: Progress, totals: Totals) -> None:
+    def __init__(
+        self, config: Config, starts: list[dict[str, Any]], progress: Progress, consumed_tokens: int, totals: Totals
+    ) -> None:
         self._config, self._starts, self._progress, self._totals = config, starts, progress, totals
+        self._tokens = consumed_tokens
 
     def text(self) -> str:
         """All of it: a name and a value a line."""
@@ -169,7 +173,6 @@ class Summary:
 
     def _progress_lines(self) -> list[tuple[str, str]]:
         progress, start = self._progress, self._starts[-1]
-        tokens = progress.consumed_samples * self._config.training.seq_length
         known_s = [each["ended"]["wall_s"] for each in self._starts if "ended" in each]
         lost = len(self._starts) - len(known_s)
         all_starts = f", {_duration(sum(known_s))} in {len(known_s)} starts" if len(self._starts) > 1 else ""
@@ -183,7 +186,7 @@ class Summary:
         return [
             (
                 "iterations",
-                f"{progress.iteration:,}{since}, {progress.consumed_samples:,} samples, {tokens:,} tokens; "
+                f"{progress.iteration:,}{since}, {progress.consumed_samples:,} samples, {self._tokens:,} tokens; "
                 f"{progress.skipped_iterations:,} skipped, {progress.nan_iterations:,} NaN",
             ),
             ("wall time", f"{_duration(start['ended']['wall_s'])} in this start{all_starts}"),

@@ -62,6 +62,9 @@ def check_same_start(ctx: ParallelContext, load: Path, chosen: Path | None) -> N
         found = chosen.name
         with contextlib.suppress(OSError):  # DeepSpeed's have none
             found += hashlib.sha256((chosen / MANIFEST).read_bytes()).hexdigest()
+        with contextlib.suppress(OSError):  # Hugging Face's alone have this; their weights have no checksums
+            found += hashlib.sha256((chosen / "config.json").read_bytes()).hexdigest()
+            found += str(sorted((path.name, path.stat().st_size) for path in chosen.glob("*.safetensors")))
     places, all_found = _gathered(ctx, found)
     if apart := _apart(places, all_found):
         holds = "no checkpoint" if chosen is None else chosen.name

@@ -83,7 +83,9 @@ def resume_universal(arguments: str, folder: str, tag: str) -> Run:
 def loss_of_step(engine: Engine, task: Any, step: int) -> float:
     size = engine.config.training.global_batch_size
     batches = layouts.step_batches(engine, task, step)
-    result = engine.train_step(batches, global_batch_size=size, consumed_samples=step * size, lr=1e-3)
+    result = engine.train_step(
+        batches, num_microbatches=layouts.num_microbatches(engine), consumed_samples=step * size, lr=1e-3
+    )
     return float(result.loss)
 
 

@@ -561,3 +561,17 @@ def test_the_imported_config_is_a_config_of_ours(tmp_path: Path) -> None:
     assert from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert isinstance(config, Config)
     assert config.training.seq_length == config.model.max_position_embeddings == 40
+
+
+@pytest.mark.parametrize(("known", "expected"), [(None, 1), (1, 1), (7, [7, 1]), ([7, 8], [7, 8, 1]), ([7, 1], [7, 1])])
+def test_generation_stops_at_the_end_of_a_tokenizer_of_another_folder(
+    known: Any, expected: Any, tmp_path: Path
+) -> None:
+    """Of a chat's, say, which was made for the model later."""
+    save("llama_gqa", tmp_path / "theirs")
+    (tmp_path / "theirs/generation_config.json").write_text(json.dumps({"eos_token_id": known, "top_k": 3}))
+    save_tokenizer(tmp_path / "chat")
+    found = export(tmp_path / "theirs", tokenizer=tmp_path / "chat")(tmp_path / "back")
+    content = json.loads((found / "generation_config.json").read_text())
+    assert content == {"eos_token_id": expected, "top_k": 3}
+    assert config_json(found)["eos_token_id"] == expected

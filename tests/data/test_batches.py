@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.data import batches as batches_module
-from megatron.data.batches import STEPS_AHEAD, Batches
+from megatron.data.batches import STEPS_AHEAD, Batches, dealt_evenly
 from megatron.data.indexed import DataError
 
 
@@ -57,16 +57,16 @@ def make(
     batch: int | Callable[[int], int] = 8,
     consumed: int = 0,
     workers: int = 0,
-) -> Batches[list[int]]:
-    return Batches(
-        dataset,
-        collate=ids,
+) -> Batches[range, list[int]]:
+    plan = dealt_evenly(
+        len(dataset),
+        global_batch_size=batch if callable(batch) else lambda _: batch,
         micro_batch_size=micro,
         data_parallel_rank=rank,
         data_parallel_size=size,
-        global_batch_size=batch if callable(batch) else lambda _: batch,
-        consumed_samples=consumed,
-        num_workers=workers,
+    )
+    return Batches(
+        plan, lambda samples: ids(dataset.get_batch(samples)), consumed_samples=consumed, num_workers=workers
     )
 
 
@@ -205,18 +205,13 @@ def test_a_reader_that_times_out_is_a_fault_and_no_reason_to_wait() -> None:
 
 
 PROGRAM = """
-import os, sys
-import numpy as np
+import os
 from megatron.data import batches as module
 module.LOOK_S = 0.05
 
-class Data:
-    fingerprint = "f"
-    def __len__(self): return 800
-    def get_batch(self, indices): return np.zeros((len(indices), 2), np.int64)
-
-batches = module.Batches(Data(), collate=len, micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1,
-                         global_batch_size=lambda _: 8, num_workers=2)
+plan = module.dealt_evenly(800, global_batch_size=lambda _: 8, micro_batch_size=2, data_parallel_rank=0,
+                           data_parallel_size=1)
+batches = module.Batches(plan, len, num_workers=2)
 print(next(batches), flush=True)
 """
 

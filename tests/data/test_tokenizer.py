@@ -28,7 +28,7 @@ from megatron.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
 )
-from megatron.train import end_of_document
+from megatron.tasks.pretrain import end_of_document
 
 ODD_TEXTS = [
     "",

@@ -213,6 +213,7 @@ def attention_by_loops(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, p
 
 KERNELS: dict[str, Callable[[Tensor | None], Any]] = {
     "sdpa": SDPAttention,
+    "sdpa by document": lambda slopes: SDPAttention(slopes, by_document=True),
     "flex": lambda slopes: FlexAttention(slopes, compiled=False),
 }
 
@@ -232,8 +233,8 @@ def test_kernels_equal_attention_by_loops(kernel: str, alibi: bool, packed: bool
     for _ in range(2):  # the second time from the cached mask
         torch.testing.assert_close(attend(q, k, v, packing, 0.0).double(), expected, rtol=0, atol=2e-6)
     # and the next microbatch, packed otherwise
-    if packed:
-        packing = packing_of([[12], [3, 3, 6]])
+    for rows in ([[12], [3, 3, 6]], [[1, 1, 10], [4, 1, 1, 2, 1, 1, 1, 1]]) if packed else ():
+        packing = packing_of(rows)
         expected = attention_by_loops(q, k, v, slopes, packing)
         torch.testing.assert_close(attend(q, k, v, packing, 0.0).double(), expected, rtol=0, atol=2e-6)
 
@@ -251,11 +252,14 @@ def test_flex_sees_documents_that_moved_in_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-def test_sixteen_bit_attention_is_close_and_has_finite_gradients(dtype: torch.dtype, alibi: bool, packed: bool) -> None:
+@pytest.mark.parametrize("by_document", [False, True], ids=["", "by document"])
+def test_sixteen_bit_attention_is_close_and_has_finite_gradients(
+    dtype: torch.dtype, alibi: bool, packed: bool, by_document: bool
+) -> None:
     slopes, packing = alibi_slopes(HEADS) if alibi else None, packing_of(PACKED) if packed else None
     q, k, v = (random(B, HEADS, S, HEAD_SIZE, seed=seed).to(dtype).requires_grad_() for seed in (1, 2, 3))
     expected = attention_by_loops(q, k, v, slopes, packing)
-    actual = SDPAttention(slopes)(q, k, v, packing, 0.0)
+    actual = SDPAttention(slopes, by_document=by_document)(q, k, v, packing, 0.0)
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=3e-2)
     actual.float().square().sum().backward()

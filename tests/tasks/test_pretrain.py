@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron.command_line import from_dict, parse_arguments
 from megatron.parallel.context import ParallelContext
-from megatron.tasks.pretrain import Microbatch, PretrainTask
+from megatron.tasks.pretrain import PretrainTask
+from megatron.tasks.task import Microbatch
 from tests.models.outputs import build_model
 from tests.ranks import RankPools
 from tests.training import layouts
@@ -24,7 +25,7 @@ FLAGS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
 
 
 def task_with(**flags: bool) -> PretrainTask:
-    return PretrainTask(from_dict({"data": {"eod_token_id": EOD, **flags}}).data, EOD)
+    return PretrainTask(from_dict({"data": {"eod_token_id": EOD, **flags}}), EOD)
 
 
 def documents(tokens: list[int]) -> list[int]:
@@ -87,8 +88,7 @@ def first_step(arguments: str) -> tuple[float, float, float, list[float]]:
     engine, task = layouts.build(arguments)
     batches = layouts.step_batches(engine, task, 0)
     validation, _ = engine.evaluate(batches, len(batches))
-    size = engine.config.training.global_batch_size
-    result = engine.train_step(batches, global_batch_size=size, consumed_samples=0, lr=1e-3)
+    result = engine.train_step(batches, num_microbatches=layouts.num_microbatches(engine), consumed_samples=0, lr=1e-3)
     counts = [batch.num_loss_tokens for batch in batches]
     return float(result.loss), float(result.grad_norm), float(validation), counts
 
@@ -104,7 +104,7 @@ def dense_step(arguments: str) -> tuple[float, float]:
     """Mean loss over all loss tokens of the global batch, and the norm of its gradient, in float64 by torch alone."""
     config, _ = parse_arguments([*layouts.COMMON.split(), *arguments.split()])
     model = build_model(config, ParallelContext.single()).double()
-    batches: list[Microbatch] = layouts.step_batches(AllBatches(config), PretrainTask(config.data, EOD), 0)  # type: ignore[arg-type]
+    batches: list[Microbatch] = layouts.step_batches(AllBatches(config), PretrainTask(config, EOD), 0)  # type: ignore[arg-type]
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
 

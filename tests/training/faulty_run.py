@@ -96,6 +96,7 @@ IN_STEP: dict[str, Callable[[], None]] = {
 def install(fault: str, at_rank: int) -> None:
     """Let this rank meet the fault, if it is the one."""
     from megatron.data.batches import Batches
+    from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import Engine
 
     if int(os.environ["RANK"]) != at_rank:
@@ -126,21 +127,21 @@ def install(fault: str, at_rank: int) -> None:
         setattr(where[0], where[1], slow)
     if not fault.startswith(("reader", "iterator")):
         return
-    original_read, original_next = Batches._microbatch, Batches.__next__
+    original_read, original_next = PretrainTask.read, Batches.__next__
 
-    def microbatch(batches: Batches[Any], start: int) -> Any:
-        if start >= 8 * (STEP - 1) and fault.startswith("reader"):
+    def read(task: PretrainTask, dataset: Any, key: range) -> Any:
+        if key.start >= 8 * (STEP - 1) and fault.startswith("reader"):
             note_time()
             fail() if fault == "reader thread fails" else time.sleep(600)
-        return original_read(batches, start)
+        return original_read(task, dataset, key)
 
-    def next_step(batches: Batches[Any]) -> Any:
+    def next_step(batches: Batches[Any, Any]) -> Any:
         if batches.consumed_samples >= 8 * (STEP - 1) and fault == "iterator one short":
             note_time()
             raise StopIteration
         return original_next(batches)
 
-    Batches._microbatch, Batches.__next__ = microbatch, next_step  # type: ignore[method-assign, assignment]
+    PretrainTask.read, Batches.__next__ = read, next_step  # type: ignore[method-assign, assignment]
 
 
 def note_time() -> None:

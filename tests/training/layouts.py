@@ -38,11 +38,14 @@ def build(arguments: str) -> tuple[Engine, PretrainTask]:
     ctx = ParallelContext.build(config.parallel, "cpu")
     faults = check(config, ctx.world_size)
     assert not faults, faults
-    task = PretrainTask(config.data, EOD)
-    engine = build_engine(
-        config, ctx, task.loss(ctx), masks_loss=task.masks_loss, global_batch_size=config.training.global_batch_size
-    )
-    return engine, task
+    task = PretrainTask(config, EOD)
+    return build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss), task
+
+
+def num_microbatches(engine: Engine, samples: int | None = None) -> int:
+    """Of each rank, in a step of so many samples."""
+    training = engine.config.training
+    return (samples or training.global_batch_size) // (training.micro_batch_size * engine.ctx.data_size)
 
 
 def step_tokens(step: int, samples: int, seq_length: int) -> np.ndarray:
@@ -84,7 +87,7 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
     for step in range(steps):
         result = engine.train_step(
             step_batches(engine, task, step),
-            global_batch_size=training.global_batch_size,
+            num_microbatches=num_microbatches(engine),
             consumed_samples=step * training.global_batch_size,
             lr=engine.config.optimizer.lr,
         )
@@ -119,7 +122,10 @@ def train_sizes(arguments: str, sizes: list[int]) -> list[float]:
     losses, consumed = [], 0
     for step, size in enumerate(sizes):
         result = engine.train_step(
-            step_batches(engine, task, step, size), global_batch_size=size, consumed_samples=consumed, lr=1e-3
+            step_batches(engine, task, step, size),
+            num_microbatches=num_microbatches(engine, size),
+            consumed_samples=consumed,
+            lr=1e-3,
         )
         losses.append(float(result.loss))
         consumed += size
@@ -214,14 +220,15 @@ def save_onto_a_full_disk(arguments: str, folder: str, gets_better: bool = True)
 
 def _evaluate(engine: Engine, task: PretrainTask) -> float:
     """The held-out loss."""
-    training = engine.config.training
-    count = training.global_batch_size // training.micro_batch_size // engine.ctx.data_size
-    return float(engine.evaluate(step_batches(engine, task, HELD_OUT), count)[0])
+    return float(engine.evaluate(step_batches(engine, task, HELD_OUT), num_microbatches(engine))[0])
 
 
 def loss_of_step(engine: Engine, task: PretrainTask, step: int) -> float:
     size = engine.config.training.global_batch_size
     result = engine.train_step(
-        step_batches(engine, task, step), global_batch_size=size, consumed_samples=step * size, lr=1e-3
+        step_batches(engine, task, step),
+        num_microbatches=num_microbatches(engine),
+        consumed_samples=step * size,
+        lr=1e-3,
     )
     return float(result.loss)

@@ -60,7 +60,10 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
 def step(engine: Engine, task: Any, number: int) -> Any:
     size = engine.config.training.global_batch_size
     return engine.train_step(
-        layouts.step_batches(engine, task, number), global_batch_size=size, consumed_samples=number * size, lr=1e-3
+        layouts.step_batches(engine, task, number),
+        num_microbatches=layouts.num_microbatches(engine),
+        consumed_samples=number * size,
+        lr=1e-3,
     )
 
 

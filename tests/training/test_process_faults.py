@@ -55,7 +55,7 @@ CASES = {
     "reader thread fails": Case(
         "reader thread fails", FAILED, r"rank 1 on \S+ \(process \d+\) failed in step 3, data:\n(.*\n)*ArithmeticError"
     ),
-    "reader thread hangs": Case("reader thread hangs", HUNG, HANG + "data, .* in _wait_for", stacks="in microbatch"),
+    "reader thread hangs": Case("reader thread hangs", HUNG, HANG + "data, .* in _wait_for", stacks="in read"),
     "iterator one short": Case(
         "iterator one short", REFUSED, r"failed in step 3, data: DataError: this rank has no data after 16 samples"
     ),

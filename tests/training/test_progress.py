@@ -11,7 +11,7 @@ import pytest
 from megatron.checkpoint.store import CheckpointError
 from megatron.command_line import from_dict
 from megatron.config import Config
-from megatron.train import open_data
+from megatron.data.gpt import open_datasets
 from megatron.training.progress import SavedData, check_data
 from tests import runs
 from tests.ranks import RankPools
@@ -31,8 +31,8 @@ def config(data: Path | str, iters: int, **others: Any) -> Config:
 
 
 def fingerprint(run: Config) -> str:
-    found: str = open_data(run)[0].fingerprint
-    return found
+    train: Any = open_datasets(run)[0]
+    return str(train.fingerprint)
 
 
 def resume(before: Config, now: Config, saved_fingerprint: str | None = None) -> str | None:

@@ -167,21 +167,21 @@ def timed_steps(arguments: str) -> tuple[float, float, dict[str, Spread]]:
     """Seconds a step by the clock outside, seconds that a slowed loss adds, and what the timers said, on rank 0."""
     config = load_config([*runs.TINY.split(), "--data-path", "none", "--train-iters", "9", *arguments.split()])
     ctx = ParallelContext.build(config.parallel, "cpu")
-    task, pause_s = PretrainTask(config.data, None), 0.02
+    task, pause_s = PretrainTask(config, None), 0.02
     loss = task.loss(ctx)
 
     def slow_loss(*inputs: Any) -> Any:
         time.sleep(pause_s)
         return loss(*inputs)
 
-    engine = build_engine(config, ctx, slow_loss, masks_loss=False, global_batch_size=8)
+    engine = build_engine(config, ctx, slow_loss, masks_loss=False)
     generator = np.random.default_rng(0)
     batch = [task.collate(generator.integers(0, 128, (2, 17))) for _ in range(4 // ctx.data_size)]
-    engine.train_step(batch, global_batch_size=8, consumed_samples=0, lr=1e-3)  # warms up
+    engine.train_step(batch, consumed_samples=0, lr=1e-3)  # warms up
     engine.timers.read(1, ctx)
     began_s = time.perf_counter()
     for _ in range(2):
-        engine.train_step(batch, global_batch_size=8, consumed_samples=8, lr=1e-3)
+        engine.train_step(batch, consumed_samples=8, lr=1e-3)
     elapsed_s = (time.perf_counter() - began_s) / 2
     return elapsed_s, pause_s * len(batch), engine.timers.read(2, ctx)
 

@@ -12,7 +12,23 @@ from hypothesis import strategies as st
 
 from megatron.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megatron.rules import check
-from megatron.training.schedule import global_batch_size, learning_rate, total_iterations, total_samples
+from megatron.schedule import Schedule
+
+
+def global_batch_size(training: TrainingConfig, consumed_samples: int) -> int:
+    return Schedule(training, OptimizerConfig()).global_batch_size(consumed_samples)
+
+
+def total_iterations(training: TrainingConfig) -> int:
+    return Schedule(training, OptimizerConfig()).total_iterations
+
+
+def total_samples(training: TrainingConfig) -> int:
+    return Schedule(training, OptimizerConfig()).total_samples
+
+
+def learning_rate(optimizer: OptimizerConfig, training: TrainingConfig, consumed_samples: int) -> float:
+    return Schedule(training, optimizer).learning_rate(consumed_samples)
 
 
 def step_by_step(training: TrainingConfig) -> tuple[int, int]:

@@ -1,0 +1,233 @@
+"""The Hugging Face folders that a run makes of its checkpoints, each whole or not there.
+
+    SAVE_HF/samples_4096/                   the model after so many samples; or
+    SAVE_HF/last_epoch/                     the newest one alone
+    SAVE_HF/samples_4096/export.json        which checkpoint it was made of
+    SAVE_HF/.samples_4096.partial-TOKEN/    one that is being written: gets its name when it is whole
+    SAVE_HF/.last_epoch.replaced-TOKEN/     the one before, while the new one gets its name
+    SAVE_HF/.lock                           held by the run that exports there
+
+Rank 0 alone works, from the files that all ranks have saved, a tensor at a time and in a thread; the others wait in
+short collectives, so that neither the watchdog nor a collective's time limit ends a run whose export takes long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron.checkpoint.huggingface import (
+    TOKENIZER_FILES,
+    check_tokenizer,
+    export_huggingface,
+    name_map,
+    tokenizer_files,
+)
+from megatron.checkpoint.huggingface_files import DTYPES, read_json
+from megatron.checkpoint.huggingface_start import is_huggingface
+from megatron.checkpoint.native import NativeModel, check_space, native_model
+from megatron.checkpoint.saver import take_lock
+from megatron.checkpoint.store import LEFTOVER, Checkpoint, CheckpointError, hidden_path
+from megatron.checkpoint.writing import make_folder, remove_checkpoint
+from megatron.config import Config
+from megatron.files import appearing, write_durably
+from megatron.parallel.context import ParallelContext
+
+LAST = "last_epoch"
+SAMPLES = "samples_"
+MARK = "export.json"
+POLL_S = 2.0
+"""The longest that other ranks wait in one collective."""
+STILL, MOVED, DONE = 0, 1, 2
+
+
+@dataclasses.dataclass
+class _Work:
+    """One export, as the thread that makes it and rank 0's main thread see it."""
+
+    parameters_done: int = 0
+    line: str = ""
+    """What there is to say of it. Empty: it was there already."""
+    fault: str = ""
+
+
+class Exports:
+    """Every rank makes one, and calls `export` together. Rank 0's keeps other runs out of the folder until `close`.
+
+    Raises CheckpointError where no export can come of it: a model without Hugging Face form, a tokenizer of another
+    vocabulary, a folder that cannot be written to.
+    """
+
+    def __init__(self, config: Config, rank: int) -> None:
+        options = config.checkpoint
+        assert options.save_hf is not None
+        self._config, self._folder, self._keep_last = config, Path(options.save_hf), options.keep_last
+        self._failed: dict[str, str] = {}
+        self._lock: int | None = None
+        self._tokenizer: Path | None = None
+        if rank == 0:
+            name_map(config)
+            self._tokenizer = tokenizer_of(config)
+            if self._tokenizer is not None:
+                check_tokenizer(self._tokenizer, config.model.vocab_size)
+            make_folder(self._folder)
+            self._lock, is_alone = take_lock(self._folder)
+            if is_alone:
+                self._remove_leftovers()
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def export(
+        self, checkpoint: Path, token: str | None, samples: int, ctx: ParallelContext, beat: Callable[[], None]
+    ) -> str:
+        """Make one of the checkpoint in that folder, unless it is there. Collective; returns what there is to say.
+
+        `token`: that of the save which made the checkpoint, where it is known. What fails is a WARNING; see `faults`.
+        """
+        name, work = LAST if self._config.checkpoint.save_hf_last_only else f"{SAMPLES}{samples}", _Work()
+        thread, seen, state = None, 0, STILL
+        if ctx.rank == 0:
+            thread = threading.Thread(target=self._make, args=(name, checkpoint, token, work), name=f"export {name}")
+            thread.start()
+        while state != DONE:
+            if thread is not None:
+                thread.join(POLL_S)
+                state = DONE if not thread.is_alive() else MOVED if work.parameters_done > seen else STILL
+                seen = work.parameters_done
+            state = ctx.broadcast(state)
+            if state != STILL:
+                beat()
+        line, fault = ctx.broadcast_object((work.line, work.fault))
+        self._failed.pop(name, None)
+        if fault:
+            self._failed[name] = fault
+            return f"WARNING: {self._folder / name} was not exported, older exports are as they were: {fault}"
+        return str(line)
+
+    def check(self) -> None:
+        """Raise CheckpointError if exports are missing at the end of the run."""
+        if self._failed:
+            told = "; ".join(f"{self._folder / name}: {fault}" for name, fault in self._failed.items())
+            raise CheckpointError(
+                f"not exported: {told}. Make room and start the run again, or export a checkpoint that is still there: "
+                f"python tools/convert_checkpoint.py --to hf --load {self._config.checkpoint.save} --save FOLDER"
+            )
+
+    # In rank 0's thread
+
+    def _make(self, name: str, checkpoint: Path, token: str | None, work: _Work) -> None:
+        began_s = time.monotonic()
+        try:
+            opened = Checkpoint(checkpoint)
+            if token not in (None, opened.token):
+                raise CheckpointError(f"{checkpoint} is of an earlier save, the last one failed")
+            if self._made_of(name) == opened.token:
+                return
+            copied = self._write(name, native_model(opened), work)
+            self._prune()
+            with_them = "" if copied else ", without tokenizer files (tokenizer_model names their folder)"
+            work.line = f"exported {self._folder / name} in {time.monotonic() - began_s:.1f} s{with_them}"
+        except OSError as error:
+            work.fault = f"{error.filename or self._folder}: {error.strerror}"
+        except CheckpointError as error:
+            work.fault = str(error)
+        except Exception as error:  # of whatever kind: the thread would take it along
+            work.fault = f"{type(error).__name__}: {error}"
+
+    def _write(self, name: str, model: NativeModel, work: _Work) -> list[str]:
+        token, place = uuid.uuid4().hex[:12], self._folder / name
+        precision = self._config.training.precision
+        check_space(self._folder, model.num_parameters * DTYPES[precision].itemsize, "save_hf")
+        partial, replaced = (hidden_path(self._folder, name, state, token) for state in ("partial", "replaced"))
+        progress = model.checkpoint.metadata["progress"]
+        mark = {
+            "checkpoint": model.checkpoint.tag,
+            "token": model.checkpoint.token,
+            "iteration": progress["iteration"],
+            "consumed_samples": progress["consumed_samples"],
+        }
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for found in model.tensors():
+                yield found
+                work.parameters_done += found[1].numel()
+
+        with appearing(place, partial, replaced=replaced):
+            copied = export_huggingface(
+                partial,
+                self._config,
+                counted(),
+                precision=precision,
+                source=model.source,
+                tokenizer=self._tokenizer,
+            )
+            write_durably(partial / MARK, (json.dumps(mark, indent=2) + "\n").encode())
+        return copied
+
+    def _made_of(self, name: str) -> str | None:
+        """The token of the checkpoint that the export of this name was made of; None: there is none.
+
+        Raises CheckpointError where something else has that name: it is not ours to replace.
+        """
+        place = self._folder / name
+        if not os.path.lexists(place):
+            return None
+        if place.is_symlink() or not (place / MARK).is_file():
+            raise CheckpointError(f"{place} is there, and no export of a run; move it away")
+        return str(read_json(place / MARK).get("token"))
+
+    def _prune(self) -> None:
+        """Remove all but the `keep_last` exports after the most samples."""
+        if self._keep_last is None:
+            return
+        found: list[tuple[int, Path]] = []
+        for path in self._folder.glob(f"{SAMPLES}*"):
+            samples = path.name.removeprefix(SAMPLES)
+            if samples.isdigit() and (path / MARK).is_file() and not path.is_symlink():
+                found.append((int(samples), path))
+        for _, path in sorted(found, reverse=True)[self._keep_last :]:
+            remove_checkpoint(path, hidden_path(self._folder, path.name, "deleted", uuid.uuid4().hex[:12]))
+
+    def _remove_leftovers(self) -> None:
+        """What a killed run left. An export that was being replaced gets its name back."""
+        for path in self._folder.iterdir():
+            left = LEFTOVER.fullmatch(path.name)
+            if not left or not path.is_dir() or path.is_symlink():
+                continue
+            if left["state"] == "replaced" and not os.path.lexists(self._folder / left["tag"]):
+                os.rename(path, self._folder / left["tag"])
+            else:
+                shutil.rmtree(path)
+
+
+def tokenizer_of(config: Config) -> Path | None:
+    """The folder whose tokenizer files go along: that of `tokenizer_model`, or else of the Hugging Face model that the
+    run started from. None where neither has any.
+    """
+    given, load = config.data.tokenizer_model, config.checkpoint.load
+    if given is not None:
+        path = Path(given)
+        folder = path if path.is_dir() else path.parent if path.name in TOKENIZER_FILES else None
+    else:
+        folder = Path(load) if load is not None and is_huggingface(Path(load)) else None
+    return folder if folder is not None and tokenizer_files(folder) else None
+
+
+def is_due(checkpoint: Path) -> bool:
+    """Whether the checkpoint in that folder was saved to be exported."""
+    try:
+        return Checkpoint(checkpoint).metadata.get("export") is True
+    except CheckpointError:
+        return False

@@ -1,0 +1,99 @@
+"""What of a conversation is trained, found by other means than megatron/data/chat_turns.py finds it.
+
+Rendering is transformers'. A turn is what the render with it has over the render without it; where a template writes
+earlier turns otherwise than later ones, its content is replaced and the difference looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+Message = dict[str, Any]
+
+STRANGE = "\u4e42\u4e5b\u4e63"
+"""Takes a content's place. No conversation of the tests has these characters."""
+
+
+class Refused(Exception):
+    """The template does not take the conversation."""
+
+
+class Oracle:
+    def __init__(self, template: str, tokens: dict[str, str]):
+        self._template, self._tokens = template, tokens
+
+    def render(self, messages: list[Message], prompt: bool = False) -> str:
+        try:
+            options: dict[str, Any] = {"add_generation_prompt": prompt, **self._tokens}
+            texts: Any = render_jinja_template([messages], chat_template=self._template, **options)[0]
+        except Exception as error:
+            raise Refused(str(error)) from error
+        text: str = texts[0]
+        return text
+
+    def trained(self, messages: list[Message], eos: str) -> tuple[str, list[tuple[int, int]]]:
+        """The text, EOS appended where nothing ends the last turn, and the stretches of it that are trained."""
+        text = self.render(messages)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            begin, end = self._content(messages, text, i)
+            spans.append((self._start(messages, text, i, begin), self._end(messages, text, i, end)))
+            if i == len(messages) - 1 and not text[end:].strip():
+                text += eos
+                spans[-1] = (spans[-1][0], len(text))
+        return text, spans
+
+    def _content(self, messages: list[Message], text: str, i: int) -> tuple[int, int]:
+        other = self.render([*messages[:i], {**messages[i], "content": STRANGE}, *messages[i + 1 :]])
+        before, _, after = other.partition(STRANGE)
+        assert text.startswith(before)
+        assert text.endswith(after)
+        return len(before), len(text) - len(after)
+
+    def _start(self, messages: list[Message], text: str, i: int, begin: int) -> int:
+        prompt = self.render(messages[:i], prompt=True)
+        if text[:begin].startswith(prompt):
+            return len(prompt)
+        # what comes before is written otherwise by now: the end of the prompt, from the last question on
+        without = self.render(messages[:i])
+        added = prompt.removeprefix(without) if prompt.startswith(without) else prompt[-40:]
+        if not added.strip():  # no prompt; the question's end is the same in both
+            _, question_end = self._content(messages, text, i - 1)
+            _, prompt_end = self._content_of(messages[:i], prompt, i - 1)
+            after_question = prompt[prompt_end:]
+            assert text[question_end:begin].startswith(after_question)
+            return question_end + len(after_question)
+        header = added.strip()
+        found = text.rfind(header, 0, begin)
+        _, question_end = self._content(messages, text, i - 1)
+        if found < question_end:  # the header of an earlier turn has less in it
+            return begin
+        # of white space behind the header, what the prompt has too is not the model's
+        place, rest = found + len(header), added.rstrip()
+        for wanted in added[len(rest) :]:
+            if place < begin and text[place] == wanted:
+                place += 1
+            else:
+                break
+        return place
+
+    def _content_of(self, messages: list[Message], prompt: str, i: int) -> tuple[int, int]:
+        other = self.render([*messages[:i], {**messages[i], "content": STRANGE}], prompt=True)
+        before, _, after = other.partition(STRANGE)
+        return len(before), len(prompt) - len(after)
+
+    def _end(self, messages: list[Message], text: str, i: int, end: int) -> int:
+        upto = messages[: i + 1]
+        own = self.render(upto)
+        _, own_end = self._content(upto, own, i)
+        tail, rest = own[own_end:], text[end:]
+        if "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>" in tail:  # Command A's prompt stands at every end
+            tail = tail[: tail.index("<|START_OF_TURN_TOKEN|>")]
+        shared = next(
+            (k for k, (a, b) in enumerate(zip(tail, rest, strict=False)) if a != b), min(len(tail), len(rest))
+        )
+        return end + len(tail[:shared].rstrip())

@@ -1,0 +1,119 @@
+"""Small chat datasets, and runs over them inside the ranks of tests/ranks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megatron.data.chats import MASK_SUFFIX, ChatDataset
+from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.models.transformer import unpack
+from megatron.parallel.context import ParallelContext
+from megatron.rules import check
+from megatron.tasks.sft import SFTTask
+from megatron.training.checkpoints import Checkpoints
+from megatron.training.engine import Engine, build_engine
+from megatron.training.progress import Progress
+from tests.training import layouts
+
+VOCABULARY = 250
+
+
+def write_chats(prefix: Path, lengths: list[int], seed: int = 0, trained: float = 0.4) -> Path:
+    """Chats of these lengths, of tokens that can be learned, a share of them trained: the last ones of each."""
+    generator = np.random.default_rng(seed)
+    with (
+        IndexedDatasetBuilder(prefix, np.uint16) as tokens,
+        IndexedDatasetBuilder(f"{prefix}{MASK_SUFFIX}", np.uint8) as mask,
+    ):
+        for length in lengths:
+            ids = (generator.integers(0, VOCABULARY) + 3 * np.arange(length)) % VOCABULARY
+            tokens.add_document(ids.astype(np.uint16))
+            mask.add_document((np.arange(length) >= round(length * (1 - trained))).astype(np.uint8))
+        tokens.finalize()
+        mask.finalize()
+    return prefix
+
+
+def some_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
+    """Between 2 and `longest`, most of them short."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(longest / 4), 0.8, count)
+    found: list[int] = np.clip(drawn, 2, longest).astype(int).tolist()
+    return found
+
+
+def build(arguments: str) -> tuple[Engine, SFTTask, ChatDataset]:
+    from megatron.command_line import parse_arguments
+
+    words = [*layouts.COMMON.replace("--train-iters 1000 --data-path none", "").split(), "--task", "sft"]
+    config, _ = parse_arguments([*words, "--num-epochs", "2", "--micro-batch-size", "1", *arguments.split()])
+    ctx = ParallelContext.build(config.parallel, "cpu")
+    faults = check(config, ctx.world_size)
+    assert not faults, faults
+    task = SFTTask.of(config, ctx)
+    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss)
+    dataset: Any = task.open_data()[0]
+    return engine, task, dataset
+
+
+def step(engine: Engine, task: SFTTask, dataset: Any, consumed_samples: int, lr: float = 1e-3) -> tuple[float, int]:
+    """Loss of a step, and its samples."""
+    ctx, size = engine.ctx, engine.config.training.global_batch_size
+    left = len(dataset) - consumed_samples % len(dataset)
+    plan = task.plan(dataset, lambda _: min(size, left), ctx.data_rank, ctx.data_size)
+    samples, keys = plan(consumed_samples)
+    batches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
+    result = engine.train_step(batches, num_microbatches=len(keys), consumed_samples=consumed_samples, lr=lr)
+    return float(result.loss), samples
+
+
+def losses(arguments: str, steps: int) -> list[float]:
+    """Of so many steps from the start on."""
+    engine, task, dataset = build(arguments)
+    found, consumed = [], 0
+    for _ in range(steps):
+        loss, samples = step(engine, task, dataset, consumed)
+        found.append(loss)
+        consumed += samples
+    return found
+
+
+def gradient_step(arguments: str, folder: str) -> float:
+    """The loss of the first step, whose whole gradient is then taken off the weights that are saved."""
+    plain = "--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr 1"
+    engine, task, dataset = build(f"{arguments} {plain} --save {folder}")
+    loss, samples = step(engine, task, dataset, 0, lr=1.0)
+    with Checkpoints(engine.config, engine.ctx) as checkpoints:
+        checkpoints.save(engine, Progress(iteration=1, consumed_samples=samples), "data")
+        checkpoints.finish(lambda _: None)
+    return loss
+
+
+def dense_gradient(arguments: str) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Loss, weights before, and gradient of the first global batch: each chat alone, without padding or packing, in
+    float64, with torch's own cross-entropy, and divided once by the number of all loss tokens."""
+    engine, task, dataset = build(f"{arguments} --no-pipeline-parallel")
+    module = engine.module.double()
+    size = engine.config.training.global_batch_size
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    _, keys = task.plan(dataset, lambda _: size, 0, 1)(0)
+    chats = getattr(dataset, "chats", dataset)
+    for chat in [chat for key in keys for chat in task.samples_of(key)]:
+        ids, mask = (torch.from_numpy(part.astype(np.int64)) for part in chats.read(chat))
+
+        def project(outputs: Any) -> Any:
+            return unpack(outputs[0])[0], outputs[1]
+
+        hidden, weight = module(ids[None, :-1], project)
+        logits = (hidden[:, 0] @ weight.t())[:, :VOCABULARY]
+        total = total + (F.cross_entropy(logits, ids[1:], reduction="none") * mask[1:]).sum()
+        count += int(mask[1:].sum())
+    loss = total / count
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss, parameters)
+    before = {name: parameter.detach() for name, parameter in zip(names, parameters, strict=True)}
+    return float(loss), before, dict(zip(names, gradients, strict=True))

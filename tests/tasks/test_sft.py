@@ -1,0 +1,285 @@
+"""SFT: every chat once an epoch, packed as if alone, the loss divided once by all its tokens, whatever the layout."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint.store import Checkpoint
+from megatron.command_line import from_dict
+from megatron.data.chats import MASK_SUFFIX
+from megatron.data.indexed import DataError, IndexedDatasetBuilder
+from megatron.tasks.sft import SFTTask
+from tests import runs
+from tests.ranks import RankPools
+from tests.tasks import chats
+from tests.training.layouts import MODELS
+
+LAYOUTS = {
+    "dp2": (2, ""),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp4": (4, "--pipeline-model-parallel-size 4"),
+    "pp2 dp2": (4, "--pipeline-model-parallel-size 2 --zero-stage 1"),
+    "zero2": (2, "--zero-stage 2"),
+    "zero3": (2, "--zero-stage 3"),
+    "offload": (2, "--zero-stage 2 --offload-optimizer"),
+}
+PACKINGS = {
+    "dataset": "--packing dataset --micro-batch-size 2",
+    "step": "--packing step --max-batch-len 64",
+    "buckets": "--packing step --max-batch-len 64 --bucketing octave --buckets-per-octave 4",
+    "edges": "--packing step --max-batch-len 64 --bucketing optimal --num-buckets 3",
+    "none": "--packing none --micro-batch-size 2",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chats.write_chats(tmp_path_factory.mktemp("chats") / "chats", chats.some_lengths(41, 33))
+
+
+@pytest.mark.parametrize("model", ["bloom_alibi", "bloom_learned", "llama_gqa"])
+@pytest.mark.parametrize(
+    ("layout", "packing"),
+    [
+        ("dp2", "step"),
+        ("tp2", "step"),
+        ("tp2 sp", "buckets"),
+        ("pp2", "step"),
+        ("pp4", "edges"),
+        ("pp2 dp2", "none"),
+        ("pp2", "dataset"),
+    ],
+)
+def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(
+    ranks: RankPools, data: Path, tmp_path: Path, model: str, layout: str, packing: str
+) -> None:
+    world_size, flags = LAYOUTS[layout]
+    common = f"{MODELS[model]} --data-path {data} --split 1,0,0 --global-batch-size 13 {PACKINGS[packing]}"
+    ((expected, before, gradients),) = ranks(1)(chats.dense_gradient, common)
+    found = ranks(world_size)(chats.gradient_step, f"{common} {flags}", str(tmp_path / "saved"))
+    assert max(abs(loss - expected) for loss in found) < 1e-5
+    saved = Checkpoint(tmp_path / "saved" / "global_step1")
+    assert set(saved.parameters) == set(gradients)
+    for name, shard in saved.parameters.items():
+        after = saved.read(name, "weight", shard, 0, 1, 0, int(np.prod(shard.shape))).double()
+        there = gradients[name].flatten()[: after.numel()]  # without the vocabulary's padding
+        apart = before[name].flatten()[: after.numel()] - there - after
+        assert float(apart.abs().max()) < 1e-5 * max(1.0, float(there.abs().max())), name
+        assert float(there.abs().max()) > 0 or "bias" in name, name
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2", "tp2", "zero2", "zero3", "offload"])
+def test_the_loss_curve_is_that_of_one_rank(ranks: RankPools, data: Path, layout: str) -> None:
+    world_size, flags = LAYOUTS[layout]
+    common = f"{MODELS['llama_gqa']} --data-path {data} --split 1,0,0 --global-batch-size 13 --max-batch-len 64"
+    (expected,) = ranks(1)(chats.losses, common, 8)  # two epochs of 4 steps, the last of each over 2 chats
+    for found in ranks(world_size)(chats.losses, f"{common} {flags}", 8):
+        assert np.allclose(found, expected, rtol=0, atol=1e-4)
+    assert expected[7] < expected[0]
+    assert torch.isfinite(torch.tensor(expected)).all()
+
+
+RUN = (
+    "--task sft --split 8,2,0 --num-epochs 3 --packing step --max-batch-len 48 --micro-batch-size 1 --vocab-size 250 "
+    "--seq-length 32 --global-batch-size 7 --hidden-dropout 0 --attention-dropout 0 --architecture llama "
+    "--position-embedding-type rope"
+)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, "dp2"), (2, ""), (2, "pp2"), (1, "tp2")])
+def test_a_resumed_run_goes_on_with_the_next_chats(
+    ranks: RankPools, data: Path, tmp_path: Path, first: int, then: str
+) -> None:
+    """Stopped within the second of three epochs, and gone on with on another layout."""
+    common = f"{RUN} --data-path {data}"
+    assert ranks(1)(runs.train, f"{common} --results-dir {tmp_path / 'whole'}") == [""]
+    whole = {row["iteration"]: row for row in runs.rows(tmp_path / "whole")}
+    assert [row["global_batch_size"] for row in whole.values()] == [7, 7, 7, 7, 5] * 3  # 33 chats to train on
+    kept = f"{common} --save {tmp_path / 'saved'} --results-dir {tmp_path / 'parts'}"
+    assert set(ranks(first)(runs.train, f"{kept} --exit-interval 8")) == {""}
+    size, flags = LAYOUTS[then] if then else (1, "")
+    assert set(ranks(size)(runs.train, f"{kept} {flags}")) == {""}
+    parts = {row["iteration"]: row for row in runs.rows(tmp_path / "parts")}
+    assert list(parts) == list(whole)
+    for iteration, row in whole.items():
+        assert abs(parts[iteration]["lm_loss"] - row["lm_loss"]) < 1e-4
+        assert parts[iteration]["consumed_tokens"] == row["consumed_tokens"]
+    held_out = [row["lm_loss"] for row in runs.rows(tmp_path / "whole", "valid")]
+    assert held_out[-1] < held_out[0]
+
+
+def test_each_epoch_ends_with_a_checkpoint_and_an_export(ranks: RankPools, data: Path, tmp_path: Path) -> None:
+    saved, models = tmp_path / "saved", tmp_path / "models"
+    flags = f"{RUN} --data-path {data} --save {saved} --save-hf {models} --save-at-epoch --save-samples 50"
+    assert set(ranks(2)(runs.train, flags)) == {""}
+    # 33 chats an epoch, 7 a step: that to 54 is the first to reach 50
+    assert sorted(path.name for path in models.iterdir()) == [f"samples_{n}" for n in (33, 54, 66, 99)]
+    assert {path.name for path in saved.glob("global_step*")} >= {f"global_step{n}" for n in (5, 8, 10, 15)}
+
+
+def task_of(data: Path, data_parallel_size: int = 1, **options: Any) -> SFTTask:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"vocab_size": chats.VOCABULARY},
+        "training": {"task": "sft", "num_epochs": 2, "seq_length": 32, "global_batch_size": 13},
+        "data": {"data_path": [str(data)], "split": "1,0,0"},
+        "sft": {},
+    }
+    for name, value in options.items():
+        section = "data" if name in ("split", "valid_data_path") else "training" if name in TRAINING else "sft"
+        sections[section][name] = value
+    return SFTTask(from_dict(sections), device="cpu", data_parallel_size=data_parallel_size)
+
+
+TRAINING = ("seq_length", "global_batch_size", "micro_batch_size", "seed")
+
+
+@pytest.mark.parametrize("packing", ["step", "dataset", "none"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -> None:
+    task = task_of(data, size, packing=packing, micro_batch_size=1 if packing == "step" else 2)
+    dataset: Any = task.open_data()[0]
+    per_epoch = task.samples_per_epoch(dataset)
+
+    def size_at(consumed: int) -> int:
+        return min(13, per_epoch - consumed % per_epoch)
+
+    plans = [task.plan(dataset, size_at, rank, size) for rank in range(size)]
+    epochs: list[list[int]] = [[], []]
+    consumed, tokens = 0, [0]
+    for epoch in epochs:
+        while consumed < per_epoch * (epochs.index(epoch) + 1):
+            steps = [plan(consumed) for plan in plans]
+            assert len({(samples, len(keys)) for samples, keys in steps}) == 1
+            for _, keys in steps:
+                batches = [task.read(dataset, key) for key in keys]
+                assert all(batch.labels.shape[1] <= task.config.row_length for batch in batches)
+                epoch += [chat for key in keys for chat in task.samples_of(key)]
+            consumed += steps[0][0]
+            tokens.append(task.consumed_tokens(dataset, consumed))
+        assert sorted(epoch) == list(range(41))
+    lengths = getattr(dataset, "chats", dataset).lengths
+    assert tokens[-1] == 2 * lengths.sum()
+    assert all(before < after for before, after in pairwise(tokens))
+    assert epochs[0] != epochs[1]
+
+
+def test_a_row_holds_its_chats_one_after_another_and_nothing_that_counts_behind_them(data: Path) -> None:
+    task = task_of(data, max_batch_len=64, bucketing="octave", buckets_per_octave=4)
+    dataset: Any = task.open_data()[0]
+    row = np.array([3, 17, 5])
+    batch = task.read(dataset, [row])
+    tokens, positions, starts = (part[0] for part in batch.inputs)
+    begin, counted = 0, 0.0
+    for chat in row:
+        ids, mask = dataset.read(int(chat))
+        place = slice(begin, begin + len(ids) - 1)
+        assert tokens[place].tolist() == ids[:-1].tolist()
+        assert batch.labels[0, place].tolist() == ids[1:].tolist()
+        assert batch.loss_mask[0, place].tolist() == mask[1:].tolist()
+        assert positions[place].tolist() == list(range(len(ids) - 1))
+        assert set(starts[place].tolist()) == {begin}
+        begin, counted = begin + len(ids) - 1, counted + mask[1:].sum()
+    length = len(tokens)
+    assert begin < length <= begin * 1.25
+    assert starts[begin:].tolist() == list(range(begin, length))  # each place of padding sees itself
+    assert not batch.loss_mask[0, begin:].any()
+    assert batch.num_loss_tokens == counted == batch.loss_mask.sum()
+
+
+def test_a_microbatch_without_chats_counts_nothing(data: Path) -> None:
+    task = task_of(data)
+    dataset: Any = task.open_data()[0]
+    batch = task.read(dataset, [])
+    assert (batch.labels.shape, batch.num_loss_tokens) == ((1, 1), 0.0)
+
+
+@given(lengths=st.lists(st.integers(2, 33), min_size=1, max_size=40), k=st.integers(1, 6))
+@settings(max_examples=30, deadline=None)
+def test_optimal_buckets_are_few_and_long_enough(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], k: int
+) -> None:
+    data = chats.write_chats(tmp_path_factory.mktemp("drawn") / "chats", lengths, trained=1.0)
+    task = task_of(data, bucketing="optimal", num_buckets=k, max_batch_len=50)
+    task.open_data()
+    found = [task.row_length(filled) for filled in range(1, 51)]
+    assert all(filled <= length <= 50 for filled, length in enumerate(found, 1))
+    assert len(set(found)) <= k
+    assert found == sorted(found)
+
+
+def test_held_out_chats_do_not_hang_on_the_seed_and_are_never_trained_on(data: Path) -> None:
+    named = []
+    for seed in (1, 2):
+        train, valid, test = (
+            {dataset.documents_of(chat)[1][0] for chat in range(len(dataset))}
+            for dataset in task_of(data, split="6,3,1", seed=seed).open_data()
+            if dataset is not None
+        )
+        assert not train & valid | train & test | valid & test
+        assert train | valid | test == set(range(41))
+        named.append((train, valid, test))
+    assert named[0] == named[1]
+    assert named[0][0] != set(range(25))  # not the first ones: files are often sorted
+
+
+def test_the_run_says_what_its_rows_are_like(data: Path) -> None:
+    task = task_of(data, packing="none", micro_batch_size=4)
+    dataset: Any = task.open_data()[0]
+    told = task.describe(dataset)
+    assert told.startswith(f"sft: 41 chats, {dataset.lengths.sum():,} tokens an epoch, ")
+    assert "packing=none fills " in told
+    assert "(of the first 4 steps)" in told
+
+
+def with_mask(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> Path:
+    for name, sequences, kind in (
+        (prefix, [[1] * len(m) for m in masks], np.uint16),
+        (f"{prefix}{MASK_SUFFIX}", masks, dtype),
+    ):
+        with IndexedDatasetBuilder(name, kind) as builder:
+            for sequence in sequences:
+                builder.add_document(np.array(sequence, dtype=kind))
+            builder.finalize()
+    return prefix
+
+
+def test_bad_data_is_told_at_once(data: Path, tmp_path: Path) -> None:
+    def fault(prefix: Path, **options: Any) -> str:
+        with pytest.raises(DataError) as raised:
+            task_of(prefix, **options).open_data()
+        return str(raised.value)
+
+    assert "chats: chat" in (told := fault(data, seq_length=16))
+    assert "more than seq_length + 1 = 17; raise seq_length, or preprocess with --max-length 17" in told
+    assert "has a token to train on" in fault(with_mask(tmp_path / "masked", [[0, 0], [1, 0]]))
+    assert "is not the mask of" in fault(with_mask(tmp_path / "wide", [[0, 1]], np.int32))
+    assert "does not exist" in fault(tmp_path / "absent")
+    alone = runs.write_dataset(tmp_path / "alone")
+    assert "has no loss mask, which task=sft needs" in fault(alone)
+    assert "leaves no chats to train on" in fault(data, split="0,1,0")
+    other = chats.write_chats(tmp_path / "other", [5, 6])
+    (tmp_path / "other_loss_mask.idx").write_bytes((tmp_path / "wide_loss_mask.idx").read_bytes())
+    assert "preprocess" in fault(other) or "damaged" in fault(other)
+
+
+def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
+        builder.add_document(np.array([1, 250, 3], dtype=np.uint16))
+        builder.finalize()
+    with IndexedDatasetBuilder(tmp_path / f"d{MASK_SUFFIX}", np.uint8) as builder:
+        builder.add_document(np.array([0, 1, 1], dtype=np.uint8))
+        builder.finalize()
+    task = task_of(tmp_path / "d")
+    dataset: Any = task.open_data()[0]
+    with pytest.raises(DataError, match="chat 0 holds token 250, but vocab_size=250"):
+        task.read(dataset, [np.array([0])])
