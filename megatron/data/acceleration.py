@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from megatron.data.tokenizer import (
@@ -144,7 +145,7 @@ def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
 
 def _library_json(tokenizer: LibraryTokenizer) -> str:
     """The tokenizer.json for gigatoken, which always parses the special tokens it is told of."""
-    content = json.loads(tokenizer.to_json())
+    content = orjson.loads(tokenizer.to_json())
     if not tokenizer.parse_special_tokens:
         content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
     model = content["model"]
@@ -161,7 +162,7 @@ def _library_json(tokenizer: LibraryTokenizer) -> str:
             raise NotAccelerated(f"gigatoken looks for the added token {token['content']!r} before normalizing")
     if not model.get("byte_fallback"):
         _check_pre_tokenizer(content["pre_tokenizer"])
-    return json.dumps(content)
+    return orjson.dumps(content).decode()
 
 
 def _check_pre_tokenizer(pre_tokenizer: dict[str, Any] | None) -> None:

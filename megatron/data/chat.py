@@ -47,7 +47,7 @@ class BadRow(DataError):
 class Chat:
     """A conversation."""
 
-    messages: list[Message]
+    messages: Sequence[Message]
     unmask: bool = False
     """Train on all that is not the system's."""
 

@@ -267,14 +267,22 @@ class ChatTemplate:
             place = f"{source.origin}:{line}" if line else source.origin
             raise DataError(f"chat template {place} is no Jinja: {error}; correct the template") from None
         empty = {"bos_token": "", "eos_token": ""}
-        self._variables: dict[str, Any] = {**empty, **tokens, "tools": None, "documents": None}
+        self._variables: dict[str, Any] = {
+            **self._template.globals,
+            **empty,
+            **tokens,
+            "tools": None,
+            "documents": None,
+        }
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text of a conversation. Raises TemplateFailure."""
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._variables
+            # what `render` does, without making the same globals anew each time
+            context = self._template.new_context(
+                {**self._variables, "messages": messages, "add_generation_prompt": add_generation_prompt}, shared=True
             )
+            return "".join(self._template.root_render_func(context))
         except RecursionError:
             raise TemplateFailure(f"chat template {self.source.origin} calls itself without end") from None
         except Exception as error:  # whatever the template's expressions raise: TemplateError, TypeError, KeyError, ...

@@ -23,8 +23,8 @@ from megatron.files import replacing
 TOKENIZER_NAME = "tokenizer.json"
 PROOF_CHARACTERS = 1 << 14
 """Text that is encoded twice before gigatoken is trusted."""
-CHARACTERS_WORTH_GIGATOKEN = 2 << 20
-"""Text after which gigatoken begins: to load it takes as long as the library takes for this much."""
+CHARACTERS_WORTH_GIGATOKEN = 1 << 19
+"""Text from which on gigatoken does the work: to load it takes as long as the library takes for this much."""
 
 Bytes = NDArray[np.int64]
 
@@ -92,9 +92,9 @@ class ChatTokenizer:
 
     def _encode_bytes(self, texts: Sequence[str], counts: Bytes) -> EncodedText | None:
         """By the bytes that each token stands for: exact within a character too. None: they do not add up."""
+        self._num_characters += sum(map(len, texts))
         if not self._is_proven and self._num_characters > CHARACTERS_WORTH_GIGATOKEN:
             self._prove(texts)
-        self._num_characters += sum(map(len, texts))
         ids, lengths = (self._fast or self._reference).encode_batch(texts)
         ends = np.cumsum(counts[ids])
         sizes = np.fromiter((len(text.encode()) for text in texts), np.int64, len(texts))
@@ -218,7 +218,9 @@ def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
     if not set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys():
         return None
     counts = np.zeros(vocab_size, np.int64)
-    counts[list(model["vocab"].values())] = [len(token) for token in model["vocab"]]  # a character for a byte
+    vocab = model["vocab"]
+    numbers = np.fromiter(vocab.values(), np.int64, len(vocab))
+    counts[numbers] = np.fromiter(map(len, vocab), np.int64, len(vocab))  # a character for a byte
     for token in added:
         counts[token["id"]] = len(token["content"].encode())
     return counts

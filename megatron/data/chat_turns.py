@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megatron.data.chat_template import MARKER, ChatTemplate, Message, TemplateFailure
@@ -110,9 +111,7 @@ class TurnFinder:
         before, after = filled.split(_filler(i))
         if not (text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)):
             return None
-        start, end = len(before), len(text) - len(after)
-        inner = text[start:end]
-        return _Place(start + len(inner) - len(inner.lstrip()), start + len(inner.rstrip()), by_filler=True)
+        return _Place(len(before), len(text) - len(after), by_filler=True)
 
     def _try_marked(self, messages: Sequence[Message], numbers: Sequence[int], **options: bool) -> str | None:
         return self._try_render(_marked(messages, numbers), **options)
@@ -327,14 +326,17 @@ def _has_marks_for(messages: Sequence[Message]) -> bool:
     return _MARKS_A_MESSAGE * len(messages) <= _WIDE_LAST_MARK - _WIDE_FIRST_MARK
 
 
-def _mark(i: int, which: int) -> str:
-    number = _MARKS_A_MESSAGE * i + which
+@cache
+def _marks(i: int) -> tuple[str, ...]:
+    """Before and after a content, before and after reasoning."""
+    numbers = range(_MARKS_A_MESSAGE * i, _MARKS_A_MESSAGE * (i + 1))
     # wide characters double the memory of the text around them, so they are left to the few who need them
-    return chr(_FIRST_MARK + number if number <= _LAST_MARK - _FIRST_MARK else _WIDE_FIRST_MARK + number)
+    base = _FIRST_MARK if numbers[-1] <= _LAST_MARK - _FIRST_MARK else _WIDE_FIRST_MARK
+    return tuple(chr(base + number) for number in numbers)
 
 
 def _filler(i: int) -> str:
-    return _mark(i, 0)
+    return _marks(i)[0]
 
 
 def _filled(messages: Sequence[Message], i: int) -> list[Message]:
@@ -344,17 +346,16 @@ def _filled(messages: Sequence[Message], i: int) -> list[Message]:
 def _marked(messages: Sequence[Message], numbers: Sequence[int]) -> list[Message]:
     marked = list(messages)
     for i in numbers:
-        message = messages[i]
-        changed = dict(message)
+        changed = dict(messages[i])
+        marks = _marks(i)
         for which, name in enumerate(_MARKED_FIELDS):
-            value = message.get(name)
+            value = changed.get(name)
             if isinstance(value, str):
                 core = value.strip()
                 if core:
-                    start = value.index(core)
-                    end = start + len(core)
-                    first, last = _mark(i, 2 * which), _mark(i, 2 * which + 1)
-                    changed[name] = f"{value[:start]}{first}{core}{last}{value[end:]}"
+                    core = f"{marks[2 * which]}{core}{marks[2 * which + 1]}"
+                    start, end = len(value) - len(value.lstrip()), len(value.rstrip())
+                    changed[name] = core if end - start == len(value) else f"{value[:start]}{core}{value[end:]}"
         marked[i] = changed
     return marked
 
@@ -367,10 +368,11 @@ def _read_marks(marked: str, num_messages: int) -> tuple[list[_Place | None], li
     places: list[_Place | None] = []
     reasoning: list[int | None] = []
     for i in range(num_messages):
-        first, last = at.get(_mark(i, 0)), at.get(_mark(i, 1))
+        marks = _marks(i)
+        first, last = at.get(marks[0]), at.get(marks[1])
         # the mark before a content may go with reasoning that a template cuts off it
         if last is not None and (first is None or first > last):
             first = last
         places.append(None if first is None or last is None else _Place(first, last))
-        reasoning.append(at.get(_mark(i, 2)))
+        reasoning.append(at.get(marks[2]))
     return places, reasoning

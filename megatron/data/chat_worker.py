@@ -129,10 +129,14 @@ class WorkerPool:
 
     def __exit__(self, *error: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            for worker in self._workers:
-                worker.stop()
+        self._stop()
         self._threads.shutdown(wait=True)
+        self._stop()  # a thread may have been about to start one
+
+    def _stop(self) -> None:
+        with self._lock:
+            while self._workers:
+                self._workers.pop().stop()
 
 
 def main() -> None:
