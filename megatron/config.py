@@ -347,8 +347,10 @@ class CheckpointConfig:
     none are made."""
     save_hf_last_only: bool = False
     """Export to one folder, `last_epoch`, which replaces the one before."""
+    save_hf_keep_last: Positive | None = None
+    """Remove all but so many newest exports. Unset: keep all."""
     keep_last: Positive | None = None
-    """Remove all but so many newest checkpoints, and as many exports. Unset: keep all."""
+    """Remove all but so many newest checkpoints. Unset: keep all."""
     save_retain_interval: Positive | None = None
     """Iterations whose multiples keep_last never removes."""
     no_save_optim: bool = False

@@ -366,6 +366,11 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
             "the folder of that iteration as load instead"
         )
     save, exports = checkpoint.save, checkpoint.save_hf
+    if checkpoint.save_hf_last_only and checkpoint.save_hf_keep_last is not None:
+        yield (
+            f"save_hf_keep_last={checkpoint.save_hf_keep_last} has no effect with save_hf_last_only, which keeps one; "
+            "leave one of them out"
+        )
     if exports is not None and save is None:
         yield (
             f"save_hf={exports} is made of the checkpoints in save, which is not given; give a folder, with "
@@ -431,7 +436,7 @@ def _check_idle(config: Config) -> Iterator[str]:
     tokenizer = config.data.tokenizer_type
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
-        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only",)),
+        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_keep_last")),
         (checkpoint.keep_last, "keep_last", "say how many to keep", ("save_retain_interval",)),
         (checkpoint.load, "load", "give the folder to resume from", LOADING),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),

@@ -619,6 +619,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "ckpt_step=20 chooses among our own checkpoints",
         "give the folder of that iteration as load",
     ),
+    "one export": (
+        "--save runs --save-hf models --save-hf-last-only --save-hf-keep-last 2",
+        1,
+        "save_hf_keep_last=2 has no effect with save_hf_last_only",
+        "leave one",
+    ),
     "exports alone": ("--save-hf models", 1, "save_hf=models is made of the checkpoints in save", "give a folder"),
     "exports among checkpoints": (
         "--save runs --save-hf ./runs/",
@@ -702,6 +708,7 @@ IDLE: dict[str, tuple[str, str]] = {
     "--save-samples 100": ("save", "--save runs"),
     "--save-at-epoch": ("save", "--save runs --task sft"),
     "--save runs --save-at-epoch": ("task=sft", "--task sft"),
+    "--save-hf-keep-last 2": ("save_hf", "--save runs --save-hf models"),
     "--save-hf-last-only": ("save_hf", "--save runs --save-hf models"),
     "--no-save-optim": ("save", "--save runs"),
     "--verify-checkpoint": ("save", "--save runs"),

@@ -70,7 +70,7 @@ class Exports:
     def __init__(self, config: Config, rank: int) -> None:
         options = config.checkpoint
         assert options.save_hf is not None
-        self._config, self._folder, self._keep_last = config, Path(options.save_hf), options.keep_last
+        self._config, self._folder, self._keep_last = config, Path(options.save_hf), options.save_hf_keep_last
         self._failed: dict[str, str] = {}
         self._lock: int | None = None
         self._tokenizer: Path | None = None
@@ -189,7 +189,7 @@ class Exports:
         return str(read_json(place / MARK).get("token"))
 
     def _prune(self) -> None:
-        """Remove all but the `keep_last` exports after the most samples."""
+        """Remove all but the `save_hf_keep_last` exports after the most samples."""
         if self._keep_last is None:
             return
         found: list[tuple[int, Path]] = []

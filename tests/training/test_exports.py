@@ -125,9 +125,11 @@ def test_the_last_one_alone_replaces_the_one_before(ranks: RankPools, tmp_path: 
     assert_is_checkpoint(tmp_path / "hf/last_epoch", tmp_path / "saved/global_step8")
 
 
-def test_keep_last_counts_exports_too(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+def test_exports_are_kept_and_counted_apart_from_checkpoints(ranks: RankPools, tmp_path: Path, data: Path) -> None:
     (tmp_path / "hf/samples_1").mkdir(parents=True)  # somebody else's
-    assert ranks(1)(runs.train, command(data, tmp_path, "--save-samples 12 --keep-last 2")) == [""]
+    assert ranks(1)(runs.train, command(data, tmp_path, "--save-samples 12 --keep-last 1 --save-hf-keep-last 2")) == [
+        ""
+    ]
     assert names(tmp_path / "hf") == ["samples_1", "samples_36", "samples_48"]
 
 
