@@ -9,6 +9,11 @@ runs in an environment that holds megatron-core and not this project:
 and every script takes it as `--peer-python peer/bin/python`. megatron-core's C++ helpers come compiled in its wheels.
 Where pip had to build it from source without them, `make -C` the folder `megatron/core/datasets` of that environment
 (it needs a C++ compiler and pybind11) compiles them.
+
+Packing is compared with TRL's and InstructLab's, which have an environment of their own too:
+
+    python -m venv tuning
+    tuning/bin/pip install trl==1.16.0 instructlab-training==0.16.2
 """
 
 from __future__ import annotations
@@ -23,10 +28,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing import Self
 
 PEERS = Path(__file__).resolve().parent / "peers"
 PEER_HELP = "interpreter of an environment with megatron-core 0.16.1; benchmarks/alternating.py says how to make one"
+TUNING_PEER_HELP = (
+    "interpreter of an environment with TRL 1.16.0 and instructlab-training 0.16.2; benchmarks/alternating.py says how "
+    "to make one"
+)
 
 
 class PeerError(Exception):
@@ -79,16 +91,18 @@ def peer_command(python: str, script: str) -> list[str]:
     return [found, "-I", str(PEERS / script)]
 
 
-class MegatronCore:
-    """megatron-core in its own interpreter: requests and answers, one JSON line each. A context manager.
+class Peer:
+    """A script of benchmarks/peers in its own interpreter: requests and answers, one JSON line each. A context manager.
 
-    The requests are the functions of benchmarks/peers/megatron_core_peer.py; arrays travel in files.
+    The requests are the functions of the script; arrays travel in files.
     """
 
-    def __init__(self, python: str):
+    def __init__(self, python: str, script: str, interpreter: str):
+        """`interpreter` says which one is needed, for the error."""
+        self._interpreter = interpreter
         try:
             self._process = subprocess.Popen(
-                peer_command(python, "megatron_core_peer.py"),
+                peer_command(python, script),
                 cwd=tempfile.gettempdir(),
                 env=peer_environment(),
                 stdin=subprocess.PIPE,
@@ -96,7 +110,7 @@ class MegatronCore:
                 text=True,
             )
         except OSError as error:
-            raise PeerError(f"--peer-python {python} cannot be started: {error.strerror}; {PEER_HELP}") from error
+            raise PeerError(f"--peer-python {python} cannot be started: {error.strerror}; {interpreter}") from error
         self._python = python
         self.versions: str = self.ask("versions", {})
 
@@ -116,14 +130,14 @@ class MegatronCore:
             watchdog.cancel()
         if not line:
             status = self._process.wait()
-            hint = f"; give the {PEER_HELP}" if request == "versions" else ""
+            hint = f"; give the {self._interpreter}" if request == "versions" else ""
             raise PeerError(f"--peer-python {self._python} ended with status {status} at {request!r}{hint}")
         answer = json.loads(line)
         if "error" in answer:
             raise PeerError(answer["error"])
         return answer["answer"]
 
-    def __enter__(self) -> MegatronCore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -134,3 +148,17 @@ class MegatronCore:
         assert self._process.stdin is not None
         self._process.stdin.close()  # the end of its input ends it
         self._process.wait()
+
+
+class MegatronCore(Peer):
+    """megatron-core: the requests of benchmarks/peers/megatron_core_peer.py."""
+
+    def __init__(self, python: str):
+        super().__init__(python, "megatron_core_peer.py", PEER_HELP)
+
+
+class TuningPeer(Peer):
+    """TRL and InstructLab: the requests of benchmarks/peers/tuning_peer.py."""
+
+    def __init__(self, python: str):
+        super().__init__(python, "tuning_peer.py", TUNING_PEER_HELP)

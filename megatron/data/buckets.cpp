@@ -1,7 +1,7 @@
 // Lengths that rows are padded to: by rule, and the best ones for given samples. packing.py is the face and says what
-// each function gives; lengths.h what they have in common.
+// each function gives; packing.h what the sources have in common.
 
-#include "lengths.h"
+#include "packing.h"
 
 #include <utility>
 

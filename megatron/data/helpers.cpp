@@ -4,7 +4,7 @@
 // from an array is checked before use, faults are exceptions (ValueError in Python), and the interpreter's lock is free
 // while a loop runs.
 
-#include "lengths.h"
+#include "packing.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -633,5 +633,6 @@ PYBIND11_MODULE(helpers, module) {
         .def(py::init<int64_t>(), py::arg("seed"))
         .def("shuffle", &Shuffler::shuffle, py::arg("array").noconvert());
     packing::register_packing(module);
+    packing::register_steps(module);
     packing::register_buckets(module);
 }

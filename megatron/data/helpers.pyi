@@ -1,4 +1,4 @@
-"""Types of the C++ extension built from helpers.cpp, packing.cpp and buckets.cpp."""
+"""Types of the C++ extension built from helpers.cpp, packing.cpp, steps.cpp and buckets.cpp."""
 
 from typing import Any
 

@@ -1,84 +1,97 @@
-// Packing of samples into rows: a dataset into packs, a global batch over ranks and microbatches. packing.py is the
-// face and says what each function gives; lengths.h what they have in common.
+// Packing of a dataset: samples by length, into the fewest packs. packing.py is the face and says what its functions give;
+// packing.h what the sources have in common.
 
-#include "lengths.h"
+#include "packing.h"
 
-#include <cstdlib>
-#include <functional>
 #include <map>
 #include <numeric>
 #include <optional>
-#include <queue>
-#include <set>
 #include <utility>
 
 namespace packing {
+
+Sorted::Sorted(const Lengths& lengths) : samples(static_cast<size_t>(lengths.size)) {
+    if (lengths.can_be_counted()) {
+        by_counting(lengths);
+    } else {
+        by_comparing(lengths);
+    }
+}
+
+void Sorted::by_counting(const Lengths& lengths) {
+    std::vector<int64_t> next(static_cast<size_t>(lengths.largest) + 1, 0);
+    for (int64_t i = 0; i < lengths.size; ++i) {
+        ++next[lengths.data[i]];
+    }
+    int64_t begin = 0;
+    for (int64_t length = lengths.largest; length > 0; --length) {
+        const int64_t count = next[length];
+        if (count > 0) {
+            distinct.push_back(length);
+            begins.push_back(begin);
+        }
+        next[length] = begin;
+        begin += count;
+    }
+    begins.push_back(begin);
+    for (int64_t i = 0; i < lengths.size; ++i) {
+        samples[next[lengths.data[i]]++] = i;
+    }
+}
+
+void Sorted::by_comparing(const Lengths& lengths) {
+    std::iota(samples.begin(), samples.end(), 0);
+    const int64_t* data = lengths.data;
+    std::sort(samples.begin(), samples.end(),
+              [data](int64_t a, int64_t b) { return data[a] != data[b] ? data[a] > data[b] : a < b; });
+    for (int64_t k = 0; k < lengths.size; ++k) {
+        const int64_t length = data[samples[k]];
+        if (distinct.empty() || distinct.back() != length) {
+            distinct.push_back(length);
+            begins.push_back(k);
+        }
+    }
+    begins.push_back(lengths.size);
+}
+
+int64_t count_packs(const std::vector<Group>& groups) {
+    int64_t packs = 0;
+    for (const Group& group : groups) {
+        packs += group.count;
+    }
+    return packs;
+}
+
+void write_packs(const Sorted& sorted, const std::vector<Group>& groups, int64_t* order, int64_t* starts) {
+    std::vector<int64_t> next(sorted.begins.begin(), sorted.begins.end() - 1);  // of each length, the first not dealt
+    std::vector<const Group*> layers;
+    int64_t written = 0, pack = 0;
+    for (const Group& group : groups) {
+        if (group.count == 0) {
+            continue;
+        }
+        layers.clear();
+        for (const Group* layer = &group;; layer = &groups[layer->parent]) {
+            layers.push_back(layer);
+            if (layer->parent < 0) {
+                break;
+            }
+        }
+        std::reverse(layers.begin(), layers.end());
+        for (int64_t i = 0; i < group.count; ++i) {
+            starts[pack++] = written;
+            for (const Group* layer : layers) {
+                const int64_t* samples = sorted.samples.data() + next[layer->which];
+                std::copy(samples, samples + layer->copies, order + written);
+                next[layer->which] += layer->copies;
+                written += layer->copies;
+            }
+        }
+    }
+    starts[pack] = written;
+}
+
 namespace {
-
-constexpr int64_t kMostRanks = 1 << 20;
-
-// Samples by length, longest first; equal ones in the order of their numbers.
-struct Sorted {
-    std::vector<int64_t> samples;
-    std::vector<int64_t> distinct;  // lengths, descending
-    std::vector<int64_t> begins;    // samples of distinct[k] are samples[begins[k]] .. samples[begins[k + 1]]
-
-    explicit Sorted(const Lengths& lengths) : samples(static_cast<size_t>(lengths.size)) {
-        if (lengths.can_be_counted()) {
-            by_counting(lengths);
-        } else {
-            by_comparing(lengths);
-        }
-    }
-
-  private:
-    void by_counting(const Lengths& lengths) {
-        std::vector<int64_t> next(static_cast<size_t>(lengths.largest) + 1, 0);
-        for (int64_t i = 0; i < lengths.size; ++i) {
-            ++next[lengths.data[i]];
-        }
-        int64_t begin = 0;
-        for (int64_t length = lengths.largest; length > 0; --length) {
-            const int64_t count = next[length];
-            if (count > 0) {
-                distinct.push_back(length);
-                begins.push_back(begin);
-            }
-            next[length] = begin;
-            begin += count;
-        }
-        begins.push_back(begin);
-        for (int64_t i = 0; i < lengths.size; ++i) {
-            samples[next[lengths.data[i]]++] = i;
-        }
-    }
-
-    void by_comparing(const Lengths& lengths) {
-        std::iota(samples.begin(), samples.end(), 0);
-        const int64_t* data = lengths.data;
-        std::sort(samples.begin(), samples.end(),
-                  [data](int64_t a, int64_t b) { return data[a] != data[b] ? data[a] > data[b] : a < b; });
-        for (int64_t k = 0; k < lengths.size; ++k) {
-            const int64_t length = data[samples[k]];
-            if (distinct.empty() || distinct.back() != length) {
-                distinct.push_back(length);
-                begins.push_back(k);
-            }
-        }
-        begins.push_back(lengths.size);
-    }
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Best-fit-decreasing over the histogram of lengths
-
-// Packs with the same lengths in them: those of `parent` (-1: none), then `copies` samples of one length.
-struct Group {
-    int64_t parent;
-    int64_t which;  // of Sorted::distinct
-    int64_t copies;
-    int64_t count;
-};
 
 // Best-fit-decreasing puts sample after sample, longest first, into the pack with the least room that is enough. Packs
 // of equal room are alike to it, and a pack that has taken a sample is the tightest for its equals: so groups of packs
@@ -120,6 +133,140 @@ std::vector<Group> best_fit_decreasing(const Sorted& sorted, int64_t capacity) {
     return groups;
 }
 
+// Fills packs to the last token, all packs of one content at once: the longest length that is left, then the longest that
+// fits, and so on until one or two lengths fill the rest exactly (or nothing fits). Each content is given to as many
+// packs as its lengths allow, which uses one of them up, so there are about as many contents as distinct lengths. Long
+// lengths go first, so that the short ones, which fit anywhere, remain for the end. Fewer packs than best-fit-decreasing
+// makes where there are few distinct lengths, many samples of each; no guarantee.
+class ExactFill {
+  public:
+    // `steps`: comparisons after which to give up.
+    ExactFill(const Sorted& sorted, int64_t capacity, int64_t steps)
+        : sorted_(sorted), capacity_(capacity), steps_(steps), used_(sorted.distinct.size(), 0) {
+        for (size_t k = 0; k < sorted.distinct.size(); ++k) {
+            left_.push_back(sorted.begins[k + 1] - sorted.begins[k]);
+            open_.push_back(static_cast<int64_t>(k));
+        }
+    }
+
+    // Nothing if it would take more steps.
+    std::optional<std::vector<Group>> groups() {
+        std::vector<Group> groups;
+        while (!open_.empty()) {
+            fill_one();
+            if (steps_ < 0) {
+                return std::nullopt;
+            }
+            std::sort(content_.begin(), content_.end());
+            int64_t packs = kMax64;
+            for (const int64_t which : content_) {
+                packs = std::min(packs, left_[which] / used_[which]);
+            }
+            for (const int64_t which : content_) {
+                const int64_t parent = which == content_.front() ? -1 : static_cast<int64_t>(groups.size()) - 1;
+                groups.push_back({parent, which, used_[which], 0});
+                left_[which] -= packs * used_[which];
+                used_[which] = 0;
+            }
+            groups.back().count = packs;
+            content_.clear();
+            open_.erase(std::remove_if(open_.begin(), open_.end(), [this](int64_t k) { return left_[k] == 0; }),
+                        open_.end());
+        }
+        return groups;
+    }
+
+  private:
+    void fill_one() {
+        int64_t room = capacity_;
+        while (steps_ >= 0 && room >= sorted_.distinct[open_.back()] && !finish(room)) {
+            const int64_t which = longest_within(room);
+            if (which < 0) {
+                return;
+            }
+            take(which);
+            room -= sorted_.distinct[which];
+        }
+    }
+
+    bool is_free(int64_t which, int64_t copies = 1) const { return left_[which] - used_[which] >= copies; }
+
+    void take(int64_t which) {
+        if (used_[which]++ == 0) {
+            content_.push_back(which);
+        }
+    }
+
+    // The place in open_ of the longest length that is at most `room`.
+    int64_t first_within(int64_t room) const {
+        const auto longer = [this](int64_t which, int64_t limit) { return sorted_.distinct[which] > limit; };
+        return std::lower_bound(open_.begin(), open_.end(), room, longer) - open_.begin();
+    }
+
+    int64_t longest_within(int64_t room) {
+        for (size_t k = static_cast<size_t>(first_within(room)); k < open_.size(); ++k, --steps_) {
+            if (is_free(open_[k])) {
+                return open_[k];
+            }
+        }
+        return -1;
+    }
+
+    // Whether one or two lengths filled the room exactly.
+    bool finish(int64_t room) {
+        auto longer = static_cast<size_t>(first_within(room)), shorter = open_.size() - 1;
+        if (sorted_.distinct[open_[longer]] == room && is_free(open_[longer])) {
+            take(open_[longer]);
+            return true;
+        }
+        if (2 * sorted_.distinct[open_[longer]] < room) {
+            return false;
+        }
+        for (; longer <= shorter && shorter < open_.size(); --steps_) {
+            const int64_t a = open_[longer], b = open_[shorter];
+            const int64_t sum = sorted_.distinct[a] + sorted_.distinct[b];
+            if (sum == room && is_free(a, a == b ? 2 : 1) && is_free(b)) {
+                take(a);
+                take(b);
+                return true;
+            }
+            if (sum < room) {
+                --shorter;  // to a longer one
+            } else {
+                ++longer;
+            }
+        }
+        return false;
+    }
+
+    const Sorted& sorted_;
+    int64_t capacity_;
+    int64_t steps_;
+    std::vector<int64_t> left_;     // samples of each length that are in no pack
+    std::vector<int64_t> open_;     // lengths that have some
+    std::vector<int64_t> used_;     // copies in the pack that is being filled
+    std::vector<int64_t> content_;  // lengths that it has
+};
+
+}  // namespace
+
+std::vector<Group> fewest_packs(const Sorted& sorted, const Lengths& lengths, int64_t capacity) {
+    constexpr int64_t kNear = 5000;          // packs above the bound by less than 1 in so many are few enough
+    constexpr int64_t kStepsASample = 64;    // keeps the second attempt's time in proportion
+    std::vector<Group> groups = best_fit_decreasing(sorted, capacity);
+    const int64_t packs = count_packs(groups), bound = lengths.sum / capacity + (lengths.sum % capacity != 0);
+    if (packs - bound > bound / kNear) {
+        std::optional<std::vector<Group>> exact =
+            ExactFill(sorted, capacity, kStepsASample * lengths.size + (1 << 16)).groups();
+        if (exact && count_packs(*exact) < packs) {
+            return std::move(*exact);
+        }
+    }
+    return groups;
+}
+
+namespace {
+
 // Numbers that depend on the seed alone: Steele, Lea and Flood's SplitMix64.
 class SplitMix {
   public:
@@ -157,44 +304,6 @@ void shuffle_equals(Sorted& sorted, int64_t seed) {
     }
 }
 
-int64_t count_packs(const std::vector<Group>& groups) {
-    int64_t packs = 0;
-    for (const Group& group : groups) {
-        packs += group.count;
-    }
-    return packs;
-}
-
-// The samples of every pack, pack after pack, and where each pack begins.
-void write_packs(const Sorted& sorted, const std::vector<Group>& groups, int64_t* order, int64_t* starts) {
-    std::vector<int64_t> next(sorted.begins.begin(), sorted.begins.end() - 1);  // of each length, the first not dealt
-    std::vector<const Group*> layers;
-    int64_t written = 0, pack = 0;
-    for (const Group& group : groups) {
-        if (group.count == 0) {
-            continue;
-        }
-        layers.clear();
-        for (const Group* layer = &group;; layer = &groups[layer->parent]) {
-            layers.push_back(layer);
-            if (layer->parent < 0) {
-                break;
-            }
-        }
-        std::reverse(layers.begin(), layers.end());
-        for (int64_t i = 0; i < group.count; ++i) {
-            starts[pack++] = written;
-            for (const Group* layer : layers) {
-                const int64_t* samples = sorted.samples.data() + next[layer->which];
-                std::copy(samples, samples + layer->copies, order + written);
-                next[layer->which] += layer->copies;
-                written += layer->copies;
-            }
-        }
-    }
-    starts[pack] = written;
-}
-
 py::tuple pack_dataset(const Array& lengths_array, int64_t capacity, std::optional<int64_t> seed) {
     Lengths lengths(lengths_array);
     check_at_least_1(capacity, "capacity");
@@ -209,7 +318,7 @@ py::tuple pack_dataset(const Array& lengths_array, int64_t capacity, std::option
         if (seed) {
             shuffle_equals(*sorted, *seed);
         }
-        groups = best_fit_decreasing(*sorted, capacity);
+        groups = fewest_packs(*sorted, lengths, capacity);
     }
     py::array_t<int64_t> starts(static_cast<py::ssize_t>(count_packs(groups) + 1));
     int64_t* starts_out = starts.mutable_data();
@@ -220,375 +329,10 @@ py::tuple pack_dataset(const Array& lengths_array, int64_t capacity, std::option
     return py::make_tuple(std::move(order), std::move(starts));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// One global batch over the data-parallel ranks and microbatches
-
-// A microbatch of one rank. `items` are positions in the order of lengths, longest first, and stay sorted.
-struct Cell {
-    std::vector<int64_t> items;
-    int64_t total = 0;
-};
-using Cells = std::vector<Cell>;
-
-class StepPacker {
-  public:
-    StepPacker(const Lengths& lengths, int64_t max_tokens, int64_t num_ranks)
-        : sorted_(lengths), sum_(lengths.sum), max_tokens_(max_tokens), num_ranks_(num_ranks) {
-        for (const int64_t sample : sorted_.samples) {
-            lengths_.push_back(lengths.data[sample]);
-        }
-    }
-
-    // Cells in the order of the plan: microbatch by microbatch, rank by rank.
-    Cells plan() const {
-        Cells cells = fewest();
-        arrange(cells);
-        return cells;
-    }
-
-    int64_t sample(int64_t item) const { return sorted_.samples[item]; }
-
-  private:
-    static constexpr int64_t kPartners = 8;         // cells that an extreme one tries to trade with
-    static constexpr size_t kSearchedItems = 64;    // more make a search by trial hopeless
-    static constexpr int64_t kSearchedNodes = 100'000;
-    static constexpr int64_t kFunctions = 12;       // dual feasible functions that bound the number of cells
-    static constexpr int64_t kAlike = 256;          // totals are alike within 1/kAlike of max_tokens
-
-    int64_t num_items() const { return static_cast<int64_t>(lengths_.size()); }
-
-    // The fewest microbatches that are found, balanced.
-    Cells fewest() const {
-        const auto at_least = [this](int64_t cells) { return (cells + num_ranks_ - 1) / num_ranks_; };
-        // spreading alone nearly always does; what follows is for lengths that are large beside max_tokens
-        int64_t microbatches = at_least(cells_by_sum());
-        std::optional<Cells> cells = spread(microbatches * num_ranks_);
-        if (cells) {
-            return std::move(*cells);
-        }
-        Cells tight = packed();
-        const int64_t enough = at_least(static_cast<int64_t>(tight.size()));
-        for (microbatches = at_least(cells_by_bounds()); microbatches < enough; ++microbatches) {
-            if ((cells = spread(microbatches * num_ranks_)) || (cells = search(microbatches * num_ranks_))) {
-                return std::move(*cells);
-            }
-        }
-        if ((cells = spread(enough * num_ranks_))) {
-            return std::move(*cells);
-        }
-        tight.resize(static_cast<size_t>(enough * num_ranks_));
-        balance(tight);
-        return tight;
-    }
-
-    int64_t cells_by_sum() const { return sum_ / max_tokens_ + (sum_ % max_tokens_ != 0); }
-
-    // A number of cells that no packing is below: Fekete and Schepers' dual feasible functions u(k), which map a length
-    // x, as a part of max_tokens, to floor((k + 1) x) / k, or to x itself where (k + 1) x is whole.
-    int64_t cells_by_bounds() const {
-        int64_t most = cells_by_sum();
-        for (int64_t k = 1; k <= kFunctions; ++k) {
-            __int128 mapped = 0;  // in units of max_tokens * k
-            for (const int64_t length : lengths_) {
-                const __int128 scaled = static_cast<__int128>(length) * (k + 1);
-                mapped += scaled % max_tokens_ == 0 ? static_cast<__int128>(length) * k
-                                                    : scaled / max_tokens_ * max_tokens_;
-            }
-            const __int128 unit = static_cast<__int128>(max_tokens_) * k;
-            most = std::max(most, static_cast<int64_t>((mapped + unit - 1) / unit));
-        }
-        return most;
-    }
-
-    // Longest first to the emptiest cell, then balanced; nothing where a cell stays above max_tokens.
-    std::optional<Cells> spread(int64_t num_cells) const {
-        using Load = std::pair<int64_t, int64_t>;  // tokens, cell
-        std::priority_queue<Load, std::vector<Load>, std::greater<>> emptiest;
-        for (int64_t cell = 0; cell < num_cells; ++cell) {
-            emptiest.emplace(0, cell);
-        }
-        Cells cells(static_cast<size_t>(num_cells));
-        for (int64_t item = 0; item < num_items(); ++item) {
-            Cell& cell = cells[emptiest.top().second];
-            const int64_t number = emptiest.top().second;
-            cell.items.push_back(item);
-            cell.total += lengths_[item];
-            emptiest.pop();
-            emptiest.emplace(cell.total, number);
-        }
-        balance(cells);
-        for (const Cell& cell : cells) {
-            if (cell.total > max_tokens_) {
-                return std::nullopt;
-            }
-        }
-        return cells;
-    }
-
-    // Best-fit-decreasing: the fewest cells, or nearly, without regard to balance.
-    Cells packed() const {
-        const std::vector<Group> groups = best_fit_decreasing(sorted_, max_tokens_);
-        Cells cells;
-        std::vector<int64_t> order(lengths_.size()), starts(static_cast<size_t>(count_packs(groups)) + 1);
-        std::vector<int64_t> item_of(lengths_.size());
-        for (int64_t item = 0; item < num_items(); ++item) {
-            item_of[sorted_.samples[item]] = item;
-        }
-        write_packs(sorted_, groups, order.data(), starts.data());
-        for (size_t pack = 0; pack + 1 < starts.size(); ++pack) {
-            cells.emplace_back();
-            for (int64_t k = starts[pack]; k < starts[pack + 1]; ++k) {
-                put(cells.back(), item_of[order[k]]);
-            }
-        }
-        return cells;
-    }
-
-    // Depth-first search for a packing into that many cells, tightest cell first; nothing if it is not found within
-    // kSearchedNodes. For few samples, where it is exhaustive.
-    std::optional<Cells> search(int64_t num_cells) const {
-        if (lengths_.size() > kSearchedItems) {
-            return std::nullopt;
-        }
-        // no more cells than items can be used
-        const int64_t usable = std::min(num_cells, num_items());
-        std::vector<int64_t> rooms(static_cast<size_t>(usable), max_tokens_), chosen;
-        int64_t nodes = 0;
-        if (!place(rooms, chosen, usable * max_tokens_ - sum_, nodes)) {
-            return std::nullopt;
-        }
-        Cells cells(static_cast<size_t>(num_cells));
-        for (int64_t item = 0; item < num_items(); ++item) {
-            put(cells[chosen[item]], item);
-        }
-        balance(cells);
-        return cells;
-    }
-
-    // `slack`: tokens that may still be lost to rooms that no sample fits in.
-    bool place(std::vector<int64_t>& rooms, std::vector<int64_t>& chosen, int64_t slack, int64_t& nodes) const {
-        const size_t item = chosen.size();
-        if (item == lengths_.size()) {
-            return true;
-        }
-        if (++nodes > kSearchedNodes) {
-            return false;
-        }
-        std::vector<std::pair<int64_t, int64_t>> options;  // room, cell
-        for (size_t cell = 0; cell < rooms.size(); ++cell) {
-            if (rooms[cell] >= lengths_[item]) {
-                options.emplace_back(rooms[cell], cell);
-            }
-        }
-        std::sort(options.begin(), options.end());
-        int64_t tried = -1;
-        for (const auto& [room, cell] : options) {
-            if (room == tried) {
-                continue;  // cells of equal room are alike
-            }
-            tried = room;
-            const int64_t rest = room - lengths_[item];
-            const int64_t lost = rest < lengths_.back() ? rest : 0;
-            if (lost > slack) {
-                continue;
-            }
-            rooms[cell] = rest;
-            chosen.push_back(cell);
-            if (place(rooms, chosen, slack - lost, nodes)) {
-                return true;
-            }
-            chosen.pop_back();
-            rooms[cell] = room;
-            if (room == lengths_[item]) {
-                return false;  // an exact fit is never worse than another place
-            }
-        }
-        return false;
-    }
-
-    void put(Cell& cell, int64_t item) const {
-        cell.items.insert(std::upper_bound(cell.items.begin(), cell.items.end(), item), item);
-        cell.total += lengths_[item];
-    }
-
-    void take(Cell& cell, int64_t item) const {
-        cell.items.erase(std::lower_bound(cell.items.begin(), cell.items.end(), item));
-        cell.total -= lengths_[item];
-    }
-
-    // What to trade between two cells: `given` of the fuller for `taken` of the emptier one (-1: for nothing).
-    struct Trade {
-        int64_t given = -1;
-        int64_t taken = -1;
-    };
-
-    // The trade that brings two cells closest, if one brings them closer.
-    std::optional<Trade> best_trade(const Cell& full, const Cell& empty) const {
-        const int64_t difference = full.total - empty.total;
-        int64_t best = difference;
-        Trade trade;
-        size_t other = 0;
-        for (const int64_t given : full.items) {
-            // moved tokens should be half the difference: both lists descend, so `other` only goes forward
-            const int64_t wanted = lengths_[given] - difference / 2;
-            while (other < empty.items.size() && lengths_[empty.items[other]] > wanted) {
-                ++other;
-            }
-            for (size_t k = other - (other > 0); k <= other && k <= empty.items.size(); ++k) {
-                const int64_t taken = k < empty.items.size() ? empty.items[k] : -1;
-                const int64_t moved = lengths_[given] - (taken < 0 ? 0 : lengths_[taken]);
-                const int64_t remaining = std::abs(difference - 2 * moved);
-                if (remaining < best) {
-                    best = remaining;
-                    trade = {given, taken};
-                }
-            }
-        }
-        return trade.given < 0 ? std::nullopt : std::optional(trade);
-    }
-
-    // Trades between the fullest and the emptiest cells until none brings two of them closer. The fullest never grows.
-    void balance(Cells& cells) const {
-        std::set<std::pair<int64_t, int64_t>> by_total;
-        for (size_t cell = 0; cell < cells.size(); ++cell) {
-            by_total.emplace(cells[cell].total, cell);
-        }
-        // each trade lowers the sum of squared totals, so this ends; the bound is against lengths made to delay it
-        for (int64_t trades = 8 * num_items() + 1000; trades > 0 && by_total.size() > 1; --trades) {
-            const int64_t fullest = by_total.rbegin()->second, emptiest = by_total.begin()->second;
-            if (by_total.rbegin()->first - by_total.begin()->first < 2) {
-                return;
-            }
-            if (trade_with_emptiest(cells, by_total, fullest) || trade_with_fullest(cells, by_total, emptiest)) {
-                continue;
-            }
-            // neither can be helped: the others go on without them
-            by_total.erase({cells[fullest].total, fullest});
-            by_total.erase({cells[emptiest].total, emptiest});
-        }
-    }
-
-    using ByTotal = std::set<std::pair<int64_t, int64_t>>;
-
-    bool trade_with_emptiest(Cells& cells, ByTotal& by_total, int64_t fullest) const {
-        int64_t tries = kPartners;
-        for (auto it = by_total.begin(); it != by_total.end() && tries > 0; ++it, --tries) {
-            if (it->second != fullest && exchange(cells, by_total, fullest, it->second)) {
-                return true;
-            }
-        }
-        return false;
-    }
-
-    bool trade_with_fullest(Cells& cells, ByTotal& by_total, int64_t emptiest) const {
-        int64_t tries = kPartners;
-        for (auto it = by_total.rbegin(); it != by_total.rend() && tries > 0; ++it, --tries) {
-            if (it->second != emptiest && exchange(cells, by_total, it->second, emptiest)) {
-                return true;
-            }
-        }
-        return false;
-    }
-
-    bool exchange(Cells& cells, ByTotal& by_total, int64_t full, int64_t empty) const {
-        const std::optional<Trade> trade = best_trade(cells[full], cells[empty]);
-        if (!trade) {
-            return false;
-        }
-        by_total.erase({cells[full].total, full});
-        by_total.erase({cells[empty].total, empty});
-        take(cells[full], trade->given);
-        put(cells[empty], trade->given);
-        if (trade->taken >= 0) {
-            take(cells[empty], trade->taken);
-            put(cells[full], trade->taken);
-        }
-        by_total.emplace(cells[full].total, full);
-        by_total.emplace(cells[empty].total, empty);
-        return true;
-    }
-
-    // Orders the cells: those of one microbatch alike in tokens and then in attention, and ranks alike over all.
-    void arrange(Cells& cells) const {
-        struct Ranked {
-            int64_t total;
-            double attention;
-            size_t cell;
-        };
-        std::vector<Ranked> ranked;
-        for (size_t cell = 0; cell < cells.size(); ++cell) {
-            double attention = 0;  // grows with the squares of the lengths
-            for (const int64_t item : cells[cell].items) {
-                attention += static_cast<double>(lengths_[item]) * static_cast<double>(lengths_[item]);
-            }
-            ranked.push_back({cells[cell].total, attention, cell});
-        }
-        const auto fuller = [](const Ranked& a, const Ranked& b) {
-            return a.total != b.total ? a.total > b.total : a.cell < b.cell;
-        };
-        std::sort(ranked.begin(), ranked.end(), fuller);
-        for (size_t begin = 0, end = 0; begin < ranked.size(); begin = end) {
-            while (end < ranked.size() && ranked[begin].total - ranked[end].total <= max_tokens_ / kAlike) {
-                ++end;
-            }
-            std::stable_sort(ranked.begin() + static_cast<int64_t>(begin), ranked.begin() + static_cast<int64_t>(end),
-                             [](const Ranked& a, const Ranked& b) { return a.attention > b.attention; });
-        }
-        std::vector<std::pair<int64_t, size_t>> ranks;  // tokens so far, rank
-        for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-            ranks.emplace_back(0, rank);
-        }
-        Cells arranged(cells.size());
-        for (size_t first = 0; first < cells.size(); first += ranks.size()) {
-            // the fullest cell to the rank that has had least
-            std::sort(ranks.begin(), ranks.end());
-            const auto begin = ranked.begin() + static_cast<int64_t>(first);
-            std::sort(begin, begin + static_cast<int64_t>(ranks.size()), fuller);
-            for (size_t k = 0; k < ranks.size(); ++k) {
-                ranks[k].first += ranked[first + k].total;
-                arranged[first + ranks[k].second] = std::move(cells[ranked[first + k].cell]);
-            }
-        }
-        cells = std::move(arranged);
-    }
-
-    Sorted sorted_;
-    std::vector<int64_t> lengths_;  // descending
-    int64_t sum_;
-    int64_t max_tokens_;
-    int64_t num_ranks_;
-};
-
-py::tuple pack_step(const Array& lengths_array, int64_t max_tokens, int64_t num_ranks) {
-    Lengths lengths(lengths_array);
-    check_at_least_1(max_tokens, "max_tokens");
-    check_at_least_1(num_ranks, "num_ranks");
-    if (num_ranks > kMostRanks) {
-        throw std::invalid_argument("num_ranks=" + std::to_string(num_ranks) + " is more than " +
-                                    std::to_string(kMostRanks));
-    }
-    std::vector<int64_t> order, starts{0};
-    {
-        py::gil_scoped_release unlocked;
-        lengths.check(max_tokens, "max_tokens=" + std::to_string(max_tokens));
-        const StepPacker packer(lengths, max_tokens, num_ranks);
-        for (const Cell& cell : packer.plan()) {
-            const size_t begin = order.size();
-            for (const int64_t item : cell.items) {
-                order.push_back(packer.sample(item));
-            }
-            std::sort(order.begin() + static_cast<int64_t>(begin), order.end());
-            starts.push_back(static_cast<int64_t>(order.size()));
-        }
-    }
-    return py::make_tuple(to_array(order), to_array(starts));
-}
-
 }  // namespace
 
 void register_packing(py::module_& module) {
     module.def("pack_dataset", &pack_dataset, py::arg("lengths").noconvert(), py::arg("capacity"), py::arg("seed"));
-    module.def("pack_step", &pack_step, py::arg("lengths").noconvert(), py::arg("max_tokens"), py::arg("num_ranks"));
 }
 
 }  // namespace packing

@@ -5,8 +5,8 @@
     bucket_length  the rule of InstructLab's HPU variant: 16 lengths in each power of two
     bucket_edges   the k lengths that waste least on given data
 
-They see lengths alone, in tokens, and give indices of samples; the loops are C++ (packing.cpp, buckets.cpp) and leave
-the interpreter's lock free. Equal input gives equal output, on every machine.
+They see lengths alone, in tokens, and give indices of samples; the loops are C++ (packing.cpp, steps.cpp, buckets.cpp)
+and leave the interpreter's lock free. Equal input gives equal output, on every machine.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class StepPlan:
 
 
 def pack_dataset(lengths: ArrayLike, capacity: int, seed: int | None = None) -> Packs:
-    """All samples in packs of at most `capacity` tokens, by best-fit-decreasing.
+    """All samples in packs of at most `capacity` tokens: as few as best-fit-decreasing makes, or fewer.
 
+    Where that stays above ceil(sum / capacity) by a five-thousandth, packs that are filled exactly are tried too.
     Within a pack the longest sample comes first; the order of the packs means nothing. `seed` shuffles samples of
     equal length among their places, which changes neighbours but no pack's lengths; without it they keep their order.
     Raises DataError.

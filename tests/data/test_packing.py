@@ -115,16 +115,16 @@ def check_packs(packs: Packs, lengths: Lengths, capacity: int) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(lengths=small_lengths, extra=st.integers(0, 60), seed=st.none() | st.integers(0, 2**32))
-def test_packs_hold_every_sample_once_and_are_as_many_as_plain_best_fit_decreasing_makes(
+def test_packs_hold_every_sample_once_and_are_no_more_than_plain_best_fit_decreasing_makes(
     lengths: list[int], extra: int, seed: int | None
 ) -> None:
     given_lengths, capacity = np.array(lengths), max(lengths) + extra
     packs = pack_dataset(given_lengths, capacity, seed)
     check_packs(packs, given_lengths, capacity)
     twin = best_fit_decreasing(lengths, capacity)
-    assert len(packs) == len(twin)
-    # not only as many: the rooms left over are the same
-    assert sorted(map(sum, contents(packs, given_lengths))) == sorted(map(sum, twin))
+    assert len(packs) <= len(twin)
+    if len(packs) == len(twin):  # then it is best-fit-decreasing, and the rooms left over are the same
+        assert sorted(map(sum, contents(packs, given_lengths))) == sorted(map(sum, twin))
 
 
 @settings(max_examples=50, deadline=None)
@@ -133,17 +133,19 @@ def test_lengths_too_large_to_be_counted_are_packed_alike(lengths: list[int], ex
     given_lengths, capacity = np.array(lengths), max(lengths) + extra
     packs = pack_dataset(given_lengths, capacity)
     check_packs(packs, given_lengths, capacity)
-    assert len(packs) == len(best_fit_decreasing(lengths, capacity))
+    assert len(packs) <= len(best_fit_decreasing(lengths, capacity))
     assert all(pack == sorted(pack, reverse=True) for pack in contents(packs, given_lengths))
 
 
-@pytest.mark.parametrize("name", ["lognormal", "uniform", "short"])
+@pytest.mark.parametrize("name", ["lognormal", "uniform", "short", "few lengths"])
 def test_packs_are_nearly_as_few_as_the_tokens_allow(name: str) -> None:
     generator = np.random.default_rng(5)
     draws: dict[str, Callable[[], Any]] = {
         "lognormal": lambda: np.clip(generator.lognormal(6, 1, 300_000), 1, 4096),
         "uniform": lambda: generator.integers(1, 2049, 300_000),
         "short": lambda: generator.integers(1, 9, 100_000),
+        # where best-fit-decreasing makes 1.0014 times the bound
+        "few lengths": lambda: generator.choice(np.clip(generator.lognormal(6, 1, 300), 1, 4096).round(), 300_000),
     }
     lengths = draws[name]().astype(np.int64)
     packs = pack_dataset(lengths, 4096)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCES = tuple(f"megatron/data/{name}" for name in ("helpers.cpp", "packing.cpp", "buckets.cpp", "lengths.h"))
+SOURCES = tuple(
+    f"megatron/data/{name}" for name in ("helpers.cpp", "packing.cpp", "steps.cpp", "buckets.cpp", "packing.h")
+)
 FOUND = 99
 """Exit status of a process that a sanitizer ended."""
 COMPILER = os.environ.get("CXX", "g++")

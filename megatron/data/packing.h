@@ -1,4 +1,5 @@
-// What packing.cpp and buckets.cpp share: lengths of samples that come from Python, and how they are checked.
+// What packing.cpp, steps.cpp and buckets.cpp share: lengths of samples that come from Python and how they are checked,
+// samples by length, and packs of them.
 //
 // Arithmetic is 64-bit throughout, every length is checked before use, faults are exceptions (ValueError in Python),
 // and the interpreter's lock is free while a loop runs. Nothing depends on the machine or on time: equal input gives
@@ -82,7 +83,37 @@ inline Array to_array(const std::vector<int64_t>& values) {
     return array;
 }
 
-void register_packing(py::module_& module);  // of packing.cpp
-void register_buckets(py::module_& module);  // of buckets.cpp
+// Samples by length, longest first; equal ones in the order of their numbers.
+struct Sorted {
+    std::vector<int64_t> samples;
+    std::vector<int64_t> distinct;  // lengths, descending
+    std::vector<int64_t> begins;    // samples of distinct[k] are samples[begins[k]] .. samples[begins[k + 1]]
+
+    explicit Sorted(const Lengths& lengths);
+
+  private:
+    void by_counting(const Lengths& lengths);
+    void by_comparing(const Lengths& lengths);
+};
+
+// Packs with the same lengths in them: those of `parent` (-1: none), then `copies` samples of one length.
+struct Group {
+    int64_t parent;
+    int64_t which;  // of Sorted::distinct
+    int64_t copies;
+    int64_t count;
+};
+
+// Groups whose packs hold all samples, at most `capacity` tokens each: as few packs as are found.
+std::vector<Group> fewest_packs(const Sorted& sorted, const Lengths& lengths, int64_t capacity);
+
+int64_t count_packs(const std::vector<Group>& groups);
+
+// The samples of every pack, pack after pack, and where each pack begins: `starts` has one more than there are packs.
+void write_packs(const Sorted& sorted, const std::vector<Group>& groups, int64_t* order, int64_t* starts);
+
+void register_packing(py::module_& module);
+void register_steps(py::module_& module);
+void register_buckets(py::module_& module);
 
 }  // namespace packing
