@@ -233,7 +233,7 @@ def activation_bytes_per_layer(config: Config) -> int:
     model, training = config.model, config.training
     t = config.parallel.tensor_model_parallel_size
     number = 4 if training.precision == "fp32" else 2
-    tokens = training.micro_batch_size * training.seq_length
+    tokens = training.micro_batch_size * config.row_length
     sequence_cut = t if config.parallel.sequence_parallel else 1
     if training.recompute_granularity == "full":
         return tokens * model.hidden_size * number // sequence_cut
@@ -245,7 +245,7 @@ def activation_bytes_per_layer(config: Config) -> int:
     cut += (2 if model.architecture == "bloom" else 4) * (model.ffn_size // t) * number
     if stores_attention_scores(config):
         per_score = number + (1 + number if model.attention_dropout > 0 else 0)
-        cut += model.num_attention_heads // t * training.seq_length * per_score
+        cut += model.num_attention_heads // t * config.row_length * per_score
     return tokens * (whole // sequence_cut + cut)
 
 
@@ -310,7 +310,7 @@ def _activations(config: Config, start: int, stop: int, in_flight: int) -> tuple
     """Bytes of the activations, and of the logits, of entries [start, stop) of the list of layers."""
     model, training, t = config.model, config.training, config.parallel.tensor_model_parallel_size
     number = 4 if training.precision == "fp32" else 2
-    tokens = training.micro_batch_size * training.seq_length
+    tokens = training.micro_batch_size * config.row_length
     num_layers = max(0, min(stop, model.num_layers + 2) - max(start, 2))
     activations = num_layers * activation_bytes_per_layer(config) * in_flight
     if start <= 1 < stop and model.hidden_dropout > 0:
@@ -345,6 +345,8 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     kind = "device" if parallel.device == "auto" else f"{parallel.device} device"
     ranks = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(world_size, 'rank')}"
     layout = f"PP {p} x TP {t} x DP {dp}" + (", sequence parallel" if parallel.sequence_parallel else "")
+    is_sft = training.task == "sft"
+    most = "at most " if is_sft else ""
     split = f"DP {dp} x micro {training.micro_batch_size} x {_count(m, 'microbatch', 'es')}"
     rows = [
         ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
@@ -354,7 +356,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         ("layout", layout + ("" if config.uses_pipeline else ", sequential engine")),
         ("precision", f"{training.precision}, recompute {training.recompute_granularity}"),
         ("ZeRO", _zero_text(config)),
-        ("batch", f"{training.global_batch_size} samples = {split}"),
+        ("batch", _fine_tuning_batch(config, dp) if is_sft else f"{training.global_batch_size} samples = {split}"),
     ]
     if training.rampup_batch_size is not None:
         ramp_start, increment, ramp_samples = training.rampup_batch_size
@@ -362,7 +364,12 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     rows.append(("length", _length_text(config)))
     rows.append(("bubble", _bubble_text(config, dp)))
     tflop = flops_per_token(model, training.seq_length) * tokens / 1e12
-    rows.append(("a step", f"{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device"))
+    rows.append(
+        (
+            "a step",
+            f"{most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device",
+        )
+    )
     lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
     lines += ["", f"  memory per rank, GiB (peak; 1F1B{'' if p > 1 else ', one stage'})"]
     lines += ["  " + line for line in _memory_table(config, stages)]
@@ -397,13 +404,25 @@ def _length_text(config: Config) -> str:
     if training.train_iters is not None:
         samples = training.train_iters * training.global_batch_size
         return f"{training.train_iters:,} steps = {samples * training.seq_length:,} tokens"
+    if training.num_epochs is not None:
+        return _count(training.num_epochs, "epoch")
     return "neither train_samples nor train_iters is given"
+
+
+def _fine_tuning_batch(config: Config, data_parallel_size: int) -> str:
+    size, rows = config.training.global_batch_size, f"rows of at most {config.row_length:,} tokens"
+    if config.sft.packing == "dataset":
+        return f"{size} {rows} over DP {data_parallel_size}"
+    padded = f"{config.training.micro_batch_size} to a microbatch, padded"
+    return f"{size} chats over DP {data_parallel_size}, {padded if config.sft.packing == 'none' else f'in {rows}'}"
 
 
 def _bubble_text(config: Config, data_parallel_size: int) -> str:
     p = config.parallel.pipeline_model_parallel_size
     if p == 1:
         return "none, one stage"
+    if config.training.task == "sft":
+        return "as many microbatches as the chats of a step fill"
     m = num_microbatches(config, data_parallel_size)
     text = f"{bubble_fraction(p, m):.1%} of a step: (p - 1) / (m + p - 1) with p={p}, m={m}"
     first = batch_sizes(config.training)[0] // (config.training.micro_batch_size * data_parallel_size)

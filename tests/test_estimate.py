@@ -235,6 +235,25 @@ def test_description_fits_a_terminal_of_80_columns() -> None:
     assert "4.1% of a step" in text
 
 
+@pytest.mark.parametrize(
+    ("sft", "batch", "row"),
+    [
+        ({"max_batch_len": 2048}, "64 chats over DP 2, in rows of at most 2,048 tokens", 2048),
+        ({"packing": "none"}, "64 chats over DP 2, 1 to a microbatch, padded", 512),
+        ({"packing": "dataset"}, "64 rows of at most 512 tokens over DP 2", 512),
+    ],
+)
+def test_fine_tuning_is_described_by_chats_and_holds_its_longest_row(sft: dict[str, Any], batch: str, row: int) -> None:
+    training = {"task": "sft", "num_epochs": 3, "seq_length": 512, "global_batch_size": 64, "bf16": True}
+    model = {"architecture": "llama", "position_embedding_type": "rope", "hidden_dropout": 0.0}
+    config = from_dict({"model": model, "training": training, "sft": sft})
+    text = describe(config, nodes=1, devices_per_node=2, title="a plan")
+    for said in (batch, "length     3 epochs", "a step     at most 32,768 tokens"):
+        assert said in text
+    pretrained = from_dict({"model": model, "training": {"seq_length": row, "bf16": True}})
+    assert activation_bytes_per_layer(config) == activation_bytes_per_layer(pretrained)
+
+
 def test_estimate_imports_neither_torch_nor_deepspeed() -> None:
     code = "import sys, megatron.estimate; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
