@@ -133,6 +133,11 @@ def remarks(args: TrainingArgs, setting: Setting, config: Config) -> Iterator[st
         yield "on the CPU the training is in float32; on an accelerator it is in bfloat16"
     if args.fsdp_options.cpu_offload_params and not optimizer.offload_param:
         yield f"cpu_offload_params moves the optimizer alone: under ZeRO-{stage} each rank has all parameters"
+    deepspeed = args.deepspeed_options
+    if deepspeed.cpu_offload_optimizer_pin_memory:
+        yield "cpu_offload_optimizer_pin_memory changes nothing: what is offloaded is page-locked on every accelerator"
+    if deepspeed.cpu_offload_optimizer_ratio < 1 and not deepspeed.cpu_offload_optimizer:
+        yield "cpu_offload_optimizer_ratio changes nothing without cpu_offload_optimizer"
     if args.use_liger:
         yield "use_liger changes nothing: output projection and cross-entropy are one operation in any case"
     for name in ("use_dolomite", "is_padding_free"):

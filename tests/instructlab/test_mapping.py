@@ -125,10 +125,12 @@ def test_one_rank_shares_with_nobody_and_the_cpu_trains_in_float32() -> None:
 
 
 def test_a_user_of_instructlabs_library_is_told_what_its_words_mean() -> None:
-    args = arguments(use_liger=True, use_dolomite=True, is_padding_free=True)
+    unused = DeepSpeedOptions(cpu_offload_optimizer_pin_memory=True, cpu_offload_optimizer_ratio=0.5)
+    args = arguments(use_liger=True, use_dolomite=True, is_padding_free=True, deepspeed_options=unused)
     said = list(remarks(args, SETTING, build_config(args, SETTING)))
     assert said[0] == "distributed_backend fsdp with HYBRID_SHARD is DeepSpeed's ZeRO stage 3 over 8 ranks in bf16"
-    for name in ("use_liger", "use_dolomite", "is_padding_free"):
+    of_offload = ("cpu_offload_optimizer_pin_memory", "cpu_offload_optimizer_ratio")
+    for name in ("use_liger", "use_dolomite", "is_padding_free", *of_offload):
         assert any(line.startswith(f"{name} changes nothing") for line in said)
     saves_nothing = arguments(checkpoint_at_epoch=False)
     assert "nothing will be saved" in "".join(remarks(saves_nothing, SETTING, build_config(saves_nothing, SETTING)))
