@@ -233,7 +233,7 @@ def activation_bytes_per_layer(config: Config) -> int:
     model, training = config.model, config.training
     t = config.parallel.tensor_model_parallel_size
     number = 4 if training.precision == "fp32" else 2
-    tokens = training.micro_batch_size * training.seq_length
+    tokens = training.micro_batch_size * config.row_length
     sequence_cut = t if config.parallel.sequence_parallel else 1
     if training.recompute_granularity == "full":
         return tokens * model.hidden_size * number // sequence_cut
@@ -245,13 +245,15 @@ def activation_bytes_per_layer(config: Config) -> int:
     cut += (2 if model.architecture == "bloom" else 4) * (model.ffn_size // t) * number
     if stores_attention_scores(config):
         per_score = number + (1 + number if model.attention_dropout > 0 else 0)
-        cut += model.num_attention_heads // t * training.seq_length * per_score
+        cut += model.num_attention_heads // t * config.row_length * per_score
     return tokens * (whole // sequence_cut + cut)
 
 
 def num_microbatches(config: Config, data_parallel_size: int) -> int:
-    """Microbatches of each data-parallel rank in a step, once any ramp-up is over."""
-    return config.training.global_batch_size // (config.training.micro_batch_size * data_parallel_size)
+    """Microbatches of each data-parallel rank in a step, once any ramp-up is over. Of chats: at most."""
+    training = config.training
+    samples = -(-training.global_batch_size // (training.micro_batch_size * data_parallel_size))
+    return max(1, -(-samples * training.seq_length // config.row_length))
 
 
 def memory_by_stage(config: Config, data_parallel_size: int) -> list[Stage]:
@@ -310,7 +312,7 @@ def _activations(config: Config, start: int, stop: int, in_flight: int) -> tuple
     """Bytes of the activations, and of the logits, of entries [start, stop) of the list of layers."""
     model, training, t = config.model, config.training, config.parallel.tensor_model_parallel_size
     number = 4 if training.precision == "fp32" else 2
-    tokens = training.micro_batch_size * training.seq_length
+    tokens = training.micro_batch_size * config.row_length
     num_layers = max(0, min(stop, model.num_layers + 2) - max(start, 2))
     activations = num_layers * activation_bytes_per_layer(config) * in_flight
     if start <= 1 < stop and model.hidden_dropout > 0:
@@ -346,6 +348,12 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     ranks = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(world_size, 'rank')}"
     layout = f"PP {p} x TP {t} x DP {dp}" + (", sequence parallel" if parallel.sequence_parallel else "")
     split = f"DP {dp} x micro {training.micro_batch_size} x {_count(m, 'microbatch', 'es')}"
+    at_most, samples = "", f"{training.global_batch_size} samples = {split}"
+    if training.task == "sft":
+        at_most = "at most "
+        samples = (
+            f"{training.global_batch_size} {'rows' if config.sft.packing == 'dataset' else 'chats'}, {at_most}{split}"
+        )
     rows = [
         ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
         ("", f"{model.position_embedding_type} positions, sequence {training.seq_length}, {vocabulary}"),
@@ -354,7 +362,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         ("layout", layout + ("" if config.uses_pipeline else ", sequential engine")),
         ("precision", f"{training.precision}, recompute {training.recompute_granularity}"),
         ("ZeRO", _zero_text(config)),
-        ("batch", f"{training.global_batch_size} samples = {split}"),
+        ("batch", samples),
     ]
     if training.rampup_batch_size is not None:
         ramp_start, increment, ramp_samples = training.rampup_batch_size
@@ -362,7 +370,9 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     rows.append(("length", _length_text(config)))
     rows.append(("bubble", _bubble_text(config, dp)))
     tflop = flops_per_token(model, training.seq_length) * tokens / 1e12
-    rows.append(("a step", f"{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device"))
+    rows.append(
+        ("a step", f"{at_most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device")
+    )
     lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
     lines += ["", f"  memory per rank, GiB (peak; 1F1B{'' if p > 1 else ', one stage'})"]
     lines += ["  " + line for line in _memory_table(config, stages)]
@@ -397,6 +407,8 @@ def _length_text(config: Config) -> str:
     if training.train_iters is not None:
         samples = training.train_iters * training.global_batch_size
         return f"{training.train_iters:,} steps = {samples * training.seq_length:,} tokens"
+    if training.num_epochs is not None:
+        return _count(training.num_epochs, "epoch")
     return "neither train_samples nor train_iters is given"
 
 

@@ -239,3 +239,29 @@ def test_estimate_imports_neither_torch_nor_deepspeed() -> None:
     code = "import sys, megatron.estimate; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("sft", "batch", "step"),
+    [
+        (
+            {"packing": "step", "max_batch_len": 512},
+            "64 chats, at most DP 2 x micro 1 x 8 microbatches",
+            "at most 8,192",
+        ),
+        ({"packing": "none"}, "64 chats, at most DP 2 x micro 1 x 32 microbatches", "at most 8,192"),
+        ({"packing": "dataset"}, "64 rows, at most DP 2 x micro 1 x 32 microbatches", "at most 8,192"),
+    ],
+)
+def test_the_plan_of_fine_tuning_tells_what_a_step_is_at_most(sft: dict[str, Any], batch: str, step: str) -> None:
+    training = {"task": "sft", "num_epochs": 3, "global_batch_size": 64, "seq_length": 128}
+    run = from_dict({"training": training, "sft": sft})
+    text = describe(run, nodes=1, devices_per_node=2, title="SFT")
+    assert batch in text
+    assert f"{step} tokens" in text
+    assert "length     3 epochs" in text
+    rows = {name: activation_bytes_per_layer(from_dict({"training": training, "sft": part})) for name, part in PLANS}
+    assert rows["long"] == 4 * rows["short"]
+
+
+PLANS: list[tuple[str, dict[str, Any]]] = [("short", {"packing": "none"}), ("long", {"max_batch_len": 512})]
