@@ -250,10 +250,8 @@ def activation_bytes_per_layer(config: Config) -> int:
 
 
 def num_microbatches(config: Config, data_parallel_size: int) -> int:
-    """Microbatches of each data-parallel rank in a step, once any ramp-up is over. Of chats: at most."""
-    training = config.training
-    samples = -(-training.global_batch_size // (training.micro_batch_size * data_parallel_size))
-    return max(1, -(-samples * training.seq_length // config.row_length))
+    """Microbatches of each data-parallel rank in a step, once any ramp-up is over."""
+    return config.training.global_batch_size // (config.training.micro_batch_size * data_parallel_size)
 
 
 def memory_by_stage(config: Config, data_parallel_size: int) -> list[Stage]:
@@ -347,13 +345,9 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     kind = "device" if parallel.device == "auto" else f"{parallel.device} device"
     ranks = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(world_size, 'rank')}"
     layout = f"PP {p} x TP {t} x DP {dp}" + (", sequence parallel" if parallel.sequence_parallel else "")
+    is_sft = training.task == "sft"
+    most = "at most " if is_sft else ""
     split = f"DP {dp} x micro {training.micro_batch_size} x {_count(m, 'microbatch', 'es')}"
-    at_most, samples = "", f"{training.global_batch_size} samples = {split}"
-    if training.task == "sft":
-        at_most = "at most "
-        samples = (
-            f"{training.global_batch_size} {'rows' if config.sft.packing == 'dataset' else 'chats'}, {at_most}{split}"
-        )
     rows = [
         ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
         ("", f"{model.position_embedding_type} positions, sequence {training.seq_length}, {vocabulary}"),
@@ -362,7 +356,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         ("layout", layout + ("" if config.uses_pipeline else ", sequential engine")),
         ("precision", f"{training.precision}, recompute {training.recompute_granularity}"),
         ("ZeRO", _zero_text(config)),
-        ("batch", samples),
+        ("batch", _fine_tuning_batch(config, dp) if is_sft else f"{training.global_batch_size} samples = {split}"),
     ]
     if training.rampup_batch_size is not None:
         ramp_start, increment, ramp_samples = training.rampup_batch_size
@@ -371,7 +365,10 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     rows.append(("bubble", _bubble_text(config, dp)))
     tflop = flops_per_token(model, training.seq_length) * tokens / 1e12
     rows.append(
-        ("a step", f"{at_most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device")
+        (
+            "a step",
+            f"{most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device",
+        )
     )
     lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
     lines += ["", f"  memory per rank, GiB (peak; 1F1B{'' if p > 1 else ', one stage'})"]
@@ -412,10 +409,20 @@ def _length_text(config: Config) -> str:
     return "neither train_samples nor train_iters is given"
 
 
+def _fine_tuning_batch(config: Config, data_parallel_size: int) -> str:
+    size, rows = config.training.global_batch_size, f"rows of at most {config.row_length:,} tokens"
+    if config.sft.packing == "dataset":
+        return f"{size} {rows} over DP {data_parallel_size}"
+    padded = f"{config.training.micro_batch_size} to a microbatch, padded"
+    return f"{size} chats over DP {data_parallel_size}, {padded if config.sft.packing == 'none' else f'in {rows}'}"
+
+
 def _bubble_text(config: Config, data_parallel_size: int) -> str:
     p = config.parallel.pipeline_model_parallel_size
     if p == 1:
         return "none, one stage"
+    if config.training.task == "sft":
+        return "as many microbatches as the chats of a step fill"
     m = num_microbatches(config, data_parallel_size)
     text = f"{bubble_fraction(p, m):.1%} of a step: (p - 1) / (m + p - 1) with p={p}, m={m}"
     first = batch_sizes(config.training)[0] // (config.training.micro_batch_size * data_parallel_size)

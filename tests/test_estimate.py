@@ -235,33 +235,26 @@ def test_description_fits_a_terminal_of_80_columns() -> None:
     assert "4.1% of a step" in text
 
 
+@pytest.mark.parametrize(
+    ("sft", "batch", "row"),
+    [
+        ({"max_batch_len": 2048}, "64 chats over DP 2, in rows of at most 2,048 tokens", 2048),
+        ({"packing": "none"}, "64 chats over DP 2, 1 to a microbatch, padded", 512),
+        ({"packing": "dataset"}, "64 rows of at most 512 tokens over DP 2", 512),
+    ],
+)
+def test_fine_tuning_is_described_by_chats_and_holds_its_longest_row(sft: dict[str, Any], batch: str, row: int) -> None:
+    training = {"task": "sft", "num_epochs": 3, "seq_length": 512, "global_batch_size": 64, "bf16": True}
+    model = {"architecture": "llama", "position_embedding_type": "rope", "hidden_dropout": 0.0}
+    config = from_dict({"model": model, "training": training, "sft": sft})
+    text = describe(config, nodes=1, devices_per_node=2, title="a plan")
+    for said in (batch, "length     3 epochs", "a step     at most 32,768 tokens"):
+        assert said in text
+    pretrained = from_dict({"model": model, "training": {"seq_length": row, "bf16": True}})
+    assert activation_bytes_per_layer(config) == activation_bytes_per_layer(pretrained)
+
+
 def test_estimate_imports_neither_torch_nor_deepspeed() -> None:
     code = "import sys, megatron.estimate; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("sft", "batch", "step"),
-    [
-        (
-            {"packing": "step", "max_batch_len": 512},
-            "64 chats, at most DP 2 x micro 1 x 8 microbatches",
-            "at most 8,192",
-        ),
-        ({"packing": "none"}, "64 chats, at most DP 2 x micro 1 x 32 microbatches", "at most 8,192"),
-        ({"packing": "dataset"}, "64 rows, at most DP 2 x micro 1 x 32 microbatches", "at most 8,192"),
-    ],
-)
-def test_the_plan_of_fine_tuning_tells_what_a_step_is_at_most(sft: dict[str, Any], batch: str, step: str) -> None:
-    training = {"task": "sft", "num_epochs": 3, "global_batch_size": 64, "seq_length": 128}
-    run = from_dict({"training": training, "sft": sft})
-    text = describe(run, nodes=1, devices_per_node=2, title="SFT")
-    assert batch in text
-    assert f"{step} tokens" in text
-    assert "length     3 epochs" in text
-    rows = {name: activation_bytes_per_layer(from_dict({"training": training, "sft": part})) for name, part in PLANS}
-    assert rows["long"] == 4 * rows["short"]
-
-
-PLANS: list[tuple[str, dict[str, Any]]] = [("short", {"packing": "none"}), ("long", {"max_batch_len": 512})]

@@ -9,7 +9,9 @@ from megatron.config import Config, options
 from megatron.estimate import count_parameters
 from megatron.rules import check
 
-PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml"))
+RECIPES = {"sft_llama": ["llama32_1b", "llama2_7b", "tiny_llama"]}
+"""Presets of no model, each with some that it is laid over."""
+PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml") if path.stem not in RECIPES)
 
 # Sources: the checkpoints' own counts on the model hub; bloom_13b: 50304 padded tokens and 2048 positions of 5120,
 # 40 layers of 12 h^2 + 13 h, and the last LayerNorm. Llama 2 34B was published as Code Llama's base.
@@ -96,7 +98,15 @@ def test_preset_lacks_nothing_but_data(name: str) -> None:
     assert faults[0].startswith("data_path is not given")
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("name", "below"), [(name, below) for name, under in RECIPES.items() for below in under])
+def test_a_recipe_lacks_nothing_but_a_model_and_data(name: str, below: str) -> None:
+    config = load_config(["--config", below, "--config", name, "--data-path", "chats"], world_size=8)
+    assert config.model == preset(below).model
+    assert (config.training.task, config.training.num_epochs, config.optimizer.lr) == ("sft", 3, 2e-5)
+    assert "model" not in read_preset(name)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *RECIPES])
 def test_preset_sets_nothing_twice_and_is_headed_by_its_source(name: str) -> None:
     text = (PRESETS_DIR / f"{name}.yaml").read_text(encoding="utf-8")
     assert text.startswith("# ")

@@ -21,7 +21,7 @@ HEADER = """# Configuration
 
 A value comes from three places, later ones winning: the option's default, the preset (`--config tiny_bloom`, or
 `--config path/to/file.yaml`), the command line. Several presets are laid over each other, a later one winning option by
-option: `--config llama32_1b --config mine.yaml`. In a preset an option stands under its section, in underscores; on the
+option: `--config llama32_1b --config sft_llama`. In a preset an option stands under its section, in underscores; on the
 command line it is a flat flag, in dashes or underscores:
 
 ```yaml
@@ -43,7 +43,8 @@ once, before any process group starts.
 PRESETS = """
 ## Presets
 
-Parameters are counted with the vocabulary padded for one tensor-parallel rank.
+Parameters are counted with the vocabulary padded for one tensor-parallel rank. Recipes describe no model, and are laid
+over a preset that does: [`sft_llama`](../configs/sft_llama.yaml), for [fine-tuning](finetuning.md).
 """
 
 BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}

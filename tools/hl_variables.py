@@ -7,17 +7,14 @@ none is ever silently ignored. An empty value counts as unset.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from megatron.command_line import build_parser, presets_of, read_preset
-from megatron.config import ConfigError
-
-Script = Literal["bloom13b", "llama"]
+Script = Literal["bloom13b", "llama", "sft"]
+ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft")
+PRETRAINING: tuple[Script, ...] = ("bloom13b", "llama")
+SFT: tuple[Script, ...] = ("sft",)
 
 
 class WrongValueError(ValueError):
@@ -35,7 +32,7 @@ class Variable:
     meaning: str
     translate: Translate
     """The flags of megatron.train for a value. Raises WrongValueError."""
-    scripts: tuple[Script, ...] = ("bloom13b", "llama")
+    scripts: tuple[Script, ...] = ALL
     flag: str | None = None
     """The flag it sets, where it is one."""
 
@@ -58,12 +55,12 @@ def is_on(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-def _number(name: str, flag: str, meaning: str, at_least: int = 1) -> Variable:
-    return Variable(name, meaning, lambda text: [flag, str(whole_number(text, at_least))], flag=flag)
+def _number(name: str, flag: str, meaning: str, at_least: int = 1, scripts: tuple[Script, ...] = ALL) -> Variable:
+    return Variable(name, meaning, lambda text: [flag, str(whole_number(text, at_least))], scripts, flag)
 
 
-def _text(name: str, flag: str, meaning: str) -> Variable:
-    return Variable(name, meaning, lambda text: [flag, text], flag=flag)
+def _text(name: str, flag: str, meaning: str, scripts: tuple[Script, ...] = ALL) -> Variable:
+    return Variable(name, meaning, lambda text: [flag, text], scripts, flag)
 
 
 def _switch(name: str, flag: str, meaning: str) -> Variable:
@@ -77,21 +74,29 @@ def _load_tag(text: str) -> list[str]:
     return ["--ckpt-step", step]
 
 
-def _choice(name: str, choices: Mapping[str, list[str]], meaning: str, *, no: str = "", flag: str = "") -> Variable:
+def _choice(
+    name: str,
+    choices: Mapping[str, list[str]],
+    meaning: str,
+    *,
+    no: str = "",
+    flag: str = "",
+    scripts: tuple[Script, ...] = ALL,
+) -> Variable:
     def translate(text: str) -> list[str]:
         if text not in choices:
-            raise WrongValueError(f"must be {_one_of(choices)}" + (f" ({no})" if no else ""))
+            raise WrongValueError(f"must be {one_of(choices)}" + (f" ({no})" if no else ""))
         return choices[text]
 
-    return Variable(name, meaning, translate, flag=flag or None)
+    return Variable(name, meaning, translate, scripts, flag or None)
 
 
 def _launch(name: str, meaning: str, *scripts: Script) -> Variable:
     """A variable that `translate` reads itself."""
-    return Variable(name, meaning, lambda text: [], scripts=scripts or ("bloom13b", "llama"))
+    return Variable(name, meaning, lambda text: [], scripts or ALL)
 
 
-def _one_of(values: Mapping[str, object] | tuple[str, ...]) -> str:
+def one_of(values: Mapping[str, object] | tuple[str, ...]) -> str:
     *most, last = values
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -130,7 +135,9 @@ VARIABLES: tuple[Variable, ...] = (
     _launch("HL_CONFIG", "preset in configs/, or a YAML file, instead of the script's own"),
     _launch("HL_LLAMA_VER", "generation of Llama: 1, 2, 3.1 or 3.2", "llama"),
     _launch("HL_LLAMA_MODEL_SIZE", "billions of parameters: 7, 13, 65 | 7, 13, 34, 70 | 8, 70, 405 | 1, 3", "llama"),
-    _number("HL_NUM_LAYERS", "--num-layers", "transformer layers"),
+    _launch("HL_MODEL", "the model to fine-tune: a folder that transformers wrote", *SFT),
+    _launch("HL_CHAT_TEMPLATE", "chat template: a preset, or a .jinja or .py file; unset: the tokenizer's own", *SFT),
+    _number("HL_NUM_LAYERS", "--num-layers", "transformer layers", scripts=PRETRAINING),
     _number("HL_SEQ_LEN", "--seq-length", "tokens in a sample"),
     _choice(
         "HL_POSITION_EMBEDDING_TYPE",
@@ -141,6 +148,7 @@ VARIABLES: tuple[Variable, ...] = (
         },
         "how a token knows its place: learned, alibi or rotary",
         flag="--position-embedding-type",
+        scripts=PRETRAINING,
     ),
     Variable("HL_DROPOUT", "hidden and attention dropout", _dropout, flag="--hidden-dropout"),
     # layout
@@ -161,11 +169,17 @@ VARIABLES: tuple[Variable, ...] = (
     # batch and length
     _number("HL_MICRO_BATCH", "--micro-batch-size", "samples in one forward pass of a rank"),
     _number("HL_GBS", "--global-batch-size", "samples in one optimizer step"),
+    _number(
+        "HL_MAX_BATCH_LEN", "--max-batch-len", "tokens in a microbatch, into which samples are packed", scripts=SFT
+    ),
+    _number("HL_NUM_EPOCHS", "--num-epochs", "times to go through the data", scripts=SFT),
+    _text("HL_LR", "--lr", "peak learning rate", SFT),
     Variable(
         "HL_RAMPUP_BS",
         "1: grow the global batch from 16 by 16 over 5,000,000 samples",
         _rampup,
-        flag="--rampup-batch-size",
+        PRETRAINING,
+        "--rampup-batch-size",
     ),
     Variable(
         "HL_TRAIN_ITERS", "steps to train for, instead of the preset's length", _train_iters, flag="--train-iters"
@@ -215,17 +229,26 @@ VARIABLES: tuple[Variable, ...] = (
     _switch("HL_USE_FUSED_RMSNORM", "--use-fused-rmsnorm", "Habana's fused RMSNorm, HPU only"),
     _switch("HL_USE_TORCH_COMPILE", "--torch-compile", "compile each layer with torch.compile; not in lazy mode"),
     _launch("HL_USE_LAZY_MODE", "HPU: lazy mode (PT_HPU_LAZY_MODE)"),
+    _choice(
+        "HL_BUCKETING",
+        {name: ["--bucketing", name] for name in ("auto", "off", "octave", "optimal")},
+        "lengths that rows are padded to: auto, off, octave or optimal",
+        flag="--bucketing",
+        scripts=SFT,
+    ),
     # device
     _launch("HL_DEVICE", "hpu, cuda or cpu; unset: the first of them that is there"),
     _launch("HL_USE_HPU", "1: hpu; 0: not hpu. Unset: what is there"),
     _launch("HL_QNPU_DIR", "folder of an environment whose `activate` is sourced first, on every node"),
     # data
-    _launch("HL_DATA_DIR_ROOT", "folder of the dataset and of the tokenizer's files"),
-    _launch("HL_DATA_FILE_PREFIX", "the dataset in that folder: PREFIX.bin and PREFIX.idx"),
+    _launch("HL_DATA", "chats to train on, a JSONL file of messages", *SFT),
+    _launch("HL_DATA_OUTPUT_DIR", "folder of the tokenized chats; unset: data/ in the results folder", *SFT),
+    _launch("HL_DATA_DIR_ROOT", "folder of the dataset and of the tokenizer's files", *PRETRAINING),
+    _launch("HL_DATA_FILE_PREFIX", "the dataset in that folder: PREFIX.bin and PREFIX.idx", *PRETRAINING),
     _launch("HL_DATA_IDX_DIR", "folder for the index arrays"),
     _launch("HL_DATA_CACHE_DIR", "the same, by its later name"),
-    _launch("HL_TOKENIZER_TYPE", "GPT2BPETokenizer, HFTokenizer or SentencePieceTokenizer"),
-    _launch("HL_TOKENIZER_MODEL", "the tokenizer's file"),
+    _launch("HL_TOKENIZER_TYPE", "GPT2BPETokenizer, HFTokenizer or SentencePieceTokenizer", *PRETRAINING),
+    _launch("HL_TOKENIZER_MODEL", "the tokenizer's file", *PRETRAINING),
     _number("HL_EVAL_ITERS", "--eval-iters", "global batches in one validation; 0: none", 0),
     _number("HL_EVAL_INTERVAL", "--eval-interval", "steps between two validations"),
     # results
@@ -235,6 +258,8 @@ VARIABLES: tuple[Variable, ...] = (
     _text("HL_TENSORBOARD_DIR", "--tensorboard-dir", "TensorBoard events; unset: tensorboard/ in the results folder"),
     _launch("HL_SAVE", "1: save checkpoints"),
     _number("HL_SAVE_INTERVAL", "--save-interval", "steps between two checkpoints"),
+    _text("HL_SAVE_HF", "--save-hf", "folder of the exports; unset: hf_format/ in the results folder", SFT),
+    _number("HL_SAVE_SAMPLES", "--save-samples", "samples between two exports, beside each epoch's", scripts=SFT),
     _number("HL_LOG_INTERVAL", "--log-interval", "steps between two log lines"),
     Variable(
         "HL_PROFILE",
@@ -320,250 +345,3 @@ TOKENIZERS = {
     "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
     "NullTokenizer": "NullTokenizer",
 }
-
-
-@dataclass
-class Request:
-    """What a user asked for: where to launch, and the flags of megatron.train."""
-
-    nodes: int = 1
-    devices_per_node: int | None = None
-    """None: 8, or on the CPU of this machine as many as the layout needs."""
-    data_parallel_size: int | None = None
-    """None: what the layout leaves of the devices."""
-    hostsfile: str | None = None
-    device: str = "auto"
-    master_port: int | None = None
-    max_restarts: int = 0
-    min_nodes: int | None = None
-    """None: all of them."""
-    rendezvous: str | None = None
-    dry_run: bool = False
-    activate_dir: str | None = None
-    """Folder whose `activate` every node sources first."""
-    results_parent: str | None = None
-    """Folder for a results folder named after the run, where --results-dir is not given."""
-    checkpoints_dir: str | None = None
-    save: bool = False
-    resume: bool = False
-    environment: dict[str, str] = field(default_factory=dict)
-    """For the ranks."""
-    train_flags: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    layout_known: bool = True
-    """False where nodes, devices or parallel sizes are among the faults, and say nothing of each other."""
-
-
-def from_environment(environment: Mapping[str, str], script: Script, passed_on: list[str]) -> Request:
-    """Translate the HL_* variables for one of the scripts; `passed_on` are its arguments, which win.
-
-    Every value that cannot be honoured is in `faults`.
-    """
-    given = {name: value for name, value in environment.items() if name.startswith("HL_") and value != ""}
-    if passed := presets_of(build_parser().parse_known_args(passed_on)[0]):
-        given["HL_CONFIG"] = passed[0]  # it names the run; the others are laid over it
-    request = Request(faults=_unknown_or_refused(given, script))
-    reader = _Reader(given, request)
-
-    preset = _preset(given, script, request)
-    request.train_flags += ["--config", preset]
-    for variable in VARIABLES:
-        if variable.name in given:
-            with reader.faults_of(variable.name):
-                request.train_flags += variable.translate(given[variable.name])
-
-    request.nodes = reader.number("HL_NUM_NODES") or 1
-    request.devices_per_node = reader.number("HL_NGPU_PER_NODE") or reader.number("HL_DEVICES_PER_NODE")
-    reader.same("HL_NGPU_PER_NODE", "HL_DEVICES_PER_NODE")
-    request.data_parallel_size = reader.number("HL_DP")
-    request.layout_known = not any(fault.startswith(LAYOUT) for fault in request.faults)
-    request.hostsfile = given.get("HL_HOSTSFILE")
-    request.rendezvous = given.get("HL_RENDEZVOUS")
-    request.max_restarts = reader.number("HL_MAX_RESTARTS", at_least=0) or 0
-    request.min_nodes = reader.number("HL_MIN_NODES")
-    request.dry_run = reader.switch("HL_DRY_RUN") or False
-    request.activate_dir = given.get("HL_QNPU_DIR")
-    request.device = _device(given, reader)
-    _lazy_mode(reader)
-    _data(given, script, preset, reader)
-
-    if "HL_RESULTS_DIR" in given:
-        request.train_flags += ["--results-dir", given["HL_RESULTS_DIR"]]
-    else:
-        parent = Path(given.get("HL_RESULTS_DIR_PREFIX", "."), "out")
-        request.results_parent = str(parent / _run_name(given, script, preset))
-    request.checkpoints_dir = given.get("HL_CHECKPOINTS_DIR")
-    save = reader.switch("HL_SAVE")
-    request.save, request.resume = save is None or save, True
-    request.train_flags += passed_on
-    return request
-
-
-class _Reader:
-    """Reads variables into numbers and switches; a value that is neither becomes a fault, reported once."""
-
-    def __init__(self, given: Mapping[str, str], request: Request):
-        self.given, self.request = given, request
-
-    @contextmanager
-    def faults_of(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except WrongValueError as why:
-            self.fault(f"{name}={self.given[name]!r} {why}")
-
-    def fault(self, text: str) -> None:
-        if text not in self.request.faults:
-            self.request.faults.append(text)
-
-    def number(self, name: str, at_least: int = 1) -> int | None:
-        """None where it is unset or wrong."""
-        if name in self.given:
-            with self.faults_of(name):
-                return whole_number(self.given[name], at_least)
-        return None
-
-    def switch(self, name: str) -> bool | None:
-        """None where it is unset or wrong."""
-        if name in self.given:
-            with self.faults_of(name):
-                return is_on(self.given[name])
-        return None
-
-    def same(self, name: str, other: str) -> None:
-        if name in self.given and other in self.given and self.given[name] != self.given[other]:
-            self.fault(
-                f"{name}={self.given[name]} and {other}={self.given[other]} mean the same thing; set one of them"
-            )
-
-
-def _unknown_or_refused(given: Mapping[str, str], script: Script) -> list[str]:
-    known = {variable.name: variable for variable in VARIABLES}
-    faults = []
-    for name, value in sorted(given.items()):
-        variable = known.get(name)
-        if variable is not None:
-            if script not in variable.scripts:
-                faults.append(f"{name}={value} means nothing to this script; it belongs to scripts/run_llama.sh")
-            continue
-        refused = next((entry for entry in REFUSED if _covers(entry, name)), None)
-        if refused is None:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "docs/launching.md lists the variables"
-            faults.append(f"unknown variable {name}={value}; {hint}")
-        elif value.lower() not in refused.off:
-            faults.append(f"{name}={value} is not supported: {refused.reason}")
-    return faults
-
-
-def _covers(refused: Refused, name: str) -> bool:
-    return any(name == known or (known.endswith("*") and name.startswith(known[:-1])) for known in refused.names)
-
-
-def _preset(given: Mapping[str, str], script: Script, request: Request) -> str:
-    if "HL_CONFIG" in given:
-        return given["HL_CONFIG"]
-    if script == "bloom13b":
-        return "bloom_13b"
-    version, size = given.get("HL_LLAMA_VER", "3.1"), given.get("HL_LLAMA_MODEL_SIZE", "8")
-    sizes = LLAMA_PRESETS.get(version)
-    if sizes is None:
-        request.faults.append(f"HL_LLAMA_VER={version} must be {_one_of(LLAMA_PRESETS)}")
-    elif size not in sizes:
-        request.faults.append(f"HL_LLAMA_MODEL_SIZE={size} must be {_one_of(sizes)} with HL_LLAMA_VER={version}")
-    else:
-        return sizes[size]
-    # any preset will do: the request is refused, and the rest can still be judged
-    return LLAMA_PRESETS["3.1"]["8"]
-
-
-def preset_holds(preset: str, section: str, option: str) -> bool:
-    """Whether a preset gives an option a value."""
-    try:
-        return bool((read_preset(preset).get(section) or {}).get(option))
-    except (ConfigError, AttributeError):
-        return False  # whoever loads the preset says what is wrong with it
-
-
-def _run_name(given: Mapping[str, str], script: Script, preset: str) -> str:
-    """The folder below `out`: bloom13b, llama3.1_8b, or the preset's name."""
-    if "HL_CONFIG" not in given or preset == "bloom_13b":
-        if script == "bloom13b":
-            return script
-        if "HL_CONFIG" not in given:
-            return f"llama{given.get('HL_LLAMA_VER', '3.1')}_{given.get('HL_LLAMA_MODEL_SIZE', '8')}b"
-    return Path(preset).stem if preset.endswith((".yaml", ".yml")) else preset
-
-
-def _device(given: Mapping[str, str], reader: _Reader) -> str:
-    """hpu, cuda, cpu, auto, or `no-hpu`: the first of cuda and cpu that is there."""
-    device, use_hpu = given.get("HL_DEVICE"), reader.switch("HL_USE_HPU")
-    if device is not None and device not in ("hpu", "cuda", "cpu"):
-        reader.fault(f"HL_DEVICE={device!r} must be hpu, cuda or cpu; unset it for the first of them that is there")
-        return "auto"
-    if device is not None and use_hpu is not None and use_hpu != (device == "hpu"):
-        reader.fault(f"HL_USE_HPU={given['HL_USE_HPU']} contradicts HL_DEVICE={device}; set one of them")
-    if device is not None:
-        return device
-    return "auto" if use_hpu is None else "hpu" if use_hpu else "no-hpu"
-
-
-def _lazy_mode(reader: _Reader) -> None:
-    lazy, compiled = reader.switch("HL_USE_LAZY_MODE"), reader.switch("HL_USE_TORCH_COMPILE")
-    if lazy and compiled:
-        reader.fault("HL_USE_LAZY_MODE=1 and HL_USE_TORCH_COMPILE=1 exclude each other; set one of them to 0")
-    if lazy is not None or compiled:
-        reader.request.environment["PT_HPU_LAZY_MODE"] = "1" if lazy else "0"
-
-
-def _data(given: Mapping[str, str], script: Script, preset: str, reader: _Reader) -> None:
-    """Dataset, index folder and tokenizer."""
-    flags = reader.request.train_flags
-    root, prefix = given.get("HL_DATA_DIR_ROOT"), given.get("HL_DATA_FILE_PREFIX")
-    if prefix is not None:
-        flags += ["--data-path", str(Path(root or ".", prefix))]
-    elif root is not None:
-        reader.fault(
-            f"HL_DATA_DIR_ROOT={root} needs HL_DATA_FILE_PREFIX, the dataset's name in it without .bin; set it"
-        )
-    reader.same("HL_DATA_IDX_DIR", "HL_DATA_CACHE_DIR")
-    cache = given.get("HL_DATA_CACHE_DIR") or given.get("HL_DATA_IDX_DIR")
-    if cache is not None:
-        flags += ["--data-cache-path", cache]
-
-    kind, model = given.get("HL_TOKENIZER_TYPE"), given.get("HL_TOKENIZER_MODEL")
-    if kind is not None and kind not in TOKENIZERS:
-        more = (
-            "; for Llama 3 use HFTokenizer with its tokenizer.json, or TikTokenizer with its tokenizer.model"
-            if kind == "Llama3Tokenizer"
-            else ""
-        )
-        reader.fault(f"HL_TOKENIZER_TYPE={kind} must be {_one_of(TOKENIZERS)}{more}")
-        return
-    gpt2 = [Path(root or ".", name) for name in ("gpt2-vocab.json", "gpt2-merges.txt")]
-    if kind is None and model is None and root is not None:
-        # what Habana's layout of the folder implies; a preset that names a tokenizer keeps it
-        if preset_holds(preset, "data", "tokenizer_model"):
-            return
-        if script == "bloom13b" and all(path.is_file() for path in gpt2):
-            kind = "GPT2BPETokenizer"
-        elif script == "llama" and Path(root, "tokenizer.json").is_file():
-            kind, model = "HFTokenizer", str(Path(root, "tokenizer.json"))
-    if kind is not None:
-        flags += ["--tokenizer-type", TOKENIZERS[kind]]
-    if kind == "GPT2BPETokenizer":
-        flags += ["--vocab-file", str(gpt2[0]), "--merge-file", str(gpt2[1])]
-    if model is not None:
-        flags += ["--tokenizer-model", model]
-
-
-def legend(faults: list[str]) -> str:
-    """'HL_TP sets tensor_model_parallel_size' for the options that faults name, for users who know the variables."""
-    text = " ".join(faults)
-    names = {
-        variable.flag.removeprefix("--").replace("-", "_"): variable.name for variable in VARIABLES if variable.flag
-    }
-    pairs = [
-        f"{variable} sets {option}" for option, variable in names.items() if option in text and variable not in text
-    ]
-    return "; ".join(pairs)

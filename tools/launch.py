@@ -1,7 +1,7 @@
 """Check a run, then start its ranks: on this machine, or on the hosts of a hostsfile through DeepSpeed's launcher.
 
     python tools/launch.py [--nodes N] [--devices-per-node M] [--hostsfile F] [--dry-run] -- FLAGS OF megatron.train
-    scripts/run_bloom13b.sh, scripts/run_llama.sh: the same from HL_* variables
+    scripts/run_bloom13b.sh, run_llama.sh, run_sft.sh: the same from HL_* variables
 
 Everything that can be known beforehand is judged before anything starts or is written, without importing torch or
 deepspeed: one message lists every fault, and the exit status is 2. Otherwise it is that of the first rank that failed.
@@ -10,6 +10,7 @@ deepspeed: one message lists every fault, and the exit status is 2. Otherwise it
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import shutil
@@ -22,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command_line import build_parser, presets_of, to_yaml
 from megatron.estimate import describe
-from tools.hl_variables import VARIABLES, Request, from_environment, legend
+from tools.hl_requests import FineTuning, Request, from_environment, legend
+from tools.hl_variables import ALL, VARIABLES
 from tools.preflight import Plan, RefusedError, preflight
 from tools.processes import agent_command, launch, remote_command, train_command
 
@@ -83,7 +85,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
         epilog="After --, the flags of megatron.train. See docs/launching.md.",
         allow_abbrev=False,
     )
-    parser.add_argument("--variables", choices=("bloom13b", "llama"), help="read HL_* variables, as this script does")
+    parser.add_argument("--variables", choices=ALL, help="read HL_* variables, as this script does")
     parser.add_argument("--nodes", type=_positive, default=1, help="nodes (default: 1)")
     parser.add_argument("--devices-per-node", type=_positive, help="default: 8; on the CPU, what the layout needs")
     parser.add_argument("--data-parallel-size", type=_positive, help="default: what the layout leaves of the devices")
@@ -169,7 +171,40 @@ def main(arguments: Sequence[str]) -> int:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     sys.stdout.flush()
+    if plan.fine_tuning is not None:
+        try:
+            plan = with_processed_chats(plan, plan.fine_tuning)
+        except ValueError as error:  # DataError: told in full
+            print(error, file=sys.stderr)
+            return REFUSED_STATUS
     return launch(plan)
+
+
+def with_processed_chats(plan: Plan, chats: FineTuning) -> Plan:
+    """The plan, once its chats are there as a dataset, with the tokens that a template added to the model's.
+
+    Raises DataError.
+    """
+    from megatron.instructlab.data_process import open_samples, process_data  # it imports torch
+
+    folder = Path(chats.folder or "")
+    if chats.chats is None:
+        samples = open_samples(folder)
+    else:
+        samples = process_data(
+            data_path=chats.chats,
+            data_output_path=str(folder),
+            max_seq_len=plan.config.training.seq_length,
+            model_path=chats.model,
+            chat_tmpl_path=chats.chat_template,
+        )
+    print(f"{samples.num_samples} chats in {samples.prefix}, {samples.longest} tokens at most")
+    added = []
+    if samples.tokenizer is not None:
+        added += ["--tokenizer-model", samples.tokenizer]
+    if samples.vocab_size is not None and samples.vocab_size > plan.config.model.vocab_size:
+        added += ["--vocab-size", str(samples.vocab_size)]
+    return dataclasses.replace(plan, train_flags=(*plan.train_flags, *added))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import ipaddress
 import os
@@ -18,7 +19,7 @@ from megatron.command_line import build_parser, load_config, parse_arguments
 from megatron.config import Config, ConfigError
 from megatron.rules import check
 from megatron.training.deepspeed_config import deepspeed_config
-from tools.hl_variables import Request
+from tools.hl_requests import FineTuning, Request
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEVICES_PER_NODE = 8  # of a Gaudi or DGX server, and Habana's default
@@ -166,6 +167,8 @@ class Plan:
     """As many nodes may be left."""
     rendezvous: str | None = None
     """HOST:PORT where the nodes meet that each run this very launcher."""
+    fine_tuning: FineTuning | None = None
+    """Chats to process before the ranks start, and the folder for it."""
 
     @property
     def is_supervised(self) -> bool:
@@ -203,7 +206,10 @@ def preflight(request: Request) -> Plan:
         found.faults += _check_product(request, t, p, devices_per_node)
         world_size = t * p * request.data_parallel_size
 
-    lacks_data = not (config.data.paths[0][1] if config is not None else asked.data_path or asked.train_data_path)
+    chats = request.fine_tuning
+    lacks_data = chats is None and not (
+        config.data.paths[0][1] if config is not None else asked.data_path or asked.train_data_path
+    )
     if lacks_data and request.dry_run:
         flags += ["--data-path", "DATASET"]
         found.warnings.append("no dataset is given; the run itself will need --data-path")
@@ -222,7 +228,7 @@ def preflight(request: Request) -> Plan:
     if config is not None and sizes_known:
         found.faults += _check_supervision(request, config, devices_per_node)
     if config is not None:
-        if not lacks_data:
+        if not lacks_data and (chats is None or chats.chats is None):  # chats are processed first
             found.add(_check_data_files(config, request.dry_run))
         found.faults += [*_check_deepspeed(config, world_size), *_check_outputs(config), *_check_load(config)]
 
@@ -240,8 +246,11 @@ def preflight(request: Request) -> Plan:
         raise RefusedError(found.faults, found.warnings)
 
     flags += ["--device", device] if config.parallel.device != device else []
+    config = load_config(flags, world_size)
+    if chats is not None:
+        chats = dataclasses.replace(chats, folder=str(Path(config.data.data_path[0]).parent))
     return Plan(
-        config=load_config(flags, world_size),
+        config=config,
         train_flags=tuple(flags),
         nodes=request.nodes,
         devices_per_node=devices_per_node,
@@ -255,6 +264,7 @@ def preflight(request: Request) -> Plan:
         max_restarts=request.max_restarts,
         min_nodes=request.min_nodes or request.nodes,
         rendezvous=request.rendezvous,
+        fine_tuning=chats,
     )
 
 
@@ -363,6 +373,14 @@ def _output_flags(request: Request, config: Config, data_parallel_size: int) -> 
             flags += ["--save", checkpoints]
         if request.resume and config.checkpoint.load is None:
             flags += ["--load", checkpoints]
+    if request.fine_tuning is not None:
+        flags += ["--data-path", str(Path(request.fine_tuning.folder or Path(results or ".", "data"), "data"))]
+        checkpoint = config.checkpoint
+        if request.save or checkpoint.save is not None:
+            # the exports are what is wanted, checkpoints serve a restart
+            flags += [] if checkpoint.save_hf else ["--save-hf", str(Path(results or ".", "hf_format"))]
+            flags += [] if checkpoint.keep_last else ["--keep-last", "1"]
+            flags += ["--save-at-epoch"]
     return flags
 
 

@@ -14,7 +14,7 @@ import pytest
 from tools.hl_variables import LLAMA_PRESETS, REFUSED, VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SCRIPTS = ["run_bloom13b.sh", "run_llama.sh"]
+SCRIPTS = ["run_bloom13b.sh", "run_llama.sh", "run_sft.sh"]
 SHELLCHECK = shutil.which("shellcheck") or shutil.which(str(Path(sys.executable).parent / "shellcheck"))
 
 
@@ -26,7 +26,7 @@ def run(script: str, folder: Path, *arguments: str, **variables: str) -> subproc
         env=environment | {"PYTHON": sys.executable} | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
 
 

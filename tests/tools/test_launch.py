@@ -21,7 +21,8 @@ import pytest
 
 from megatron.command_line import PRESETS_DIR
 from tools import launch, preflight, processes
-from tools.hl_variables import REFUSED, VARIABLES, Request, Script, from_environment
+from tools.hl_requests import Request, from_environment
+from tools.hl_variables import REFUSED, VARIABLES, Script
 
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml"))
 

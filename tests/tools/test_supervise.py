@@ -22,7 +22,7 @@ from megatron.exit_codes import FAILED, GAVE_UP, HUNG, REFUSED
 from tests import runs
 from tests.ranks import free_port
 from tools import elastic, launch, preflight, processes, supervise
-from tools.hl_variables import Request, from_environment
+from tools.hl_requests import Request, from_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHELLCHECK = shutil.which("shellcheck") or shutil.which(str(Path(sys.executable).parent / "shellcheck"))

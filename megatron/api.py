@@ -1,0 +1,197 @@
+"""InstructLab's interface: their training library's calls, on this engine.
+
+    from megatron.api import TorchrunArgs, TrainingArgs, run_training
+
+    run_training(torch_args=TorchrunArgs(nproc_per_node=8), train_args=TrainingArgs(model_path=..., ...))
+
+Code written for instructlab.training needs its import changed, and nothing else. docs/finetuning.md says what each
+field becomes, and which are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import logging
+from pathlib import Path
+from typing import TypeVar
+
+from megatron.accelerator import count_devices, detect_device
+from megatron.command_line import to_yaml
+from megatron.config import Config, ConfigError
+from megatron.data.indexed import DataError
+from megatron.files import replacing
+from megatron.instructlab import data_process, legacy_template
+from megatron.instructlab.arguments import (
+    DataProcessArgs,
+    DeepSpeedOffloadStrategy,
+    DeepSpeedOptions,
+    DistributedBackend,
+    FSDPOptions,
+    LoraOptions,
+    PretrainingConfig,
+    QuantizeDataType,
+    ShardingStrategies,
+    TorchrunArgs,
+    TrainingArgs,
+)
+from megatron.instructlab.data_process import Samples
+from megatron.instructlab.launch import environment_of_ranks, run_to_the_end, torchrun_command
+from megatron.instructlab.mapping import Setting, build_config, refusals, remarks
+
+__all__ = [
+    "DataProcessArgs",
+    "DeepSpeedOffloadStrategy",
+    "DeepSpeedOptions",
+    "DistributedBackend",
+    "FSDPOptions",
+    "LoraOptions",
+    "PretrainingConfig",
+    "QuantizeDataType",
+    "ShardingStrategies",
+    "TorchrunArgs",
+    "TrainingArgs",
+    "data_process",
+    "run_training",
+]
+
+logger = logging.getLogger("megatron.api")
+Given = TypeVar("Given")
+
+
+def run_training(
+    torch_args: TorchrunArgs | None = None,
+    train_args: TrainingArgs | None = None,
+    *,
+    torchrun_args: TorchrunArgs | None = None,
+    training_args: TrainingArgs | None = None,
+) -> None:
+    """Process the data, and train to the end: torchrun starts the ranks of this node.
+
+    On several nodes, call it on each with its own node_rank. Called again with the same folders it goes on from the
+    newest full state. `torchrun_args` and `training_args` are other names of the two, as InstructLab's README has them.
+
+    Raises ConfigError (a ValueError) with every fault of the arguments, DataError for what is wrong with the data,
+    CheckpointError for the model, RuntimeError with the exit status of a training that failed.
+    """
+    torch_args = _one_of("torch_args", torch_args, "torchrun_args", torchrun_args)
+    train_args = _one_of("train_args", train_args, "training_args", training_args)
+    data_process.set_up_logging(train_args.log_level)
+    device = str(train_args.engine_options.get("device") or detect_device())
+    ranks_per_node = _ranks_per_node(torch_args, device)
+    config = _prepare(torch_args, train_args, device, ranks_per_node)
+    folder = Path(train_args.ckpt_output_dir)
+    config_file = folder / "run_training.yaml"
+    with replacing(config_file) as file:
+        file.write(to_yaml(config).encode())
+    command = torchrun_command(torch_args, ranks_per_node, ["--config", str(config_file)])
+    logger.info("starting %s", " ".join(command))
+    log = folder / f"full_logs_global{torch_args.node_rank}.log"
+    run_to_the_end(command, environment_of_ranks(device, ranks_per_node), log)
+
+
+def _one_of(name: str, value: Given | None, other_name: str, other: Given | None) -> Given:
+    if (value is None) == (other is None):
+        raise TypeError(f"run_training takes {name} or, by its other name, {other_name}; give one of them")
+    return value if value is not None else other  # type: ignore[return-value]
+
+
+def _ranks_per_node(torch_args: TorchrunArgs, device: str) -> int:
+    if torch_args.nproc_per_node != "gpu":
+        return torch_args.nproc_per_node
+    return 1 if device == "cpu" else count_devices(device)
+
+
+def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_per_node: int) -> Config:
+    """Judge everything that can be known, then process the data, and make the config of what it holds."""
+    from megatron.checkpoint.huggingface_config import preset_of  # it imports torch
+
+    faults = list(refusals(torch_args, args))
+    model_folder = _find_model(args.model_path)
+    setting = Setting(
+        device=device,
+        num_ranks=torch_args.nnodes * ranks_per_node,
+        model=preset_of(model_folder)["model"],
+        model_folder=str(model_folder),
+        data_prefix=str(Path(args.data_output_dir, data_process.NAME)),
+        num_samples=None,
+        tokenizer=None,
+    )
+    try:
+        build_config(args, setting)
+    except ConfigError as error:
+        faults += error.faults
+    if faults:
+        raise ConfigError(faults)
+    _make_folder(Path(args.ckpt_output_dir))
+    samples = _samples(args, model_folder, setting.model["vocab_size"])
+    vocab_size = max(setting.model["vocab_size"], samples.vocab_size or 0)
+    setting = dataclasses.replace(
+        setting,
+        model=preset_of(model_folder, vocab_size)["model"],
+        data_prefix=samples.prefix,
+        num_samples=samples.num_samples,
+        tokenizer=samples.tokenizer,
+    )
+    config = build_config(args, setting)
+    for remark in remarks(args, setting, config):
+        logger.info("%s", remark)
+    return config
+
+
+def _find_model(model_path: str) -> Path:
+    """The folder of a model: itself, or where huggingface_hub keeps what was downloaded. Raises ConfigError."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError([f"model_path={model_path} is a file; give the folder that transformers wrote"])
+    if model_path.count("/") == 1 and not model_path.startswith(("/", ".", "~")):
+        with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
+            hub = importlib.import_module("huggingface_hub")
+            return Path(hub.snapshot_download(model_path, local_files_only=True))
+        raise ConfigError(
+            [
+                f"model_path={model_path} is no folder, and no model of this name has been downloaded; download it "
+                f"with `hf download {model_path}`, or give the folder of a model"
+            ]
+        )
+    raise ConfigError([f"model_path={model_path} does not exist; give the folder of a model that transformers wrote"])
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"ckpt_output_dir={folder} cannot be made: {error.strerror}; choose another"]) from None
+
+
+def _samples(args: TrainingArgs, model_folder: Path, vocab_size: int) -> Samples:
+    """What is trained on, made first where that is asked for."""
+    folder = Path(args.data_output_dir)
+    if args.mock_data:
+        num_samples = data_process.MOCK_STEPS * args.effective_batch_size
+        longest = args.mock_data_len or args.max_seq_len
+        return data_process.make_mock_data(folder, num_samples, longest, vocab_size, args.random_seed)
+    if not args.process_data:
+        samples = data_process.open_samples(folder)
+        longest = args.pretraining_config.block_size if args.pretraining_config else args.max_seq_len
+        if samples.longest > longest:
+            raise DataError(
+                f"{samples.prefix} holds a sample of {samples.longest} tokens, above max_seq_len={longest}; raise it, "
+                "or process the data anew"
+            )
+        return samples
+    if args.pretraining_config is not None:
+        block_size, column = args.pretraining_config.block_size, args.pretraining_config.document_column_name
+        return data_process.process_documents(args.data_path, str(folder), str(model_folder), block_size, column)
+    legacy = legacy_template.__file__ if args.use_legacy_tmpl else None
+    return data_process.process_data(
+        data_path=args.data_path,
+        data_output_path=str(folder),
+        max_seq_len=args.max_seq_len,
+        model_path=str(model_folder),
+        num_cpu_procs=args.data_process_num_cpu_procs,
+        chat_tmpl_path=args.chat_tmpl_path or legacy,
+    )

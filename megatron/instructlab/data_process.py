@@ -1,0 +1,218 @@
+"""What InstructLab calls data processing: messages to tokenized samples with a loss mask, once, before the training.
+
+    from megatron.api import DataProcessArgs, data_process as dp
+    dp.main(DataProcessArgs(data_path="chats.jsonl", data_output_path="data", max_seq_len=4096, model_path="model"))
+
+The folder then holds data.bin, data.idx, data_loss_mask.bin and data_loss_mask.idx (docs/finetuning.md), tokenizer/,
+and data.json, which says what they were made of: the same call, made again or on another node that shares the folder,
+takes what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data.chat_files import ChatJob, ChatTotals, preprocess_chats
+from megatron.data.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, best_dtype, file_sha256
+from megatron.files import replacing
+from megatron.instructlab.arguments import DataProcessArgs
+from megatron.instructlab.documents import write_blocks
+
+logger = logging.getLogger("megatron.api")
+
+NAME = "data"
+MASK = "_loss_mask"
+SHORTEST_SAMPLE = 20
+"""InstructLab leaves out samples of fewer tokens, as broken."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+MOCK_STEPS = 4
+"""Global batches in an epoch of mock data."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A processed dataset."""
+
+    prefix: str
+    num_samples: int
+    longest: int
+    """Tokens of the longest sample."""
+    vocab_size: int | None
+    """Of the tokenizer, with what the template added to it. None: not known, the dataset was made by other means."""
+    tokenizer: str | None
+    """Folder of the tokenizer that the trained model goes with. None: the model's own."""
+
+
+def main(args: DataProcessArgs) -> None:
+    """Tokenize the chats of a file. Raises DataError for what cannot be read, encoded or written."""
+    set_up_logging("INFO")
+    process_data(**args.model_dump())
+
+
+def set_up_logging(level: str) -> None:
+    """Our lines at this level; on stderr, unless the program has set up its logging."""
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+
+
+def process_data(
+    data_path: str,
+    data_output_path: str,
+    max_seq_len: int,
+    model_path: str,
+    num_cpu_procs: int = 16,
+    chat_tmpl_path: str | None = None,
+) -> Samples:
+    """As `main`; returns what the folder holds then."""
+    folder, model = Path(data_output_path), Path(model_path)
+    job = ChatJob(
+        inputs=(data_path,),
+        output_prefix=str(folder / NAME),
+        tokenizer=model_path,
+        chat_template=chat_tmpl_path,
+        max_length=max_seq_len,
+        too_long="drop",
+        min_length=min(SHORTEST_SAMPLE, max_seq_len),
+        bad_rows="error",
+        train_on="assistant",
+        append_eos=True,
+        add_special_tokens=chat_tmpl_path is not None,
+        tokenizer_output=str(folder / "tokenizer"),
+        workers=min(num_cpu_procs, len(os.sched_getaffinity(0))),
+    )
+    made_of = _made_of(data_path, model, chats=True, max_seq_len=max_seq_len, min_length=job.min_length)
+    if chat_tmpl_path is not None:
+        made_of["chat_template"] = _content(Path(chat_tmpl_path)) or chat_tmpl_path
+
+    def make() -> dict[str, Any]:
+        totals = preprocess_chats(job)
+        logger.info("processed %s: %s", data_path, _told(totals))
+        return {"vocab_size": totals.vocab_size, "tokenizer": "tokenizer"}
+
+    return _once(folder, made_of, make)
+
+
+def _told(totals: ChatTotals) -> str:
+    text = f"{totals.num_samples:,} samples of {totals.num_rows:,} rows, {totals.num_tokens:,} tokens"
+    text += f", {totals.num_loss_tokens:,} of them trained"
+    left_out = [f"{count:,} {reason}" for reason, count in {**totals.dropped, **totals.bad}.items()]
+    if totals.added_tokens:
+        text += f"; added to the tokenizer: {' '.join(totals.added_tokens)}"
+    return text + (f"; left out: {', '.join(left_out)}" if left_out else "")
+
+
+def process_documents(
+    data_path: str, data_output_path: str, model_path: str, block_size: int, document_column_name: str = "document"
+) -> Samples:
+    """Raw documents, each ended by the EOS token, laid end to end and cut into blocks that are trained on whole."""
+    folder, model = Path(data_output_path), Path(model_path)
+    made_of = _made_of(data_path, model, chats=False, block_size=block_size, column=document_column_name)
+
+    def make() -> dict[str, Any]:
+        num_documents, vocab_size = write_blocks(
+            Path(data_path), model, folder / NAME, folder / (NAME + MASK), block_size, document_column_name
+        )
+        logger.info("processed %s: %d documents", data_path, num_documents)
+        return {"vocab_size": vocab_size, "tokenizer": None}
+
+    return _once(folder, made_of, make)
+
+
+def make_mock_data(folder: Path, num_samples: int, longest: int, vocab_size: int, seed: int) -> Samples:
+    """Random tokens, half of each sample trained: to try a setup without data."""
+    lengths = np.random.default_rng(seed).integers(max(2, longest // 2), longest, num_samples, endpoint=True)
+    made_of = {"mock": [num_samples, longest, vocab_size, seed]}
+
+    def make() -> dict[str, Any]:
+        generator = np.random.default_rng([seed, 1])
+        with (
+            IndexedDatasetBuilder(folder / NAME, best_dtype(vocab_size)) as tokens,
+            IndexedDatasetBuilder(folder / (NAME + MASK), np.uint8) as mask,
+        ):
+            for length in lengths:
+                tokens.add_document(generator.integers(0, vocab_size, length, dtype=tokens.dtype.newbyteorder("=")))
+                mask.add_document((np.arange(length) >= length // 2).astype(np.uint8))
+            mask.finalize()
+            tokens.finalize()
+        return {"vocab_size": vocab_size, "tokenizer": None}
+
+    return _once(folder, made_of, make)
+
+
+def open_samples(folder: Path) -> Samples:
+    """What a folder holds. Raises DataError where that is no processed dataset."""
+    prefix = folder / NAME
+    missing = [path for path in (f"{prefix}.idx", f"{prefix}{MASK}.idx") if not Path(path).is_file()]
+    if missing:
+        raise DataError(
+            f"{folder} holds no processed data, it lacks {' and '.join(missing)}; leave process_data=True, or call "
+            "data_process.main with data_output_path set to this folder"
+        )
+    record: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError, ValueError):  # made by tools/preprocess_chat.py
+        record = json.loads((folder / f"{NAME}.json").read_text(encoding="utf-8"))
+    dataset = IndexedDataset(prefix)
+    if not len(dataset):
+        raise DataError(f"{prefix} holds no samples; look at what was left out of it, and why")
+    name = record.get("tokenizer")
+    tokenizer = str(folder / name) if name and (folder / name).is_dir() else None
+    longest = int(dataset.lengths.max())
+    return Samples(str(prefix), len(dataset), longest, record.get("vocab_size"), tokenizer)
+
+
+def _made_of(data_path: str, model: Path, **options: Any) -> dict[str, Any]:
+    """What decides the samples. Raises DataError if the data is not there."""
+    if not Path(data_path).is_file():
+        raise DataError(f"data_path={data_path} is no file; give the JSONL file of the messages")
+    tokenizer = {name: digest for name in TOKENIZER_FILES if (digest := _content(model / name))}
+    return {"data": file_sha256(data_path), "tokenizer": tokenizer, **options}
+
+
+def _content(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def _once(folder: Path, made_of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> Samples:
+    """What `make` writes to a folder, unless it has been made of the same things before, here or by another node."""
+    record = folder / f"{NAME}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone_in(folder):
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(record.read_text(encoding="utf-8"))["made_of"] == made_of:
+                    samples = open_samples(folder)
+                    logger.info("data_output_dir %s holds these %d samples already", folder, samples.num_samples)
+                    return samples
+            record.unlink(missing_ok=True)
+            found = make()
+            with replacing(record) as file:
+                file.write(json.dumps({"made_of": made_of, **found}, indent=1).encode() + b"\n")
+            return open_samples(folder)
+    except OSError as error:
+        what = f"{error.filename or folder}: {error.strerror or error}"
+        raise DataError(f"{what}; the data's folder must be writable") from None
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Nodes that share a folder take turns. On a file system without locks they do not: each writes whole files."""
+    with (folder / ".lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s); nodes that share it may do the same work twice", folder, error)
+        yield

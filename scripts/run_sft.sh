@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Fine-tune a model on chats: tokenize them, start from a folder that transformers wrote, train, and export such folders.
+#
+#   HL_MODEL=models/llama HL_DATA=chats.jsonl scripts/run_sft.sh
+#   HL_MODEL=models/llama HL_DATA=chats.jsonl HL_NUM_EPOCHS=1 HL_TP=2 HL_PP=2 HL_DP=2 scripts/run_sft.sh --lr 1e-5
+#   HL_DRY_RUN=1 ...                  prints the plan and starts nothing
+#
+# Arguments are flags of megatron.train; they win over the variables. Every variable: docs/launching.md.
+# A wrong or unknown variable, layout, hostsfile or folder is refused before anything starts, all faults at once.
+set -euo pipefail
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# The recipe is configs/sft_llama.yaml: HL_NUM_EPOCHS 3, HL_GBS 128, HL_SEQ_LEN 4096 (longer chats are left out, and
+# counted), HL_MAX_BATCH_LEN 16384, HL_LR 2e-5. The model's options come from HL_MODEL.
+
+# Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
+export HL_NUM_NODES="${HL_NUM_NODES:-1}"
+export HL_TP="${HL_TP:-1}"
+export HL_PP="${HL_PP:-1}"
+
+# Results: HL_RESULTS_DIR, or a new folder named after the run in HL_RESULTS_DIR_PREFIX/out. In it are data/ (the
+# tokenized chats), checkpoints/ and hf_format/ (the exports).
+export HL_RESULTS_DIR_PREFIX="${HL_RESULTS_DIR_PREFIX:-.}"
+export HL_SAVE="${HL_SAVE:-1}"
+
+if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
+    set +u # not our code
+    # shellcheck source=/dev/null
+    source "$HL_QNPU_DIR/activate"
+    set -u
+fi
+
+python=${PYTHON:-$repository/.venv/bin/python}
+[[ -n ${PYTHON:-} || -x $python ]] || python=python3
+exec "$python" "$repository/tools/launch.py" --variables sft -- "$@"
