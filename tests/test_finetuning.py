@@ -60,9 +60,9 @@ def test_a_pretrained_model_learns_to_chat(ranks: RankPools, test_data: Path, tm
     model = f"{MODEL} --vocab-size 514 --seq-length 256 --micro-batch-size 1"
     flags = (
         f"{model} --task sft --num-epochs 2 --load {base} --data-path {tmp_path / 'chats'} --split 9,1,0 "
-        f"--max-batch-len 1024 --global-batch-size 16 --lr 3e-3 --lr-warmup-iters 3 --eval-interval 1000 --eval-iters 9 "
-        f"--save {saved} --save-at-epoch --save-hf {models} --tokenizer-type HFTokenizer --tokenizer-model {tokenizer} "
-        f"--results-dir {tmp_path / 'results'}"
+        f"--max-batch-len 1024 --global-batch-size 16 --lr 3e-3 --lr-warmup-iters 3 --eval-interval 1000 "
+        f"--eval-iters 9 --save {saved} --save-at-epoch --save-hf {models} --tokenizer-type HFTokenizer "
+        f"--tokenizer-model {tokenizer} --results-dir {tmp_path / 'results'}"
     )
     assert set(ranks(2)(runs.train, flags)) == {""}
     first, *_, last = [row["lm_loss"] for row in runs.rows(tmp_path / "results", "valid")]

@@ -118,6 +118,20 @@ def test_a_resumed_run_goes_on_with_the_next_chats(
     assert held_out[-1] < held_out[0]
 
 
+@pytest.mark.parametrize("packing", ["step", "none"])
+def test_a_batch_without_a_trained_token_is_no_nan(ranks: RankPools, tmp_path: Path, packing: str) -> None:
+    """Three of four chats, and so some whole steps, have nothing to learn; ranks have fewer chats than places."""
+    data = with_mask(tmp_path / "rare", [[0, 0, 0, int(chat % 4 == 0)] for chat in range(12)])
+    flags = f"{RUN} --num-epochs 1 --packing {packing} --data-path {data} --split 1,0,0 --global-batch-size 2"
+    flags = flags.replace(" --max-batch-len 48", "") if packing == "none" else flags
+    assert set(ranks(2)(runs.train, f"{flags} --results-dir {tmp_path / 'results'}")) == {""}
+    losses = [row["lm_loss"] for row in runs.rows(tmp_path / "results")]
+    assert len(losses) == 6
+    assert np.isfinite(losses).all()
+    assert 0.0 in losses
+    assert max(losses) > 1.0
+
+
 def test_each_epoch_ends_with_a_checkpoint_and_an_export(ranks: RankPools, data: Path, tmp_path: Path) -> None:
     saved, models = tmp_path / "saved", tmp_path / "models"
     flags = f"{RUN} --data-path {data} --save {saved} --save-hf {models} --save-at-epoch --save-samples 50"

@@ -339,9 +339,9 @@ def stopped_run(arguments: str, folder: Path, happens: dict[tuple[int, int], lis
         went["reason"], went["steps"] = self.reason, max(0, iteration)
         return told
 
-    def counted_save(self: Checkpoints, *arguments: Any) -> None:
+    def counted_save(self: Checkpoints, *arguments: Any, **options: Any) -> None:
         went["saves"] += 1
-        save(self, *arguments)
+        save(self, *arguments, **options)
 
     before, node = os.getcwd(), folder / f"node{rank}"
     node.mkdir(exist_ok=True)
