@@ -170,7 +170,8 @@ def _nothing_left(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:
 
 def _encoded(job: ChatJob, setup: ChatSetup, sources: Sequence[Source]) -> Generator[tuple[int, EncodedBlock]]:
     """Every block in the order of the input, with the bytes of input it came of."""
-    blocks = read_blocks(sources, (), block_bytes=BLOCK_BYTES, goes_on=job.bad_rows == "skip")
+    remedy = "cut the conversation into several, or leave the line out"
+    blocks = read_blocks(sources, (), remedy=remedy, block_bytes=BLOCK_BYTES, goes_on=job.bad_rows == "skip")
     total_bytes = sum(source.path.stat().st_size for source in sources)
     num_processes = min(job.workers, total_bytes // BYTES_WORTH_A_PROCESS)
     if num_processes > 1:

@@ -232,14 +232,15 @@ def read_blocks(
     separator: str | None = None,
     start: Position | None = None,
     largest_document_bytes: int = LARGEST_DOCUMENT_BYTES,
+    remedy: str = "cut it into several documents, or raise --max-document-mb",
     block_bytes: int | None = None,
     goes_on: bool = True,
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about block_bytes, by default BLOCK_BYTES.
 
     `separator` stands between the documents of a text file; None: each is one document. What is damaged or too long
-    becomes a block with a fault, and reading goes on behind it: at the next document, or at the next file. Without
-    `goes_on`, such a block comes at once, before the document's end was found, and is the last. Raises DataError where
+    becomes a block with a fault, and reading goes on behind it: at the next document, or at the next file. `remedy` is
+    what a fault says of a document that is too long. Without `goes_on`, such a block comes at once, before the document's end was found, and is the last. Raises DataError where
     a file cannot be opened.
     """
     start, block_bytes = start or Position(), block_bytes or BLOCK_BYTES
@@ -250,7 +251,7 @@ def read_blocks(
             blocks = _parquet_blocks(source, keys, at, block_bytes)
         else:
             delimiter = b"\n" if source.kind == "jsonl" else (separator or "").encode()
-            blocks = _delimited_blocks(source, delimiter, at, largest_document_bytes, block_bytes, goes_on)
+            blocks = _delimited_blocks(source, delimiter, at, largest_document_bytes, remedy, block_bytes, goes_on)
         for block in blocks:
             documents = block.end.documents
             yield block
@@ -343,7 +344,7 @@ class _Reader:
 
 
 def _delimited_blocks(
-    source: Source, delimiter: bytes, start: Position, largest_bytes: int, block_bytes: int, goes_on: bool
+    source: Source, delimiter: bytes, start: Position, largest_bytes: int, remedy: str, block_bytes: int, goes_on: bool
 ) -> Iterator[Block]:
     """Blocks of a file whose documents end with `delimiter`; empty: the file is one document."""
     try:
@@ -373,7 +374,7 @@ def _delimited_blocks(
         at = _advanced(at, num_bytes, 0)
         del held[:num_bytes]
 
-    too_long = f"longer than {largest_bytes} bytes; cut it into several documents, or raise --max-document-mb"
+    too_long = f"longer than {largest_bytes} bytes; {remedy}"
     with file:
         try:
             searched = 0
