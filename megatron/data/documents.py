@@ -240,8 +240,8 @@ def read_blocks(
 
     `separator` stands between the documents of a text file; None: each is one document. What is damaged or too long
     becomes a block with a fault, and reading goes on behind it: at the next document, or at the next file. `remedy` is
-    what a fault says of a document that is too long. Without `goes_on`, such a block comes at once, before the document's end was found, and is the last. Raises DataError where
-    a file cannot be opened.
+    what the fault of too long a document tells the user to do. Without `goes_on`, such a block comes at once, before
+    the document's end was found, and is the last. Raises DataError where a file cannot be opened.
     """
     start, block_bytes = start or Position(), block_bytes or BLOCK_BYTES
     documents = start.documents
