@@ -245,6 +245,13 @@ def _fine_tuning(given: Mapping[str, str], reader: _Reader) -> None:
     """The model's flags, from its folder, and what it is trained on."""
     request = reader.request
     model, chats, folder = given.get("HL_MODEL"), given.get("HL_DATA"), given.get("HL_DATA_OUTPUT_DIR")
+    request.fine_tuning = FineTuning(model or "", chats, given.get("HL_CHAT_TEMPLATE"), folder)
+    if chats is None and folder is None and not reader.switch("HL_DRY_RUN"):
+        request.faults.append(
+            "HL_DATA is not set; set it to a JSONL file of chats, or HL_DATA_OUTPUT_DIR to the folder of processed ones"
+        )
+    elif chats is not None and not Path(chats).is_file():
+        request.faults.append(f"HL_DATA={chats} is no file; set it to a JSONL file of chats")
     if model is None:
         request.faults.append("HL_MODEL is not set; set it to the folder of a model that transformers wrote")
         return
@@ -259,13 +266,6 @@ def _fine_tuning(given: Mapping[str, str], reader: _Reader) -> None:
     for name, value in options.items():
         request.train_flags += [flag(name), str(value).lower() if isinstance(value, bool) else str(value)]
     request.train_flags += ["--load", model, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", model]
-    if chats is None and folder is None and not reader.switch("HL_DRY_RUN"):
-        request.faults.append(
-            "HL_DATA is not set; set it to a JSONL file of chats, or HL_DATA_OUTPUT_DIR to the folder of processed ones"
-        )
-    elif chats is not None and not Path(chats).is_file():
-        request.faults.append(f"HL_DATA={chats} is no file; set it to a JSONL file of chats")
-    request.fine_tuning = FineTuning(model, chats, given.get("HL_CHAT_TEMPLATE"), folder)
 
 
 def _data(given: Mapping[str, str], script: Script, preset: str, reader: _Reader) -> None:

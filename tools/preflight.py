@@ -228,7 +228,8 @@ def preflight(request: Request) -> Plan:
     if config is not None and sizes_known:
         found.faults += _check_supervision(request, config, devices_per_node)
     if config is not None:
-        if not lacks_data and (chats is None or chats.chats is None):  # chats are processed first
+        # chats are processed first
+        if not lacks_data and (chats is None or (chats.chats is None and chats.folder is not None)):
             found.add(_check_data_files(config, request.dry_run))
         found.faults += [*_check_deepspeed(config, world_size), *_check_outputs(config), *_check_load(config)]
 
