@@ -21,6 +21,7 @@ from megatron.data import helpers
 from megatron.data.blend import digest
 from megatron.data.gpt import SPLITS, check_vocabulary
 from megatron.data.indexed import DataError, IndexedDataset, Tokens
+from megatron.data.packing import Packs, pack_dataset
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,45 @@ class ChatDataset:
         number = int(np.searchsorted(self._firsts, chat, side="right")) - 1
         file = self._files[number]
         return file, int(file.chats[chat - self._firsts[number]])
+
+
+class PackedChats:
+    """Rows of chats, each of at most `capacity` tokens: what one sample of a run with packing=dataset is.
+
+    Every epoch has as many rows of the same lengths, but with other chats beside each other.
+    """
+
+    def __init__(self, chats: ChatDataset, capacity: int, seed: int):
+        self.chats, self._capacity, self._seed = chats, capacity, seed
+        self._starts = self._packs(0).starts
+        self.fingerprint = digest("packed", 1, chats.fingerprint, capacity)
+
+    @lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
+    def _packs(self, epoch: int) -> Packs:
+        return pack_dataset(self.chats.lengths, self._capacity, seed_of(self._seed, epoch))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The numbers of all rows, as they come in an epoch."""
+        return shuffled(len(self), self._seed, epoch)
+
+    def row(self, epoch: int, number: int) -> NDArray[np.int64]:
+        """The numbers of its chats."""
+        return self._packs(epoch).order[self._starts[number] : self._starts[number + 1]]
+
+    def tokens_before(self, epoch: int, rows: int) -> int:
+        """Tokens in the first so many rows of an epoch."""
+        return int(self._ends(epoch)[rows - 1]) if rows else 0
+
+    @lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
+    def _ends(self, epoch: int) -> NDArray[np.int64]:
+        tokens = np.add.reduceat(self.chats.lengths[self._packs(0).order], self._starts[:-1])
+        return np.cumsum(tokens[self.order(epoch)])
+
+    def documents_of(self, chat: int) -> tuple[str, list[int]]:
+        return self.chats.documents_of(chat)
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:

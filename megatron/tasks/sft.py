@@ -16,60 +16,17 @@ from numpy.typing import NDArray
 
 from megatron.config import Config
 from megatron.data.batches import Plan
-from megatron.data.blend import digest
-from megatron.data.chats import ChatDataset, open_chats, seed_of, shuffled
-from megatron.data.packing import Packs, bucket_edges, bucket_length, pack_dataset, pack_step
+from megatron.data.chats import ChatDataset, PackedChats, open_chats
+from megatron.data.packing import bucket_edges, bucket_length, pack_step
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.task import Microbatch, Task
 
-Chats = NDArray[np.int64]
-"""The chats of a row, by their numbers in the dataset."""
-Rows = list[Chats]
-"""Of one microbatch."""
+Rows = list[NDArray[np.int64]]
+"""The rows of a microbatch, each the numbers of its chats."""
+SFTDataset = ChatDataset | PackedChats
 
 LOOKED_AT = 64
 """Steps from which the shapes of rows, and what is padding, are foretold."""
-
-
-class PackedChats:
-    """Rows of chats, each of at most `capacity` tokens: what one sample of a run with packing=dataset is.
-
-    Every epoch has as many rows of the same lengths, but with other chats beside each other.
-    """
-
-    def __init__(self, chats: ChatDataset, capacity: int, seed: int):
-        self.chats, self._capacity, self._seed = chats, capacity, seed
-        self._starts = self._packs(0).starts
-        self.fingerprint = digest("packed", 1, chats.fingerprint, capacity)
-
-    @lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
-    def _packs(self, epoch: int) -> Packs:
-        return pack_dataset(self.chats.lengths, self._capacity, seed_of(self._seed, epoch))
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def order(self, epoch: int) -> NDArray[np.int64]:
-        """The numbers of all rows, as they come in an epoch."""
-        return shuffled(len(self), self._seed, epoch)
-
-    def row(self, epoch: int, number: int) -> Chats:
-        return self._packs(epoch).order[self._starts[number] : self._starts[number + 1]]
-
-    def tokens_before(self, epoch: int, rows: int) -> int:
-        """Tokens in the first so many rows of an epoch."""
-        return int(self._ends(epoch)[rows - 1]) if rows else 0
-
-    @lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
-    def _ends(self, epoch: int) -> NDArray[np.int64]:
-        tokens = np.add.reduceat(self.chats.lengths[self._packs(0).order], self._starts[:-1])
-        return np.cumsum(tokens[self.order(epoch)])
-
-    def documents_of(self, chat: int) -> tuple[str, list[int]]:
-        return self.chats.documents_of(chat)
-
-
-SFTDataset = ChatDataset | PackedChats
 
 
 class SFTTask(Task):
@@ -107,12 +64,11 @@ class SFTTask(Task):
             ]
         if self.bucketing == "optimal" and config.varies_shapes:
             filled = [length for cells in self._first_steps(datasets[0]) for length in cells if length]
-            self._edges = bucket_edges(np.array([*filled, self._longest(datasets[0])]), config.sft.num_buckets)
+            longest = max(int(chats.lengths.max()) for chats in datasets if chats is not None)
+            if config.sft.packing == "step":
+                longest = config.row_length
+            self._edges = bucket_edges(np.array([*filled, longest]), config.sft.num_buckets)
         return datasets
-
-    def _longest(self, chats: ChatDataset) -> int:
-        """What no row is longer than."""
-        return self.config.row_length if self.config.sft.packing == "step" else int(chats.lengths.max())
 
     def samples_per_epoch(self, dataset: SFTDataset) -> int:
         return len(dataset)
@@ -189,7 +145,7 @@ class SFTTask(Task):
             return most
         length = max(1, filled)
         if self._edges is not None:
-            length = int(self._edges[min(int(np.searchsorted(self._edges, length)), len(self._edges) - 1)])
+            length = int(self._edges[np.searchsorted(self._edges, length)])
         elif self.bucketing == "octave":
             length = int(bucket_length(length, self.config.sft.buckets_per_octave))
         return min(most, -(-length // self._multiple) * self._multiple)
