@@ -148,6 +148,8 @@ def task_of(data: Path, data_parallel_size: int = 1, **options: Any) -> SFTTask:
         "data": {"data_path": [str(data)], "split": "1,0,0"},
         "sft": {},
     }
+    if "valid_data_path" in options:
+        sections["data"] = {"train_data_path": sections["data"]["data_path"]}
     for name, value in options.items():
         section = "data" if name in ("split", "valid_data_path") else "training" if name in TRAINING else "sft"
         sections[section][name] = value
@@ -229,6 +231,16 @@ def test_optimal_buckets_are_few_and_long_enough(
     assert all(filled <= length <= 50 for filled, length in enumerate(found, 1))
     assert len(set(found)) <= k
     assert found == sorted(found)
+
+
+def test_held_out_chats_may_be_longer_than_all_that_are_trained(tmp_path: Path) -> None:
+    train = chats.write_chats(tmp_path / "train", [5, 6, 7, 9] * 4)
+    valid = chats.write_chats(tmp_path / "valid", [30])
+    options: dict[str, Any] = {"packing": "none", "bucketing": "optimal", "num_buckets": 2}
+    task = task_of(train, valid_data_path=[str(valid)], **options)
+    _, held_out, _ = task.open_data()
+    batch = task.read(held_out, [np.array([0])])  # type: ignore[arg-type]
+    assert batch.labels.shape == (1, 29)
 
 
 def test_held_out_chats_do_not_hang_on_the_seed_and_are_never_trained_on(data: Path) -> None:
