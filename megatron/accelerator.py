@@ -323,10 +323,10 @@ def _is_lazy() -> bool:
     return bool(importlib.import_module("habana_frameworks.torch.utils.internal").is_lazy())
 
 
-def recompile_count() -> int:
-    """Graphs that HPU has compiled since the start of this process; 0 elsewhere. It stands still once shapes do."""
+def recompile_count() -> int | None:
+    """Graphs that HPU has compiled since the start of this process; None elsewhere. It stands still once shapes do."""
     if _device() != "hpu":
-        return 0
+        return None
     metric: Any = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global("graph_compilation")
     return int(dict(metric.stats())["TotalNumber"])
 

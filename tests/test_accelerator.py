@@ -193,7 +193,7 @@ def test_real_deepspeed_follows_the_choice() -> None:
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-3:] == ["cpu cpu None 0", ", ".join(KEYS), "True"]
+    assert result.stdout.splitlines()[-3:] == ["cpu cpu None None", ", ".join(KEYS), "True"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_recompile_count_is_hpus_graph_compilations(monkeypatch: pytest.MonkeyPa
     assert accelerator.recompile_count() == 18
     assert set(habana.metrics_asked) == {"graph_compilation"}
     run_on(monkeypatch, "cpu")
-    assert accelerator.recompile_count() == 0
+    assert accelerator.recompile_count() is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

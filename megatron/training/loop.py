@@ -217,6 +217,7 @@ class Loop:
                 skipped_iterations=progress.skipped_iterations,
                 nan_iterations=progress.nan_iterations,
                 memory=accelerator.memory_stats(),
+                compiled_graphs=accelerator.recompile_count(),
                 own_times=None if self._straggler is None else self._straggler.read(),
             )
         )

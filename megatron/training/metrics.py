@@ -68,6 +68,8 @@ class StepMetrics:
     """As `accelerator.memory_stats` gives it."""
     own_times: OwnTimes | None = None
     """Over the ranks, where log_straggler is on."""
+    compiled_graphs: int | None = None
+    """By rank 0's HPU since the process began; None on other devices. It goes on growing where shapes keep changing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,6 +356,8 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
         parts.append(f"MFU: {speed.mfu:.1%}")
     if MAX_ALLOCATED in step.memory:
         parts.append(f"memory (GB): {step.memory[MAX_ALLOCATED]:.2f}")
+    if step.compiled_graphs is not None:
+        parts.append(f"compiled graphs: {step.compiled_graphs}")
     if step.own_times is not None:
         parts.append(str(step.own_times))
     return " | ".join(parts) + " |"
@@ -374,6 +378,8 @@ def _step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     row["iteration_time_s"] = row.pop("elapsed_s")
     memory = row.pop("memory")
     own_times = row.pop("own_times")
+    if step.compiled_graphs is None:
+        del row["compiled_graphs"]
     return {**row, **vars(speed), **memory, **({} if own_times is None else vars(own_times))}
 
 
@@ -392,6 +398,7 @@ def _step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
         "throughput/tflops": speed.tflops_per_device,
         "throughput/mfu": speed.mfu,
         "memory/max_memory_allocated (GB)": step.memory.get(MAX_ALLOCATED),
+        "compiled-graphs/compiled-graphs": step.compiled_graphs,
     }
     if step.own_times is not None:
         scalars |= {

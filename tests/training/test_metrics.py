@@ -442,6 +442,15 @@ def test_a_row_that_fits_in_part_is_taken_back(tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows(tmp_path)] == [1, 3]
 
 
+def test_the_graphs_that_hpu_compiled_are_in_line_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_log(config_for(tmp_path)) as log:
+        log.log_step(at(1))
+        log.log_step(at(2, compiled_graphs=17))
+    lines = capsys.readouterr().out.splitlines()
+    assert ["compiled graphs: 17" in line for line in lines if " iteration " in line] == [False, True]
+    assert [row.get("compiled_graphs") for row in rows(tmp_path)] == [None, 17]
+
+
 def test_the_spread_over_the_ranks_is_in_line_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times = [RankTimes(0, "a", 1.0, 0.0), RankTimes(0, "b", 1.1, 0.5), RankTimes(1, "c", 3.0, 0.0)]
     times.append(RankTimes(1, "d", 3.9, 0.0))
