@@ -23,7 +23,7 @@ from megatron.files import replacing
 TOKENIZER_NAME = "tokenizer.json"
 PROOF_CHARACTERS = 1 << 14
 """Text that is encoded twice before gigatoken is trusted."""
-CHARACTERS_WORTH_GIGATOKEN = 1 << 19
+BYTES_WORTH_GIGATOKEN = 1 << 21
 """Text from which on gigatoken does the work: to load it takes as long as the library takes for this much."""
 
 Bytes = NDArray[np.int64]
@@ -70,6 +70,8 @@ class ChatTokenizer:
         self._fast: AcceleratedTokenizer | None = None
         self._is_proven = self._byte_counts is None
         self._num_characters = 0
+        self.expected_bytes = 0
+        """Of the text to come, as far as that is known: much of it is gigatoken's from the first one on."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -93,7 +95,7 @@ class ChatTokenizer:
     def _encode_bytes(self, texts: Sequence[str], counts: Bytes) -> EncodedText | None:
         """By the bytes that each token stands for: exact within a character too. None: they do not add up."""
         self._num_characters += sum(map(len, texts))
-        if not self._is_proven and self._num_characters > CHARACTERS_WORTH_GIGATOKEN:
+        if not self._is_proven and max(self.expected_bytes, self._num_characters) > BYTES_WORTH_GIGATOKEN:
             self._prove(texts)
         ids, lengths = (self._fast or self._reference).encode_batch(texts)
         ends = np.cumsum(counts[ids])

@@ -12,14 +12,16 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import orjson
 
+from megatron.data.chat import ChatEncoder
 from megatron.data.chat_job import ChatJob, EncodedBlock, encode_block, prepare_chats
 from megatron.data.documents import Block, Fault, Position, Source
 from megatron.data.indexed import DataError
@@ -95,10 +97,11 @@ class _Worker:
 
 
 class WorkerPool:
-    """Processes, each with a thread that feeds it."""
+    """This process and others, each with a thread that feeds it."""
 
-    def __init__(self, job: ChatJob, num_processes: int):
+    def __init__(self, job: ChatJob, encoder: ChatEncoder, num_processes: int):
         self._job = job
+        self._here: ChatEncoder | None = encoder  # until a thread takes it
         self._num_processes = num_processes
         self._workers: list[_Worker] = []
         self._own = threading.local()
@@ -117,12 +120,24 @@ class WorkerPool:
             yield num_bytes, future.result()
 
     def _encode(self, block: Block) -> EncodedBlock:
-        worker: _Worker | None = getattr(self._own, "worker", None)
-        if worker is None:
-            worker = self._own.worker = _Worker(self._job)
-            with self._lock:
-                self._workers.append(worker)
-        return worker.encode(block)
+        encode: Callable[[Block], EncodedBlock] | None = getattr(self._own, "encode", None)
+        if encode is None:
+            encode = self._own.encode = self._new_worker()
+        return encode(block)
+
+    def _new_worker(self) -> Callable[[Block], EncodedBlock]:
+        """For the thread that asks. The first has work done here, at once, while the others' processes start."""
+        with self._lock:
+            encoder, self._here = self._here, None
+        if encoder is not None:
+            return partial(self._encode_here, encoder)
+        worker = _Worker(self._job)
+        with self._lock:
+            self._workers.append(worker)
+        return worker.encode
+
+    def _encode_here(self, encoder: ChatEncoder, block: Block) -> EncodedBlock:
+        return encode_block(encoder, block, self._job.bad_rows)
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -147,7 +162,9 @@ def main() -> None:
         return
     given = orjson.loads(first[0])
     job = ChatJob(**{**given, "inputs": tuple(given["inputs"])})
-    encoder = prepare_chats(job).encoder
+    setup = prepare_chats(job)
+    setup.tokenizer.expected_bytes = sys.maxsize  # a process is started for nothing less
+    encoder = setup.encoder
     while (request := _receive(requests)) is not None:
         where = orjson.loads(request[0])
         begin = Position(documents_of_source=where["first"])
