@@ -114,6 +114,9 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     if number == 0:
         results.put((measured, judgement_s, check_s))
     ctx.gather_objects(None)
+    results.close()
+    results.join_thread()
+    os._exit(0)  # without Python's end, in which gloo's threads may abort
 
 
 if __name__ == "__main__":
