@@ -12,6 +12,17 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
+REQUIRED: dict[str, Any] = {
+    "model_path": "model",
+    "data_path": "chats.jsonl",
+    "ckpt_output_dir": "out",
+    "data_output_dir": "data",
+    "max_seq_len": 128,
+    "max_batch_len": 512,
+    "effective_batch_size": 16,
+    "learning_rate": 1e-5,
+}
+"""The TrainingArgs that have no default; the files need not be there."""
 
 
 def write_model(folder: Path, **changed: Any) -> Path:

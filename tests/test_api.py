@@ -15,18 +15,7 @@ from megatron import api
 from megatron.api import DataProcessArgs, LoraOptions, PretrainingConfig, TorchrunArgs, TrainingArgs, run_training
 from megatron.config import ConfigError
 from megatron.instructlab.arguments import FSDPOptions
-from tests.finetuning_files import write_model
-
-REQUIRED: dict[str, Any] = {
-    "model_path": "model",
-    "data_path": "chats.jsonl",
-    "ckpt_output_dir": "out",
-    "data_output_dir": "data",
-    "max_seq_len": 128,
-    "max_batch_len": 512,
-    "effective_batch_size": 16,
-    "learning_rate": 1e-5,
-}
+from tests.finetuning_files import REQUIRED, write_model
 
 
 def arguments(**changed: Any) -> TrainingArgs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import ipaddress
@@ -184,19 +185,22 @@ class RefusedError(ValueError):
         super().__init__("\n".join(self.faults))
 
 
+def _model_parallel_sizes(request: Request, config: Config | None, asked: argparse.Namespace) -> tuple[int, int, bool]:
+    """Tensor and pipeline size, and whether they are those of the run: 1 where a flag is no number."""
+    if config is not None:
+        parallel = config.parallel
+        return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, request.layout_known
+    t, p = _size(asked.tensor_model_parallel_size), _size(asked.pipeline_model_parallel_size)
+    return t or 1, p or 1, request.layout_known and None not in (t, p)
+
+
 def preflight(request: Request) -> Plan:
     """Judge a request. Starts and writes nothing. Raises RefusedError with every fault found."""
     found = Findings(list(request.faults))
     flags = list(request.train_flags)
     config = _parsed(flags)
     asked = build_parser().parse_known_args(flags)[0]
-    if config is not None:
-        t, p = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-        sizes_known = request.layout_known
-    else:
-        sizes = _size(asked.tensor_model_parallel_size), _size(asked.pipeline_model_parallel_size)
-        t, p = sizes[0] or 1, sizes[1] or 1
-        sizes_known = request.layout_known and None not in sizes
+    t, p, sizes_known = _model_parallel_sizes(request, config, asked)
     device = _resolve_device(request, config)
     devices_per_node = request.devices_per_node or _default_devices(request, device, t * p)
     world_size = request.nodes * devices_per_node

@@ -104,15 +104,14 @@ class PackedChats:
 
     def __init__(self, chats: ChatDataset, capacity: int, seed: int):
         self.chats, self._capacity, self._seed = chats, capacity, seed
-        self._starts = self._packs(0).starts
         self.fingerprint = digest("packed", 1, chats.fingerprint, capacity)
 
-    @lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
+    @lru_cache(maxsize=3)  # noqa: B019 - lives as long as the run
     def _packs(self, epoch: int) -> Packs:
         return pack_dataset(self.chats.lengths, self._capacity, seed_of(self._seed, epoch))
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._packs(0))
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """The numbers of all rows, as they come in an epoch."""
@@ -120,7 +119,7 @@ class PackedChats:
 
     def row(self, epoch: int, number: int) -> NDArray[np.int64]:
         """The numbers of its chats."""
-        return self._packs(epoch).order[self._starts[number] : self._starts[number + 1]]
+        return self._packs(epoch)[number]
 
     def tokens_before(self, epoch: int, rows: int) -> int:
         """Tokens in the first so many rows of an epoch."""
@@ -128,7 +127,8 @@ class PackedChats:
 
     @lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
     def _ends(self, epoch: int) -> NDArray[np.int64]:
-        tokens = np.add.reduceat(self.chats.lengths[self._packs(0).order], self._starts[:-1])
+        packs = self._packs(epoch)
+        tokens = np.add.reduceat(self.chats.lengths[packs.order], packs.starts[:-1])
         return np.cumsum(tokens[self.order(epoch)])
 
     def documents_of(self, chat: int) -> tuple[str, list[int]]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron.config import Config
 from megatron.data.batches import Plan
 from megatron.data.chats import ChatDataset, PackedChats, open_chats
-from megatron.data.packing import bucket_edges, bucket_length, pack_step
+from megatron.data.packing import bucket_edges, bucket_length, pack_step, pad_to_edges
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.task import Microbatch, Task
 
@@ -145,7 +145,7 @@ class SFTTask(Task):
             return most
         length = max(1, filled)
         if self._edges is not None:
-            length = int(self._edges[np.searchsorted(self._edges, length)])
+            length = int(pad_to_edges([length], self._edges)[0])
         elif self.bucketing == "octave":
             length = int(bucket_length(length, self.config.sft.buckets_per_octave))
         return min(most, -(-length // self._multiple) * self._multiple)

@@ -11,17 +11,8 @@ from megatron.api import TorchrunArgs, TrainingArgs
 from megatron.config import Config
 from megatron.instructlab.arguments import DeepSpeedOptions
 from megatron.instructlab.mapping import Setting, build_config, refusals, remarks
+from tests.finetuning_files import REQUIRED
 
-REQUIRED: dict[str, Any] = {
-    "model_path": "model",
-    "data_path": "chats.jsonl",
-    "ckpt_output_dir": "out",
-    "data_output_dir": "data",
-    "max_seq_len": 128,
-    "max_batch_len": 512,
-    "effective_batch_size": 16,
-    "learning_rate": 1e-5,
-}
 SETTING = Setting(
     device="cuda",
     num_ranks=8,
