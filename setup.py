@@ -23,8 +23,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "megatron.data.helpers",
-            [f"megatron/data/{name}.cpp" for name in ("helpers", "packing", "steps", "buckets")],
-            depends=["megatron/data/packing.h"],
+            [f"megatron/data/native/{name}.cpp" for name in ("helpers", "packing", "steps", "buckets")],
+            depends=["megatron/data/native/packing.h"],
             cxx_std=17,
             # no fused multiply-add: the blend must choose the same samples on every processor
             extra_compile_args=["-O3", "-ffp-contract=off"],

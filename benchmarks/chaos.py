@@ -31,7 +31,7 @@ import orjson
 import psutil
 import torch
 
-from megatron.checkpoint.store import Checkpoint, newest_checkpoint
+from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RANKS = 4

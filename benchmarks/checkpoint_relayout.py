@@ -68,7 +68,7 @@ class Resumed:
 def save_source(arguments: str, folder: Path) -> None:
     """A step, then a checkpoint in our format and one in DeepSpeed's."""
     from megatron.accelerator import quiet
-    from megatron.checkpoint.universal import universal_info
+    from megatron.interop.universal import universal_info
     from megatron.parallel.shards import shard_of
     from megatron.training.checkpoints import Checkpoints
     from megatron.training.progress import Progress
@@ -88,7 +88,7 @@ def save_source(arguments: str, folder: Path) -> None:
 def resume(arguments: str, folder: Path) -> Resumed:
     """Ours as train.py does it, where `folder` is a checkpoint of ours, else DeepSpeed's universal one."""
     from megatron.accelerator import quiet
-    from megatron.command_line import parse_arguments
+    from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
     from megatron.training.checkpoints import find_checkpoint, read_progress, restore
 

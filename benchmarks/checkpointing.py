@@ -51,9 +51,9 @@ def build(
     arguments: str, ctx: ParallelContext | None = None, *, will_restore: bool = False
 ) -> tuple[Engine, PretrainTask]:
     """The run's engine on this rank. Collective."""
-    from megatron.command_line import parse_arguments
+    from megatron.config.command_line import parse_arguments
+    from megatron.config.validation import check
     from megatron.parallel.context import ParallelContext
-    from megatron.rules import check
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
 
@@ -80,7 +80,9 @@ def train_step(engine: Engine, task: PretrainTask) -> float:
     training = config.training
     shape = (training.global_batch_size, training.seq_length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int64)
-    batches = [task.collate(row[None]) for row in tokens[ctx.data_rank :: ctx.data_size]] if engine.reads_data else []
+    batches = (
+        [task.collate(row[None]) for row in tokens[ctx.batch_rank :: ctx.num_batch_ranks]] if engine.reads_data else []
+    )
     return float(engine.train_step(batches, consumed_samples=0, lr=config.optimizer.lr).loss)
 
 

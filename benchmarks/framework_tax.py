@@ -35,7 +35,7 @@ def main() -> int:
     import numpy as np
     import torch
 
-    from megatron.command_line import parse_arguments
+    from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
@@ -86,7 +86,7 @@ def bare_loop(config: Any, ctx: Any, task: Any, batch: list[Any]) -> Callable[[]
     """One training step in plain PyTorch over the layers that the engine runs."""
     import torch
 
-    from megatron.models.registry import build_layers
+    from megatron.models.families.registry import build_layers
     from megatron.parallel.shards import initialise, shard_of
     from megatron.training.engine import SequentialModel
 

@@ -64,11 +64,11 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
     import numpy as np
 
-    from megatron.command_line import parse_arguments
+    from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
+    from megatron.resilience.replica_check import Replicas
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
-    from megatron.training.replicas import Replicas
 
     config, _ = parse_arguments(["--config", options.config, *flags, "--data-path", "none", "--device", "cpu"])
     ctx = ParallelContext.build(config.parallel, "cpu")
@@ -80,7 +80,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     generator = np.random.default_rng(0)
     batch = [
         task.collate(generator.integers(0, config.model.vocab_size, shape, dtype=np.int64))
-        for _ in range(size // training.micro_batch_size // ctx.data_size)
+        for _ in range(size // training.micro_batch_size // ctx.num_batch_ranks)
     ]
     observe = engine.gate._observe
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.alternating import positive, quotients, spread
 
 if TYPE_CHECKING:
-    from megatron.config import Config
+    from megatron.config.options import Config
     from megatron.parallel.context import ParallelContext
 
 LIMIT = 1.01
@@ -86,15 +86,15 @@ class Turns:
 
 def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any, turns: Turns, steps: int) -> None:
     """One run, from its engine to its last step, as megatron.train builds it."""
-    from megatron.schedule import Schedule
+    from megatron.observability.memory import MemoryLog
+    from megatron.observability.metrics import MetricsLog
+    from megatron.planning.schedule import Schedule
+    from megatron.resilience.shutdown import StopDecision
+    from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
     from megatron.training.loop import Loop
-    from megatron.training.memory import MemoryLog
-    from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress
-    from megatron.training.stop import StopDecision
-    from megatron.training.watchdog import Watchdog
 
     class Turnstile(StopDecision):
         def ask(self, progress: Progress | None = None) -> bool:
@@ -146,7 +146,7 @@ def main() -> int:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
-    from megatron.command_line import load_config
+    from megatron.config.command_line import load_config
     from megatron.parallel.context import ParallelContext
 
     sides = {"on": [*ON.split(), *shlex.split(options.on)], "off": [*OFF.split(), *shlex.split(options.off)]}

@@ -28,7 +28,7 @@ STEPS = 2
 
 def side(options: argparse.Namespace, flags: list[str], packing: str) -> tuple[Callable[[], float], list[float]]:
     """A function that trains STEPS steps and gives the trained tokens a second, and the losses it adds."""
-    from megatron.command_line import parse_arguments
+    from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
     from megatron.tasks.sft import SFTTask
     from megatron.training.engine import build_engine

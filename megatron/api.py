@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron.accelerator import count_devices, detect_device
-from megatron.command_line import to_yaml
-from megatron.config import Config, ConfigError
+from megatron.config.command_line import to_yaml
+from megatron.config.options import Config, ConfigError
 from megatron.data.indexed import DataError
 from megatron.files import replacing
 from megatron.instructlab import data_process, legacy_template
@@ -105,7 +105,7 @@ def _ranks_per_node(torch_args: TorchrunArgs, device: str) -> int:
 
 def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_per_node: int) -> Config:
     """Judge everything that can be known, then process the data, and make the config of what it holds."""
-    from megatron.checkpoint.huggingface_config import preset_of  # it imports torch
+    from megatron.interop.huggingface_config import preset_of  # it imports torch
 
     faults = list(refusals(torch_args, args))
     model_folder = _find_model(args.model_path)

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+IMPORT_ROOT = Path(__file__).resolve().parent.parent
+"""Folder in which `import megatron` finds this package: a checkout, or site-packages."""
+
 
 def sync_file(file: IO[Any]) -> None:
     """Return when all that was written to an open file is on the disk. Raises OSError."""

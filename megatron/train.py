@@ -14,19 +14,19 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.command_line import load_config
-from megatron.config import Config, ConfigError
+from megatron.config.command_line import load_config
+from megatron.config.options import Config, ConfigError
 from megatron.exit_codes import DONE, REFUSED
-from megatron.training.stop import Signals
-from megatron.training.wandb_log import check_wandb
+from megatron.observability.wandb_log import check_wandb
+from megatron.resilience.shutdown import Signals
 
 if TYPE_CHECKING:
+    from megatron.observability.metrics import MetricsLog
     from megatron.parallel.context import ParallelContext
-    from megatron.schedule import Schedule
+    from megatron.planning.schedule import Schedule
+    from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.task import Task
-    from megatron.training.metrics import MetricsLog
     from megatron.training.progress import Progress
-    from megatron.training.watchdog import Watchdog
 
 
 def main(arguments: list[str], signals: Signals) -> None:
@@ -44,8 +44,8 @@ def main(arguments: list[str], signals: Signals) -> None:
         accelerator.set_deterministic(device)
 
     from megatron.parallel.context import ParallelContext
-    from megatron.training.faults import together
-    from megatron.training.watchdog import Watchdog
+    from megatron.resilience.errors import together
+    from megatron.resilience.watchdog import Watchdog
 
     with Watchdog(config) as watchdog:
         try:
@@ -71,18 +71,18 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     `signals`: those that ask for a stop, as noted since the process began; None: noted from here on. `watchdog`: which
     is told what the run is at; None: nobody watches.
     """
-    from megatron.schedule import Schedule
+    from megatron.observability.memory import MemoryLog
+    from megatron.observability.run_folder import RunFolder
+    from megatron.planning.schedule import Schedule
+    from megatron.resilience.errors import together
+    from megatron.resilience.host_consistency import check_same_config, check_same_data
+    from megatron.resilience.shutdown import StopDecision
+    from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.registry import TASKS
     from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore, starting_options
     from megatron.training.engine import build_engine
-    from megatron.training.faults import together
     from megatron.training.loop import Loop
-    from megatron.training.memory import MemoryLog
     from megatron.training.progress import Progress, check_data
-    from megatron.training.run_folder import RunFolder
-    from megatron.training.sharing import check_same_config, check_same_data
-    from megatron.training.stop import StopDecision
-    from megatron.training.watchdog import Watchdog
 
     training = config.training
     watchdog = watchdog or Watchdog(config)  # one that nobody has started
@@ -147,7 +147,7 @@ def open_log(
 ) -> MetricsLog:
     """What this rank tells from here on."""
     from megatron import accelerator
-    from megatron.training.metrics import MetricsLog
+    from megatron.observability.metrics import MetricsLog
 
     return MetricsLog(
         config,
@@ -185,7 +185,7 @@ def start() -> int:
             print(error, file=sys.stderr)
         return REFUSED
     except Exception as error:
-        from megatron.training.faults import USER_FAULTS, GaveUp, PeerLostError, exit_status
+        from megatron.resilience.errors import USER_FAULTS, GaveUp, PeerLostError, exit_status
 
         rank = os.environ.get("RANK", "0")
         if isinstance(error, GaveUp):

@@ -12,7 +12,7 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 if [[ -z ${HL_CONFIG:-} ]]; then
     # As Habana trains it. The model, its batch (HL_GBS 1024, HL_MICRO_BATCH 1), HL_SEQ_LEN 2048, HL_NUM_LAYERS 40,
-    # HL_OPTIMIZER adamw and the intervals (HL_SAVE_INTERVAL 2000, HL_LOG_INTERVAL 10) are in configs/bloom_13b.yaml;
+    # HL_OPTIMIZER adamw and the intervals (HL_SAVE_INTERVAL 2000, HL_LOG_INTERVAL 10) are in megatron/presets/bloom_13b.yaml;
     # HL_ZERO_STAGE, HL_CKP_ACT, HL_SEQ_PARALLEL and HL_EXIT_INTERVAL are 0.
     export HL_DATA_DIR_ROOT="${HL_DATA_DIR_ROOT:-/data/bigscience/oscar-en}"
     export HL_DATA_FILE_PREFIX="${HL_DATA_FILE_PREFIX:-meg-gpt2_text_document}"

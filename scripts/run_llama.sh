@@ -15,7 +15,7 @@ export HL_LLAMA_MODEL_SIZE="${HL_LLAMA_MODEL_SIZE:-8}"
 
 if [[ -z ${HL_CONFIG:-} ]]; then
     # As Habana trains it. The model, HL_GBS, HL_SEQ_LEN, HL_NUM_LAYERS, HL_DROPOUT 0, HL_EVAL_ITERS 100,
-    # HL_EVAL_INTERVAL 1000 and HL_SAVE_INTERVAL 2000 are in the preset, configs/llama*.yaml.
+    # HL_EVAL_INTERVAL 1000 and HL_SAVE_INTERVAL 2000 are in the preset, megatron/presets/llama*.yaml.
     export HL_DATA_DIR_ROOT="${HL_DATA_DIR_ROOT:-/data/datasets/red_pajama}"
     export HL_DATA_FILE_PREFIX="${HL_DATA_FILE_PREFIX:-redpajama}"
     export HL_SEQ_PARALLEL="${HL_SEQ_PARALLEL:-1}"

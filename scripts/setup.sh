@@ -17,7 +17,7 @@ python="${PYTHON:-python3}"
 
 # What the installation depends on. The folder is part of it: an editable installation points at it.
 fingerprint() {
-    { echo "$PWD"; cat requirements.txt requirements-convert.txt requirements-test.txt constraints.txt setup.py pyproject.toml megatron/data/*.cpp megatron/data/*.h; } \
+    { echo "$PWD"; cat requirements.txt requirements-convert.txt requirements-test.txt constraints.txt setup.py pyproject.toml megatron/data/native/*; } \
         | sha256sum | cut -d " " -f 1
 }
 

@@ -11,13 +11,13 @@ from unittest.mock import patch
 import numpy as np
 import orjson
 
-from megatron.command_line import load_config
-from megatron.config import ConfigError, ParallelConfig
+from megatron.config.command_line import load_config
+from megatron.config.options import ConfigError, ParallelConfig
 from megatron.data.indexed import DataError, IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
+from megatron.resilience import host_consistency as sharing
+from megatron.resilience.errors import together
 from megatron.train import check_deepspeed, run
-from megatron.training import sharing
-from megatron.training.faults import together
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --make-vocab-size-divisible-by 8 "

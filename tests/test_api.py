@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron import api
 from megatron.api import DataProcessArgs, LoraOptions, PretrainingConfig, TorchrunArgs, TrainingArgs, run_training
-from megatron.config import ConfigError
+from megatron.config.options import ConfigError
 from megatron.instructlab.arguments import FSDPOptions
 from tests.finetuning_files import REQUIRED, write_model
 

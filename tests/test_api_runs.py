@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.command_line import load_config
+from megatron.config.command_line import load_config
 from tests import runs
 from tests.finetuning_files import write_chats, write_model
 

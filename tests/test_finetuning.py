@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data.chat_files import preprocess_chats
-from megatron.data.chat_job import ChatJob
+from megatron.cli import preprocess_data, train_tokenizer
+from megatron.data.chat.files import preprocess_chats
+from megatron.data.chat.job import ChatJob
 from tests import runs
 from tests.ranks import RankPools
 from tests.tasks import chats
-from tools import preprocess_data, train_tokenizer
 
 MODEL = (
     "--architecture llama --position-embedding-type rope --num-layers 2 --hidden-size 64 --ffn-hidden-size 172 "

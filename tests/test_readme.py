@@ -23,7 +23,7 @@ def block_after(heading: str) -> str:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """What the commands read, in a place of their own to write to."""
-    for name in ("docs", "tools", "scripts", "configs", "megatron"):
+    for name in ("docs", "tools", "scripts", "megatron"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command_line import PRESETS_DIR, from_dict, read_preset, shown
-from megatron.config import flag, option_doc, sections
-from megatron.estimate import count_parameters
+from megatron.config.command_line import PRESETS_DIR, from_dict, read_preset, shown
+from megatron.config.options import flag, option_doc, sections
+from megatron.planning.estimate import count_parameters
 
 HEADER = """# Configuration
 
@@ -44,7 +44,7 @@ PRESETS = """
 ## Presets
 
 Parameters are counted with the vocabulary padded for one tensor-parallel rank. Recipes describe no model, and are laid
-over a preset that does: [`sft_llama`](../configs/sft_llama.yaml), for [fine-tuning](finetuning.md).
+over a preset that does: [`sft_llama`](../megatron/presets/sft_llama.yaml), for [fine-tuning](finetuning.md).
 """
 
 BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
@@ -80,7 +80,7 @@ def presets_table() -> str:
         model, seq_length = config.model, config.training.seq_length
         parameters = count_parameters(model, seq_length)
         sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_kv_heads)
-        cells = [f"[`{path.stem}`](../configs/{path.name})", f"{parameters:,}", *map(str, sizes)]
+        cells = [f"[`{path.stem}`](../megatron/presets/{path.name})", f"{parameters:,}", *map(str, sizes)]
         cells += [model.position_embedding_type, str(model.vocab_size), str(seq_length)]
         found.append((path.stem.split("_")[0], parameters, f"| {' | '.join(cells)} |"))
     rows = [row for _, _, row in sorted(found)]

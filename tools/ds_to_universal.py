@@ -1,105 +1,11 @@
-#!/usr/bin/env python3
-"""A checkpoint as DeepSpeed's universal folder, which any layout of DeepSpeed and of this project resumes from.
+"""Command line of megatron/cli/ds_to_universal.py, runnable from a checkout without installing the package."""
 
-    python tools/ds_to_universal.py --input_folder checkpoints/global_step100 \\
-        --output_folder checkpoints/global_step100_universal
-
-Takes this project's own checkpoints, DeepSpeed's of our models (ZeRO 1, 2, 3, bf16), and those of Megatron-DeepSpeed,
-whose names and row order become ours. The flags are those of DeepSpeed's own tool. One tensor is in memory at a time;
-the folder appears when it is whole, and `latest_universal` beside it then names it.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.outcome import exit_status
-
-if TYPE_CHECKING:
-    from megatron.checkpoint.store import Checkpoint
-    from megatron.checkpoint.universal import ForeignCheckpoint
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Convert a checkpoint to DeepSpeed's universal folder.", allow_abbrev=False
-    )
-    parser.add_argument(
-        "--input_folder",
-        required=True,
-        type=Path,
-        metavar="FOLDER",
-        help="a checkpoint of this project, of DeepSpeed or of Megatron-DeepSpeed; or a run's folder, for its newest",
-    )
-    parser.add_argument(
-        "--output_folder", required=True, type=Path, metavar="FOLDER", help="what to write; must not exist"
-    )
-    parser.add_argument(
-        "--config",
-        metavar="PRESET",
-        help="the model, where the checkpoint does not tell: a preset in configs/, or a YAML file",
-    )
-    for name in ("extract", "merge"):
-        parser.add_argument(
-            f"--num_{name}_workers",
-            type=int,
-            metavar="N",
-            help="taken, so that scripts for DeepSpeed's tool run; changes nothing: one process streams the tensors",
-        )
-    return parser.parse_args(argv)
-
-
-def open_checkpoint(folder: Path, preset: str | None) -> Checkpoint | ForeignCheckpoint:
-    """Ours or a foreign one, every checksum compared. Raises CheckpointError, ConfigError."""
-    from megatron.checkpoint.store import Checkpoint, CheckpointError, newest_checkpoint
-    from megatron.checkpoint.universal import read
-    from megatron.command_line import from_dict, read_preset
-
-    if not folder.is_dir():
-        raise CheckpointError(f"--input_folder {folder} is {'a file' if folder.exists() else 'not there'}")
-    native: Checkpoint | None = None
-    if (folder / "checkpoint.json").exists():
-        native = Checkpoint(folder)
-    elif any(folder.glob("*/checkpoint.json")):
-        native = newest_checkpoint(folder)
-    if native is None:
-        foreign = read(folder, None if preset is None else from_dict(read_preset(preset)))
-        foreign.verify()
-        return foreign
-    if preset is not None:
-        raise CheckpointError(f"--config {preset}: {native.folder} tells its model itself; leave the option out")
-    native.verify()
-    return native
-
-
-def run(arguments: argparse.Namespace) -> str:
-    """Convert, and say what was written."""
-    from megatron.checkpoint.foreign import FILE_OF_KIND
-    from megatron.checkpoint.universal import ForeignCheckpoint, point_latest, write
-
-    checkpoint = open_checkpoint(arguments.input_folder, arguments.config)
-    shards = checkpoint.shards if isinstance(checkpoint, ForeignCheckpoint) else checkpoint.parameters
-    output = Path(arguments.output_folder)
-    write(checkpoint, output)
-    point_latest(output.resolve())
-    kinds = ", ".join(FILE_OF_KIND[kind] for kind in checkpoint.kinds)
-    return f"{output}: {len(shards)} parameters ({kinds}) from {checkpoint.folder}; latest_universal names it"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-
-    from megatron.checkpoint.store import CheckpointError
-    from megatron.config import ConfigError
-
-    return exit_status(lambda: print(run(arguments)), (CheckpointError, ConfigError), arguments.output_folder)
-
+from megatron.cli.ds_to_universal import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,80 +1,11 @@
-#!/usr/bin/env python3
-"""Print the model of a Hugging Face folder as a preset to train it with: its `model` section, and the precision.
+"""Command line of megatron/cli/model_config.py, runnable from a checkout without installing the package."""
 
-    python tools/model_config.py --load Llama-3.2-1B > model.yaml
-    python -m megatron.train --config model.yaml --load Llama-3.2-1B ...
-
-Reads config.json alone. Nothing in the folder is executed.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from any folder, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import yaml
-
-from megatron.config import option_doc
-from tools.outcome import exit_status
-
-WIDTH = 100
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python tools/model_config.py",
-        description="Print the model of a Hugging Face folder as the preset of a run that starts from it.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--load", required=True, metavar="FOLDER", help="a Hugging Face folder, with its config.json")
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="tokens of the tokenizer, where some were added to it: the new rows start as the mean of the others "
-        "(default: the folder's own)",
-    )
-    return parser.parse_args(argv)
-
-
-def as_yaml(preset: dict[str, Any], title: str) -> str:
-    """The preset with the text of each option above it."""
-
-    def lines() -> Iterator[str]:
-        yield f"# {title}"
-        for section, values in preset.items():
-            yield f"{section}:"
-            for name, value in values.items():
-                yield from textwrap.wrap(
-                    option_doc(section, name), WIDTH, initial_indent="  # ", subsequent_indent="  # "
-                )
-                # a scalar that YAML reads back as what it is: 1.0e-05, not 1e-05
-                yield f"  {yaml.safe_dump({name: value}).rstrip()}"
-
-    return "\n".join(lines()) + "\n"
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """The whole command. Raises CheckpointError or OSError."""
-    from megatron.checkpoint.huggingface_config import preset_of
-
-    folder = Path(arguments.load)
-    preset = preset_of(folder, arguments.vocab_size)
-    sys.stdout.write(as_yaml(preset, f"The model of {folder.name}, by its config.json."))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    from megatron.checkpoint.store import CheckpointError
-
-    return exit_status(lambda: run(arguments), (CheckpointError,), arguments.load)
-
+from megatron.cli.model_config import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,60 +1,11 @@
-"""Print what a run would need on a number of devices: layout, parameters, pipeline bubble, memory by rank.
+"""Command line of megatron/cli/plan.py, runnable from a checkout without installing the package."""
 
-    python tools/plan.py --config llama31_8b --num-devices 64 --tensor-model-parallel-size 8
-
-Starts nothing, reads no data, imports neither torch nor deepspeed.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command_line import build_parser, load_config, parse_arguments, presets_of
-from megatron.config import ConfigError
-from megatron.estimate import describe
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python tools/plan.py",
-        description=(__doc__ or "").split("\n")[0],
-        epilog="All other flags are those of megatron.train; --device cpu counts what its attention keeps.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--num-devices", type=int, help="default: tensor-parallel size x pipeline stages")
-    parser.add_argument("--devices-per-node", type=int, default=8, help="default: 8")
-    options, flags = parser.parse_known_args(arguments)
-    try:
-        config, _ = parse_arguments(flags)
-        parallel = config.parallel
-        num_devices = options.num_devices
-        if num_devices is None:
-            num_devices = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        if num_devices < 1 or options.devices_per_node < 1:
-            raise ConfigError(
-                [f"num_devices={num_devices} and devices_per_node={options.devices_per_node} must be 1 up"]
-            )
-        if not config.data.data_path and not config.data.per_split:
-            flags += ["--data-path", "DATASET"]  # a plan needs none
-        config = load_config(flags, num_devices)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    per_node = min(num_devices, options.devices_per_node)
-    if num_devices % per_node:
-        print(f"num_devices={num_devices} is no multiple of devices_per_node={per_node}; change one", file=sys.stderr)
-        return 2
-    title = " + ".join(presets_of(build_parser().parse_known_args(flags)[0])) or "the default config"
-    sys.stdout.write(
-        describe(config, nodes=num_devices // per_node, devices_per_node=per_node, title=f"Plan of {title}")
-    )
-    return 0
-
+from megatron.cli.plan import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

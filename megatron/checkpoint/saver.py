@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.store import (
+from megatron.checkpoint.reader import (
     ITEM_BYTES,
     LATEST,
     LEFTOVER,
@@ -37,7 +37,7 @@ from megatron.checkpoint.store import (
     iteration_of,
     rank_file,
 )
-from megatron.checkpoint.writing import (
+from megatron.checkpoint.writer import (
     Part,
     Writer,
     anonymous_memory,

@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.config import Config, DataConfig, parse_data_path, parse_split
+from megatron.config.options import Config, DataConfig, parse_data_path, parse_split
 from megatron.data.blend import TokenDataset, blend_by_size, blend_by_weight, digest
 from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths
 from megatron.data.indexed import DataError, IndexedDataset
-from megatron.schedule import Schedule
+from megatron.planning.schedule import Schedule
 
 try:
     from megatron.data import helpers

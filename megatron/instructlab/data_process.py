@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.chat_files import ChatJob, ChatTotals, preprocess_chats
+from megatron.data.chat.files import ChatJob, ChatTotals, preprocess_chats
 from megatron.data.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, best_dtype, file_sha256
 from megatron.files import replacing
 from megatron.instructlab.arguments import DataProcessArgs

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron.data.chat_template import named_tokens, read_config
+from megatron.data.chat.template import named_tokens, read_config
 from megatron.data.indexed import DataError, IndexedDatasetBuilder, best_dtype
 
 BATCH_DOCUMENTS = 1000

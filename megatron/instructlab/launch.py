@@ -15,12 +15,12 @@ from typing import IO
 
 import psutil
 
-from megatron.child_processes import end_with_parent, kill_tree, noted_signals
 from megatron.exit_codes import DONE, FAILED, GAVE_UP, HUNG, REFUSED
+from megatron.files import IMPORT_ROOT
 from megatron.instructlab.arguments import TorchrunArgs
-from megatron.training.stop import SIGNALS
+from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals
+from megatron.resilience.shutdown import SIGNALS
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 MEANINGS = {
     FAILED: "a fault that nobody foresaw; another try may succeed",
     REFUSED: "refused: a fault of the options, the data, the model or the device, told above",
@@ -48,7 +48,7 @@ def torchrun_command(torch_args: TorchrunArgs, ranks_per_node: int, train_flags:
 
 def environment_of_ranks(device: str, ranks_per_node: int) -> dict[str, str]:
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     environment["DS_ACCELERATOR"] = device
     if device == "cpu":
         # torch takes every core for each rank, and they would fight over them

@@ -9,10 +9,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron.command_line import from_dict
-from megatron.config import Config, ConfigError, options
+from megatron.config.command_line import from_dict
+from megatron.config.options import Config, ConfigError, options
+from megatron.config.validation import check
 from megatron.instructlab.arguments import DistributedBackend, ShardingStrategies, TorchrunArgs, TrainingArgs
-from megatron.rules import check
 
 NEVER = 1_000_000_000
 """Steps between two checkpoints where only the end of an epoch, or of the run, is to be saved."""

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ConfigError, ModelConfig
+from megatron.config.options import ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.regions import gather_channels
+from megatron.parallel.mappings import gather_channels
 
 
 @dataclass(frozen=True, eq=False)

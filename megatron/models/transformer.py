@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from megatron.config import Config, ModelConfig
+from megatron.config.options import Config, ModelConfig
 from megatron.models.attention import AttentionParts, Packing, SelfAttention
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import (
@@ -24,7 +24,7 @@ from megatron.parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from megatron.parallel.regions import replicated_parameter
+from megatron.parallel.mappings import replicated_parameter
 from megatron.parallel.rng import dropout
 from megatron.parallel.shards import Shard, alias, sharded_parameter
 

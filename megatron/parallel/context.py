@@ -16,7 +16,7 @@ from megatron.parallel.rng import RandomStreams
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from megatron.config import ParallelConfig
+    from megatron.config.options import ParallelConfig
 
 COLLECTIVES = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 LARGEST_TAG = 1  # of messages from rank to rank; DeepSpeed's pipeline sends with 0, on the CPU in the same group
@@ -67,9 +67,15 @@ class ParallelContext:
     tensor_group: dist.ProcessGroup | None = None
     stage: int = 0
     num_stages: int = 1
-    data_rank: int = 0
-    data_size: int = 1
-    data_group: dist.ProcessGroup | None = None
+    batch_rank: int = 0
+    """Which share of each global batch this rank reads."""
+    num_batch_ranks: int = 1
+    batch_group: dist.ProcessGroup | None = None
+    """The ranks that read different shares of a batch for the same part of the model."""
+    grad_rank: int = 0
+    """Place among the ranks over which the gradients of this part of the model are summed, and ZeRO shards."""
+    grad_size: int = 1
+    grad_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
     """All ranks that together hold one copy of the model."""
     control_group: dist.ProcessGroup | None = None
@@ -128,6 +134,8 @@ class ParallelContext:
         with quiet():
             grid = PipelineParallelGrid(topology=topology, process_group=dist.group.WORLD)
         place = topology.get_coord(rank)
+        # one group for both: they part only where several ranks share a sample (context parallelism)
+        data_group = grid.get_data_parallel_group() if dp > 1 else None
         return cls(
             rank=rank,
             world_size=world_size,
@@ -136,9 +144,12 @@ class ParallelContext:
             tensor_group=grid.get_slice_parallel_group() if tp > 1 else None,
             stage=place.pipe,
             num_stages=pp,
-            data_rank=place.data,
-            data_size=dp,
-            data_group=grid.get_data_parallel_group() if dp > 1 else None,
+            batch_rank=place.data,
+            num_batch_ranks=dp,
+            batch_group=data_group,
+            grad_rank=place.data,
+            grad_size=dp,
+            grad_group=data_group,
             model_group=grid.get_model_parallel_group() if tp * pp > 1 else None,
             control_group=dist.group.WORLD if device_kind == "cpu" else dist.new_group(backend="gloo"),
             sequence_parallel=parallel.sequence_parallel and tp > 1,
@@ -215,12 +226,12 @@ class ParallelContext:
         dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]
 
-    def sum_over_data_ranks(self, number: float) -> float:
-        """Sum over the data-parallel ranks. Collective in the data group."""
-        if self.data_group is None:
+    def sum_over_batch_ranks(self, number: float) -> float:
+        """Sum over the ranks of batch_group. Collective in that group."""
+        if self.batch_group is None:
             return number
         import torch.distributed as dist
 
         tensor = torch.tensor([number], dtype=torch.float32, device=self.device)
-        dist.all_reduce(tensor, group=self.data_group)
+        dist.all_reduce(tensor, group=self.batch_group)
         return float(tensor.item())

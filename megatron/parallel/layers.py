@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.regions import (
+from megatron.parallel.mappings import (
     all_gather_into,
     all_gather_rows,
     leave_tensor_region,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.regions import enter_tensor_region
+from megatron.parallel.mappings import enter_tensor_region
 from megatron.parallel.shards import shard_of
 
 MAX_FLOAT32_LOGITS = 1 << 22

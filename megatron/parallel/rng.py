@@ -32,12 +32,12 @@ class RandomStreams:
     def __init__(self) -> None:
         self._sharded: Tensor | None = None
 
-    def seed_step(self, seed: int, consumed_samples: int, stage: int, data_rank: int, tensor_rank: int) -> None:
+    def seed_step(self, seed: int, consumed_samples: int, stage: int, grad_rank: int, tensor_rank: int) -> None:
         """Start both streams for one step. Stages and data-parallel ranks always draw apart."""
         generator = _accelerator()
-        generator.manual_seed(derive_seed(seed, consumed_samples, stage, data_rank, "sharded", tensor_rank))
+        generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, "sharded", tensor_rank))
         self._sharded = generator.get_rng_state()
-        generator.manual_seed(derive_seed(seed, consumed_samples, stage, data_rank, "replicated"))
+        generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, "replicated"))
 
     @contextmanager
     def sharded(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.config import Config
+from megatron.config.options import Config
 from megatron.data.batches import Plan, dealt_evenly
 from megatron.data.blend import TokenDataset
 from megatron.data.gpt import Datasets, open_datasets

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.config import Config
+from megatron.config.options import Config
 from megatron.data.batches import Plan
-from megatron.data.chats import ChatDataset, PackedChats, open_chats
+from megatron.data.chat.dataset import ChatDataset, PackedChats, open_chats
 from megatron.data.packing import bucket_edges, bucket_length, pack_step, pad_to_edges
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.task import Microbatch, Task
@@ -40,7 +40,7 @@ class SFTTask(Task):
 
     @classmethod
     def of(cls, config: Config, ctx: ParallelContext) -> SFTTask:
-        return cls(config, device=ctx.device.type, data_parallel_size=ctx.data_size)
+        return cls(config, device=ctx.device.type, data_parallel_size=ctx.num_batch_ranks)
 
     @property
     def masks_loss(self) -> bool:

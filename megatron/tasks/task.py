@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.config import Config
+from megatron.config.options import Config
 from megatron.data.batches import Plan
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import linear_cross_entropy

@@ -16,21 +16,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
-from megatron.checkpoint.huggingface_start import HuggingFaceStart, is_huggingface
+from megatron.checkpoint.reader import MANIFEST, Checkpoint, CheckpointError, holds_checkpoints, newest_checkpoint
 from megatron.checkpoint.saver import Saver
-from megatron.checkpoint.store import MANIFEST, Checkpoint, CheckpointError, holds_checkpoints, newest_checkpoint
-from megatron.config import CheckpointConfig, Config
+from megatron.config.options import CheckpointConfig, Config
+from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.parallel.context import ParallelContext
+from megatron.resilience.errors import together
+from megatron.resilience.host_consistency import check_same_start, check_shared
+from megatron.resilience.replica_check import Replicas
 from megatron.training import state
 from megatron.training.engine import Engine
 from megatron.training.exports import Exports, is_due
-from megatron.training.faults import together
 from megatron.training.progress import Progress, SavedData
-from megatron.training.replicas import Replicas
-from megatron.training.sharing import check_same_start, check_shared
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.universal import ForeignCheckpoint
+    from megatron.interop.universal import ForeignCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _opened(folder: Path, ctx: ParallelContext) -> tuple[Checkpoint | None, str 
 
 
 def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> ForeignCheckpoint:
-    from megatron.checkpoint import universal  # late: it knows every format of DeepSpeed's
+    from megatron.interop import universal  # late: it knows every format of DeepSpeed's
 
     checkpoint = universal.read(folder, config)
     checkpoint.verify((ctx.rank, ctx.world_size))
@@ -419,7 +419,7 @@ def _layout(engine: Engine) -> dict[str, Any]:
     return {
         "pipeline_model_parallel_size": ctx.num_stages,
         "tensor_model_parallel_size": ctx.tensor_size,
-        "data_parallel_size": ctx.data_size,
+        "data_parallel_size": ctx.grad_size,
         "zero_stage": engine.config.effective_zero_stage,
         "precision": engine.config.training.precision,
     }

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.config import Config, ConfigError
+from megatron.config.options import Config, ConfigError
 
 OURS = ("optimizer", "scheduler", "gradient_accumulation_steps", "train_batch_size")
 """Sections that this project decides by other means than the JSON."""

@@ -20,16 +20,16 @@ from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
 from megatron.accelerator import quiet
-from megatron.config import Config
-from megatron.models.registry import build_layers
+from megatron.config.options import Config
+from megatron.models.families.registry import build_layers
 from megatron.models.transformer import compute_dtype
+from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import initialise, shard_of
 from megatron.tasks.task import Microbatch
 from megatron.training.deepspeed_config import deepspeed_config
-from megatron.training.optimizers import Gate, build_optimizer
+from megatron.training.optimizer import Gate, build_optimizer
 from megatron.training.state import uncounted_gradients
-from megatron.training.timers import StepTimers
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -131,7 +131,7 @@ class Engine:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         if self._draws:
-            ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.data_rank, ctx.tensor_rank)
+            ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
         batches, _ = self._weighted(microbatches)
         self.gate.begin_step()
         skipped_before = self.deepspeed.skipped_steps
@@ -151,7 +151,7 @@ class Engine:
         if num_microbatches == self._num_microbatches:
             return
         engine = self.deepspeed
-        engine.set_train_batch_size(num_microbatches * engine.train_micro_batch_size_per_gpu() * self.ctx.data_size)
+        engine.set_train_batch_size(num_microbatches * engine.train_micro_batch_size_per_gpu() * self.ctx.grad_size)
         if hasattr(engine.optimizer, "gradient_accumulation_steps"):
             # ZeRO's own copy, by which it adds up offloaded gradients; DeepSpeed 0.19.8 leaves it as it was
             engine.optimizer.gradient_accumulation_steps = num_microbatches
@@ -163,8 +163,8 @@ class Engine:
         """
         count = sum(batch.num_loss_tokens for batch in microbatches)
         # ranks hold different numbers of loss tokens only where a mask drops some
-        total = self.ctx.sum_over_data_ranks(count) if self._masks_loss else count * self.ctx.data_size
-        factor = len(microbatches) * self.ctx.data_size / max(total, 1.0)
+        total = self.ctx.sum_over_batch_ranks(count) if self._masks_loss else count * self.ctx.grad_size
+        factor = len(microbatches) * self.ctx.grad_size / max(total, 1.0)
         return iter([(batch.inputs, (batch.labels, batch.loss_mask * factor)) for batch in microbatches]), total
 
     def _sequential_step(self, batches: Iterator[Any]) -> Tensor:
@@ -179,7 +179,7 @@ class Engine:
                 engine.backward(loss)
             with self.timers("optimizer"):
                 engine.step()
-        return self._mean_over_data_ranks(torch.stack(losses).mean())
+        return self._mean_over_grad_ranks(torch.stack(losses).mean())
 
     def _sequential_loss(self, inputs: Any, labels: Any) -> Tensor:
         device = self.ctx.device
@@ -191,10 +191,10 @@ class Engine:
     def _loss_of(self, outputs: tuple[Tensor, Tensor], labels: Any) -> Tensor:
         return self._loss(outputs, labels)
 
-    def _mean_over_data_ranks(self, loss: Tensor) -> Tensor:
-        if self.ctx.data_group is not None:
-            dist.all_reduce(loss, group=self.ctx.data_group)
-            loss /= self.ctx.data_size
+    def _mean_over_grad_ranks(self, loss: Tensor) -> Tensor:
+        if self.ctx.grad_group is not None:
+            dist.all_reduce(loss, group=self.ctx.grad_group)
+            loss /= self.ctx.grad_size
         return loss
 
     def evaluate(self, microbatches: Sequence[Microbatch], num_microbatches: int) -> tuple[Tensor, float]:
@@ -210,7 +210,7 @@ class Engine:
         with torch.no_grad():
             losses = [self._sequential_loss(inputs, labels) for inputs, labels in batches]
         self.deepspeed.train()
-        return self._mean_over_data_ranks(torch.stack(losses).mean()), tokens
+        return self._mean_over_grad_ranks(torch.stack(losses).mean()), tokens
 
 
 def build_engine(
@@ -227,7 +227,7 @@ def build_engine(
     `will_restore`: leave out the start, since a checkpoint is going to fill every parameter. `after_model` is called
     between the model and its optimizer.
     """
-    settings = deepspeed_config(config, ctx.data_size)
+    settings = deepspeed_config(config, ctx.grad_size)
     specs, gate = build_layers(config, ctx), Gate(ctx)
     with quiet():
         model = (
@@ -244,7 +244,7 @@ def build_engine(
         _import_muon_uncompiled()
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
-    if config.uses_pipeline and ctx.data_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+    if config.uses_pipeline and ctx.grad_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         # alone, a rank has nothing to reduce; DeepSpeed would copy every gradient into a buffer and back
         engine.pipeline_enable_backward_allreduce = False
     if config.uses_pipeline and engine.steps_per_print() is None:
@@ -297,7 +297,7 @@ def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) ->
     for name, parameter in model.named_parameters():
         if config.optimizer.zero_stage == 3:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if ctx.data_rank == 0:
+                if ctx.grad_rank == 0:
                     initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
         else:
             initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)

@@ -25,21 +25,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint.huggingface import (
+from megatron.checkpoint.reader import LEFTOVER, Checkpoint, CheckpointError, hidden_path
+from megatron.checkpoint.saver import take_lock
+from megatron.checkpoint.writer import make_folder, remove_checkpoint
+from megatron.config.options import Config
+from megatron.files import appearing, write_durably
+from megatron.interop.huggingface import (
     TOKENIZER_FILES,
     check_tokenizer,
     export_huggingface,
     name_map,
     tokenizer_files,
 )
-from megatron.checkpoint.huggingface_files import DTYPES, read_json
-from megatron.checkpoint.huggingface_start import is_huggingface
-from megatron.checkpoint.native import NativeModel, check_space, native_model
-from megatron.checkpoint.saver import take_lock
-from megatron.checkpoint.store import LEFTOVER, Checkpoint, CheckpointError, hidden_path
-from megatron.checkpoint.writing import make_folder, remove_checkpoint
-from megatron.config import Config
-from megatron.files import appearing, write_durably
+from megatron.interop.huggingface_files import DTYPES, read_json
+from megatron.interop.huggingface_start import is_huggingface
+from megatron.interop.native import NativeModel, check_space, native_model
 from megatron.parallel.context import ParallelContext
 
 LAST = "last_epoch"

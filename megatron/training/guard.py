@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron.data.batches import Plan
+from megatron.observability.metrics import MetricsLog
+from megatron.resilience.errors import GaveUp
+from megatron.resilience.replica_check import Replicas
 from megatron.tasks.task import Task
 from megatron.training.checkpoints import Checkpoints, checkpoint_before, restore_whole
 from megatron.training.engine import Engine, StepResult
-from megatron.training.faults import GaveUp
-from megatron.training.metrics import MetricsLog
 from megatron.training.progress import Progress, RunningEstimate
-from megatron.training.replicas import Replicas
 
 SHOWN_STEPS = 4
 SHOWN_DOCUMENTS = 8

@@ -15,19 +15,19 @@ from torch import Tensor
 from megatron import accelerator
 from megatron.data.batches import Batches
 from megatron.data.indexed import DataError
+from megatron.observability.memory import MemoryLog
+from megatron.observability.metrics import MetricsLog, StepMetrics
+from megatron.observability.profiling import Profile
+from megatron.observability.straggler import Straggler
 from megatron.parallel.context import ParallelContext
-from megatron.schedule import Schedule
+from megatron.planning.schedule import Schedule
+from megatron.resilience.shutdown import StopDecision
+from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.task import Microbatch, Task
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
 from megatron.training.guard import Guard
-from megatron.training.memory import MemoryLog
-from megatron.training.metrics import MetricsLog, StepMetrics
-from megatron.training.profiling import Profile
 from megatron.training.progress import Progress
-from megatron.training.stop import StopDecision
-from megatron.training.straggler import Straggler
-from megatron.training.watchdog import Watchdog
 
 
 class Interval:
@@ -100,7 +100,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         config, ctx = self.engine.config, self.engine.ctx
-        self._plan = self.task.plan(self.datasets[0], self.schedule.global_batch_size, ctx.data_rank, ctx.data_size)
+        self._plan = self.task.plan(
+            self.datasets[0], self.schedule.global_batch_size, ctx.batch_rank, ctx.num_batch_ranks
+        )
         self._batches = Batches(
             self._plan,
             partial(self.task.read, self.datasets[0]),
@@ -327,7 +329,7 @@ def evaluate(
         size = training.global_batch_size
         return size if per_epoch is None else min(size, per_epoch - consumed_samples)
 
-    plan = task.plan(dataset, size_at, ctx.data_rank, ctx.data_size)
+    plan = task.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
     total, tokens, consumed_samples = 0.0, 0.0, 0
     for _ in range(num_batches):
         if stops():

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.store import CheckpointError
-from megatron.config import Config
+from megatron.checkpoint.reader import CheckpointError
+from megatron.config.options import Config
 from megatron.data.blend import content_of
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.store import Checkpoint, CheckpointError, Fragment
+from megatron.checkpoint.reader import Checkpoint, CheckpointError, Fragment
 from megatron.models.transformer import compute_dtype
 from megatron.parallel.shards import Shard, shard_of
 
@@ -143,7 +143,7 @@ def _parts(engine: Engine) -> Iterator[Part]:
         is_saved_here = is_first and not getattr(parameter, "ds_pipe_replicated", False)
         if config.effective_zero_stage == 0:
             moments = {kind: state for kind, state in inner.state.get(parameter, {}).items() if kind in MOMENTS}
-            is_turn = index % ctx.data_size == ctx.data_rank
+            is_turn = index % ctx.grad_size == ctx.grad_rank
             yield Part(
                 name,
                 parameter,
@@ -178,7 +178,7 @@ def _flat_partitions(optimizer: Any) -> list[Tensor]:
 def _zero3_part(engine: Engine, name: str, parameter: Any, is_saved_here: bool) -> Iterator[Part]:
     optimizer, inner = engine.deepspeed.optimizer, _torch_optimizer(engine)
     per_rank = parameter.ds_tensor.ds_numel
-    start = per_rank * engine.ctx.data_rank
+    start = per_rank * engine.ctx.grad_rank
     numel = min(per_rank, parameter.ds_numel - start)  # the last ranks' stretches are padded
     if numel <= 0:
         return

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.reader import Checkpoint, CheckpointError, Fragment, newest_checkpoint
 from megatron.checkpoint.saver import Saver
-from megatron.checkpoint.store import Checkpoint, CheckpointError, Fragment, newest_checkpoint
-from megatron.checkpoint.writing import write_checkpoint
+from megatron.checkpoint.writer import write_checkpoint
 from megatron.parallel.shards import Shard
 
 SHARD = Shard((8, 6), dim=0, pieces=(4, 4))

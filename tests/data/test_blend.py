@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config import DataConfig
+from megatron.config.options import DataConfig
 from megatron.data.blend import BlendedDataset, TokenDataset, content_of
 from megatron.data.gpt import GPTDataset, build_datasets
 from megatron.data.indexed import DataError

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.cli import inspect_dataset, merge_datasets
 from megatron.data.indexed import HEADER_BYTES, DataError, IndexedDataset, IndexedDatasetBuilder
 from tests.data.datasets import write_dataset
-from tools import inspect_dataset, merge_datasets
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LENGTHS = [2, 3, 4]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.config import DataConfig
+from megatron.config.options import DataConfig
 from megatron.data.blend import content_of
 from megatron.data.gpt import GPTDataset, build_datasets, plan_epochs, split_documents
 from megatron.data.indexed import DataError
@@ -225,7 +225,7 @@ def test_a_cache_folder_that_cannot_be_written_is_said_and_done_without(
 def test_racing_processes_share_one_whole_cache(tmp_path: Path) -> None:
     write_dataset(tmp_path / "d", [10] * 1000)
     program = (
-        "import sys; from megatron.config import DataConfig; from megatron.data.gpt import build_datasets\n"
+        "import sys; from megatron.config.options import DataConfig; from megatron.data.gpt import build_datasets\n"
         "train, _, _ = build_datasets(DataConfig(data_path=(sys.argv[1],)), seq_length=4, seed=1,"
         " num_samples=(5000, 0, 0), vocab_size=60000)\n"
         "print(train.fingerprint, train[0].tolist(), train[4999].tolist())"

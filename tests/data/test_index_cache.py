@@ -154,7 +154,7 @@ def test_a_file_system_without_locks_is_used_all_the_same(tmp_path: Path, monkey
 # Builds a split, and says the digest of what it read and how many arrays this process built itself.
 RANK = """
 import hashlib, sys
-from megatron.config import DataConfig
+from megatron.config.options import DataConfig
 from megatron.data import gpt, helpers
 from megatron.data.gpt import build_datasets
 built = []

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = tuple(
-    f"megatron/data/{name}" for name in ("helpers.cpp", "packing.cpp", "steps.cpp", "buckets.cpp", "packing.h")
+    f"megatron/data/native/{name}" for name in ("helpers.cpp", "packing.cpp", "steps.cpp", "buckets.cpp", "packing.h")
 )
 FOUND = 99
 """Exit status of a process that a sanitizer ended."""

@@ -15,7 +15,7 @@ import regex
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.command_line import from_dict
+from megatron.config.command_line import from_dict
 from megatron.data.indexed import DataError
 from megatron.data.tokenizer import (
     TIKTOKEN_SCHEMES,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.api import TorchrunArgs, TrainingArgs
-from megatron.config import Config
+from megatron.config.options import Config
 from megatron.instructlab.arguments import DeepSpeedOptions
 from megatron.instructlab.mapping import Setting, build_config, refusals, remarks
 from tests.finetuning_files import REQUIRED

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.command_line import parse_arguments
-from megatron.config import Config
-from megatron.models.registry import build_layers
+from megatron.config.command_line import parse_arguments
+from megatron.config.options import Config
+from megatron.config.validation import check
+from megatron.models.families.registry import build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy
 from megatron.parallel.shards import initialise, shard_of
-from megatron.rules import check
 from megatron.training.engine import SequentialModel
 
 COMMON = (

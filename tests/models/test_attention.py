@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.command_line import parse_arguments
-from megatron.config import ConfigError, ModelConfig
+from megatron.config.command_line import parse_arguments
+from megatron.config.options import ConfigError, ModelConfig
 from megatron.models.attention import (
     AttentionMask,
     FlexAttention,

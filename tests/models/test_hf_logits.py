@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.checkpoint.huggingface import name_map
-from megatron.models.registry import build_layers
+from megatron.interop.huggingface import name_map
+from megatron.models.families.registry import build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import shard_of
 from megatron.training.engine import SequentialModel

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config import ModelConfig
+from megatron.config.options import ModelConfig
 from megatron.models.attention import FusedHPUAttention, Packing, SDPAttention, alibi_slopes, build_kernel
-from megatron.models.registry import build_layers
+from megatron.models.families.registry import build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import RMSNorm
 from megatron.training.engine import SequentialModel
-from megatron.training.optimizers import Gate, build_optimizer
+from megatron.training.optimizer import Gate, build_optimizer
 from tests.models.outputs import build_model, config_of
 
 HPU = ParallelContext(device=torch.device("hpu"))

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ParallelConfig
-from megatron.parallel import layers, losses, regions
+from megatron.config.options import ParallelConfig
+from megatron.parallel import layers, losses
+from megatron.parallel import mappings as regions
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, shard_of, sharded_parameter
 
@@ -162,7 +163,7 @@ def dropped(tp: int, step_seeds: list[int]) -> list[tuple[Array, Array]]:
     ctx = context(tp, sequence_parallel=False)
     drawn = []
     for consumed_samples in step_seeds:
-        ctx.streams.seed_step(1, consumed_samples, ctx.stage, ctx.data_rank, ctx.tensor_rank)
+        ctx.streams.seed_step(1, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
         replicated, sharded = (
             dropout(torch.ones(256), 0.5, True, ctx.streams, sharded=sharded).numpy() for sharded in (False, True)
         )

@@ -21,7 +21,7 @@ def test_interface_is_the_one_an_address_is_reached_from() -> None:
 
 def test_single_context_needs_no_process_group() -> None:
     ctx = ParallelContext.single()
-    assert (ctx.broadcast(7), ctx.sum_over_data_ranks(2.5), ctx.slice_size(12)) == (7, 2.5, 12)
+    assert (ctx.broadcast(7), ctx.sum_over_batch_ranks(2.5), ctx.slice_size(12)) == (7, 2.5, 12)
     assert ctx.is_first_stage
     assert ctx.is_last_stage
 

@@ -11,7 +11,7 @@ from megatron.parallel.rng import RandomStreams, derive_seed, dropout
 from tests.parallel import on_ranks
 from tests.ranks import RankPools
 
-PLACE = {"seed": 1234, "consumed_samples": 96, "stage": 0, "data_rank": 0, "tensor_rank": 0}
+PLACE = {"seed": 1234, "consumed_samples": 96, "stage": 0, "grad_rank": 0, "tensor_rank": 0}
 
 
 def draw(**changed: int) -> tuple[list[float], list[float]]:
@@ -43,9 +43,9 @@ def test_streams_of_one_rank_differ() -> None:
     assert replicated != sharded
 
 
-def test_seed_samples_stage_and_data_rank_draw_apart() -> None:
+def test_seed_samples_stage_and_grad_rank_draw_apart() -> None:
     replicated, sharded = draw()
-    for name in ("seed", "consumed_samples", "stage", "data_rank"):
+    for name in ("seed", "consumed_samples", "stage", "grad_rank"):
         other_replicated, other_sharded = draw(**{name: PLACE[name] + 1})
         assert other_replicated != replicated, name
         assert other_sharded != sharded, name

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron.data.chats import MASK_SUFFIX, ChatDataset
+from megatron.config.validation import check
+from megatron.data.chat.dataset import MASK_SUFFIX, ChatDataset
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.models.transformer import unpack
 from megatron.parallel.context import ParallelContext
-from megatron.rules import check
 from megatron.tasks.sft import SFTTask
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, build_engine
@@ -47,7 +47,7 @@ def some_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def build(arguments: str) -> tuple[Engine, SFTTask, ChatDataset]:
-    from megatron.command_line import parse_arguments
+    from megatron.config.command_line import parse_arguments
 
     words = [*layouts.COMMON.replace("--train-iters 1000 --data-path none", "").split(), "--task", "sft"]
     config, _ = parse_arguments([*words, "--num-epochs", "2", "--micro-batch-size", "1", *arguments.split()])
@@ -64,7 +64,7 @@ def step(engine: Engine, task: SFTTask, dataset: Any, consumed_samples: int, lr:
     """Loss of a step, and its samples."""
     ctx, size = engine.ctx, engine.config.training.global_batch_size
     left = len(dataset) - consumed_samples % len(dataset)
-    plan = task.plan(dataset, lambda _: min(size, left), ctx.data_rank, ctx.data_size)
+    plan = task.plan(dataset, lambda _: min(size, left), ctx.batch_rank, ctx.num_batch_ranks)
     samples, keys = plan(consumed_samples)
     batches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
     result = engine.train_step(batches, num_microbatches=len(keys), consumed_samples=consumed_samples, lr=lr)
@@ -121,7 +121,7 @@ def dense_gradient(arguments: str) -> tuple[float, dict[str, torch.Tensor], dict
 
 def greedy(arguments: str, prompts: list[list[int]], count: int) -> list[list[int]]:
     """What the loaded weights say to each prompt: so many tokens, each time the likeliest."""
-    from megatron.command_line import load_config
+    from megatron.config.command_line import load_config
     from tests import runs
 
     config = load_config([*runs.TINY.split(), *arguments.split(), "--no-pipeline-parallel"])

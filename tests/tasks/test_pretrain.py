@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.command_line import from_dict, parse_arguments
+from megatron.config.command_line import from_dict, parse_arguments
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.task import Microbatch

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.store import Checkpoint
-from megatron.command_line import from_dict
-from megatron.data.chats import MASK_SUFFIX
+from megatron.checkpoint.reader import Checkpoint
+from megatron.config.command_line import from_dict
+from megatron.data.chat.dataset import MASK_SUFFIX
 from megatron.data.indexed import DataError, IndexedDatasetBuilder
 from megatron.tasks.sft import SFTTask
 from tests import runs

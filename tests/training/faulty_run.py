@@ -1,4 +1,4 @@
-"""Runs of megatron.train under tools/processes.py in which one rank meets a fault at a given step.
+"""Runs of megatron.train under tools/hosts.py in which one rank meets a fault at a given step.
 
 `Zygote` starts this file once; it imports torch and deepspeed, and forks the launcher and the ranks of each run from
 itself, which spares every rank the seconds of the imports. Only how a process comes to be differs from a real launch.
@@ -158,7 +158,7 @@ Popen = subprocess.Popen  # of which `launch` makes the launcher start ForkedRan
 
 
 class ForkedRank:
-    """What tools/processes.py needs of subprocess.Popen, for a rank that is forked from here."""
+    """What tools/hosts.py needs of subprocess.Popen, for a rank that is forked from here."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class ForkedRank:
 
 def launch(order: dict[str, Any]) -> int:
     """The launcher of one run, in a process of its own."""
-    from tools import processes
+    from megatron.launch import hosts
 
     reading, writing = os.pipe()  # a file of output would be on the full disk, too
     os.dup2(writing, 1)
@@ -225,11 +225,11 @@ def launch(order: dict[str, Any]) -> int:
     os.close(writing)
     copier = threading.Thread(target=copy_to, args=(reading, Path(order["folder"]) / "output"))
     copier.start()
-    processes.subprocess.Popen = ForkedRank  # type: ignore[misc, assignment]
+    hosts.subprocess.Popen = ForkedRank  # type: ignore[misc, assignment]
     size = str(order["world_size"])
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(processes._free_port()),
+        "MASTER_PORT": str(hosts._free_port()),
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
         "FAULT": order["fault"],
@@ -237,7 +237,7 @@ def launch(order: dict[str, Any]) -> int:
         "FAULT_FOLDER": order["folder"],
     }
     ranks = [{**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(int(size)))]
-    status = processes.run_processes(["megatron.train", *order["flags"]], ranks)
+    status = hosts.run_processes(["megatron.train", *order["flags"]], ranks)
     sys.stderr.flush()
     os.close(1)
     os.close(2)
@@ -257,7 +257,7 @@ def serve() -> None:
     import torch
     import torch.utils.tensorboard.writer
 
-    import tools.processes  # noqa: F401
+    import megatron.launch.hosts  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from megatron.command_line import parse_arguments
+from megatron.config.command_line import parse_arguments
+from megatron.config.validation import check
 from megatron.parallel.context import ParallelContext
-from megatron.rules import check
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore
 from megatron.training.engine import Engine, build_engine
@@ -45,7 +45,7 @@ def build(arguments: str) -> tuple[Engine, PretrainTask]:
 def num_microbatches(engine: Engine, samples: int | None = None) -> int:
     """Of each rank, in a step of so many samples."""
     training = engine.config.training
-    return (samples or training.global_batch_size) // (training.micro_batch_size * engine.ctx.data_size)
+    return (samples or training.global_batch_size) // (training.micro_batch_size * engine.ctx.num_batch_ranks)
 
 
 def step_tokens(step: int, samples: int, seq_length: int) -> np.ndarray:
@@ -65,7 +65,7 @@ def step_batches(engine: Engine, task: PretrainTask, step: int, samples: int | N
     samples = samples or training.global_batch_size
     tokens = step_tokens(step, samples, training.seq_length)
     size = training.micro_batch_size
-    rows = range(ctx.data_rank * size, samples, size * ctx.data_size)
+    rows = range(ctx.batch_rank * size, samples, size * ctx.num_batch_ranks)
     return [task.collate(tokens[row : row + size]) for row in rows] if engine.reads_data else []
 
 

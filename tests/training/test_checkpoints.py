@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import universal
-from megatron.checkpoint.store import Checkpoint, newest_checkpoint
+from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
+from megatron.cli import convert_checkpoint
+from megatron.interop import universal
 from tests.ranks import RankFailure, RankPools
 from tests.training import layouts
 from tests.training.test_layouts import LAYOUTS, arguments
-from tools import convert_checkpoint
 
 SOURCES = {
     "PP2 TP2": ("221", 0, ""),

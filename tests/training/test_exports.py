@@ -16,14 +16,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron import files
-from megatron.checkpoint.huggingface import import_huggingface
-from megatron.checkpoint.huggingface_files import WeightsWriter
-from megatron.checkpoint.store import checkpoint_folders, iteration_of, newest_checkpoint
+from megatron.checkpoint.reader import checkpoint_folders, iteration_of, newest_checkpoint
+from megatron.cli import convert_checkpoint
+from megatron.interop.huggingface import import_huggingface
+from megatron.interop.huggingface_files import WeightsWriter
+from megatron.observability.metrics import MetricsLog
 from megatron.training import exports
-from megatron.training.metrics import MetricsLog
 from tests import runs
 from tests.ranks import RankFailure, RankPools
-from tools import convert_checkpoint
 
 transformers = pytest.importorskip("transformers")
 
@@ -293,7 +293,7 @@ def export_slowly(arguments: str) -> int:
     with (
         patch.object(WeightsWriter, "write", write),
         patch.object(exports, "POLL_S", 0.01),
-        patch("megatron.training.watchdog.Watchdog.beat", lambda _: beats.append(1)),
+        patch("megatron.resilience.watchdog.Watchdog.beat", lambda _: beats.append(1)),
     ):
         assert runs.train(arguments) == ""
     return len(beats)

@@ -18,12 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.store import Checkpoint
-from megatron.command_line import load_config
+from megatron.checkpoint.reader import Checkpoint
+from megatron.config.command_line import load_config
 from megatron.data.gpt import open_datasets
 from megatron.data.indexed import IndexedDataset
+from megatron.resilience.replica_check import checksum, odd_ones
 from megatron.training.progress import Progress, RunningEstimate
-from megatron.training.replicas import checksum, odd_ones
 from tests import runs
 from tests.ranks import RankPools
 from tests.training import layouts, planted

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface import import_huggingface
-from megatron.checkpoint.huggingface_config import their_config
-from megatron.checkpoint.huggingface_start import HuggingFaceStart
-from megatron.checkpoint.store import Checkpoint, CheckpointError, newest_checkpoint
-from megatron.command_line import parse_arguments
+from megatron.checkpoint.reader import Checkpoint, CheckpointError, newest_checkpoint
+from megatron.config.command_line import parse_arguments
+from megatron.interop.huggingface import import_huggingface
+from megatron.interop.huggingface_config import their_config
+from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from megatron.training.checkpoints import find_checkpoint
@@ -119,7 +119,7 @@ def test_any_stretch_of_any_cut_is_read(
     flags = [*layouts.COMMON.split(), *layouts.MODELS[model].split(), "--num-layers", "1"]
     config, _ = parse_arguments(flags)
     start, whole = HuggingFaceStart(folder, config), import_huggingface(folder)
-    monkeypatch.setattr("megatron.checkpoint.huggingface_start.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("megatron.interop.huggingface_start.CHUNK_BYTES", chunk_bytes)
     for name, shard in whole.map.shards.items():
         full = whole.read(name).clone()
         for size in (1, 2):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.store import CheckpointError
-from megatron.command_line import from_dict
-from megatron.config import Config
+from megatron.checkpoint.reader import CheckpointError
+from megatron.config.command_line import from_dict
+from megatron.config.options import Config
 from megatron.data.gpt import open_datasets
 from megatron.training.progress import SavedData, check_data
 from tests import runs

@@ -1,0 +1,296 @@
+"""Writing checkpoints: one file, streamed (`Writer`); the manifest and the name (`commit`); all of it from one process.
+
+The format is `store.py`'s. A run's ranks save with `saver.Saver`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal import isal_zlib
+
+from megatron.checkpoint.reader import (
+    FORMAT,
+    ITEM_BYTES,
+    LATEST,
+    MANIFEST,
+    PIECE_BYTES,
+    VERSION,
+    Checkpoint,
+    CheckpointError,
+    Fragment,
+    Stored,
+    check_tag,
+    hidden_path,
+    rank_file,
+    safetensors_header,
+)
+from megatron.files import sync_folder, write_durably
+
+BLOCK_BYTES = 4096
+"""What writing past the page cache wants addresses, places and lengths to be multiples of."""
+STREAM_HEADER_BYTES = 64 << 10
+"""Kept free for the header of a file whose tensors are not known beforehand: enough for some 400 of them."""
+
+logger = logging.getLogger(__name__)
+
+
+def _entry_bytes(fragment: Fragment) -> int:
+    """At least what a fragment takes of a header."""
+    return len(json.dumps(f"{fragment.kind}:{fragment.name}")) + 120
+
+
+def anonymous_memory(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory that begins at a page."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them; they only make the first touch quicker
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class Writer:
+    """One file of a checkpoint, streamed: tensors as they come, their checksums on the way, the header last.
+
+    Past the page cache where the file system allows it: what is saved is seldom read soon, and what is waited for is
+    the disk anyway. Durable once `close` has returned. Raises OSError.
+    """
+
+    def __init__(self, path: Path, *, tag: str, token: str, header_bytes: int):
+        self.path, self._tag, self._token, self._header_bytes = path, tag, token, header_bytes
+        self._free_header_bytes = header_bytes - 8 - _BARE_HEADER_BYTES - len(tag) - len(token)
+        self._fragments: list[Stored] = []
+        self._offset = header_bytes
+        self._memory = anonymous_memory(PIECE_BYTES)
+        self._bytes = memoryview(self._memory)
+        self._piece = torch.frombuffer(self._memory, dtype=torch.float32)
+        self._filled = 0  # elements of the piece
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._direct = hasattr(os, "O_DIRECT")
+        try:
+            self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise
+            self._direct = False  # a file system that has no such thing, and may have made the file all the same
+            self._file = os.open(path, flags & ~os.O_EXCL, 0o666)
+        os.lseek(self._file, header_bytes, os.SEEK_SET)
+
+    def fits(self, fragment: Fragment) -> bool:
+        """Whether the header has room for one more."""
+        return _entry_bytes(fragment) <= self._free_header_bytes
+
+    def add(self, fragment: Fragment) -> None:
+        tensor, numel, done, crc32 = fragment.tensor.detach(), fragment.tensor.numel(), 0, 0
+        while done < numel:
+            count = min(numel - done, len(self._piece) - self._filled)
+            end = self._filled + count
+            self._piece[self._filled : end].copy_(tensor[done : done + count])
+            crc32 = isal_zlib.crc32(self._bytes[self._filled * ITEM_BYTES : end * ITEM_BYTES], crc32)
+            self._filled, done = end, done + count
+            if end == len(self._piece):
+                self._flush()
+        place = (fragment.tensor_rank, fragment.tensor_size, fragment.shard.padding, fragment.start, numel)
+        self._fragments.append(Stored(self.path.name, fragment.name, fragment.kind, *place, crc32, self._offset))
+        self._offset += numel * ITEM_BYTES
+        self._free_header_bytes -= _entry_bytes(fragment)
+
+    def close(self) -> dict[str, Any]:
+        """Write the rest, and wait until it is on the disk. Returns the manifest's entry of the file."""
+        self._flush()
+        self._leave_direct()
+        header = safetensors_header(self._tag, self._token, self.path.name, self._fragments, self._header_bytes)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        self._write(memoryview(header))
+        os.fsync(self._file)
+        self.abandon()
+        keys = ("name", "kind", "tensor_rank", "tensor_size", "padding", "start", "numel", "crc32")
+        return {
+            "bytes": self._offset,
+            "header_crc32": isal_zlib.crc32(header),
+            "fragments": [{key: getattr(at, key) for key in keys} for at in self._fragments],
+        }
+
+    def abandon(self) -> None:
+        """Close the file as it is. Does nothing after `close`."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _flush(self) -> None:
+        self._write(self._bytes[: self._filled * ITEM_BYTES])
+        self._filled = 0
+
+    def _write(self, content: memoryview) -> None:
+        while len(content):
+            if self._direct and len(content) < BLOCK_BYTES:
+                self._leave_direct()
+            part = content[: len(content) // BLOCK_BYTES * BLOCK_BYTES] if self._direct else content
+            try:
+                written = os.write(self._file, part)
+            except OSError as error:
+                if not self._direct or error.errno != errno.EINVAL:
+                    raise
+                self._leave_direct()  # larger blocks than ours, or a write that ended within one
+                continue
+            if not self._direct and hasattr(os, "posix_fadvise"):
+                # begin to write it out now: the last fsync would find all of it still to do
+                place = os.lseek(self._file, 0, os.SEEK_CUR) - written
+                os.posix_fadvise(self._file, place, written, os.POSIX_FADV_DONTNEED)
+            content = content[written:]
+
+    def _leave_direct(self) -> None:
+        if self._direct:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
+            self._direct = False
+
+
+_BARE_HEADER_BYTES = len(safetensors_header("", "", "rank_0000000000.safetensors", (), 1 << 12).rstrip())
+
+
+@dataclass
+class Part:
+    """What one rank adds to the manifest."""
+
+    parameters: dict[str, Any]
+    files: dict[str, Any]
+
+    def add_parameter(self, fragment: Fragment) -> None:
+        shard = fragment.shard
+        entry = {"shape": list(shard.shape), "dim": shard.dim, "pieces": list(shard.pieces), "dtype": fragment.dtype}
+        self._add(fragment.name, entry)
+
+    def merge(self, other: Mapping[str, Any]) -> None:
+        for name, entry in other["parameters"].items():
+            self._add(name, entry)
+        self.files.update(other["files"])
+
+    def _add(self, name: str, entry: dict[str, Any]) -> None:
+        if self.parameters.setdefault(name, entry) != entry:
+            raise CheckpointError(f"{name} is {self.parameters[name]} and {entry}; a name stands for one parameter")
+
+
+def write_checkpoint(folder: str | Path, tag: str, fragments: Iterable[Fragment], metadata: Mapping[str, Any]) -> Path:
+    """Save a checkpoint from a single process, and point `latest` at it. Returns its folder.
+
+    Fragments are taken one by one and not kept. What fails leaves nothing behind, and an older checkpoint of this tag
+    as it was. Raises CheckpointError, OSError.
+    """
+    save, token = Path(folder), uuid.uuid4().hex[:12]
+    check_tag(tag)
+    text = json.dumps(metadata, allow_nan=False)
+    make_folder(save)
+    partial = hidden_path(save, tag, "partial", token)
+    part, writer, number = Part({}, {}), None, 0
+    try:
+        os.mkdir(partial)
+        for fragment in fragments:
+            part.add_parameter(fragment)
+            if writer is None or not writer.fits(fragment):
+                if writer is not None:
+                    part.files[writer.path.name] = writer.close()
+                    number += 1
+                header_bytes = max(STREAM_HEADER_BYTES, header_bytes_for(tag, token, [fragment]))
+                writer = Writer(partial / rank_file(number), tag=tag, token=token, header_bytes=header_bytes)
+            writer.add(fragment)
+        if writer is None:
+            raise CheckpointError(f"{save / tag}: there is nothing to save in it")
+        part.files[writer.path.name] = writer.close()
+        commit(save, tag, token, part, text)
+    finally:
+        if writer is not None:
+            writer.abandon()
+        shutil.rmtree(partial, ignore_errors=True)
+    return save / tag
+
+
+def make_folder(save: Path) -> None:
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{save} cannot be made: {error.strerror}; give a folder that can be written") from error
+
+
+def header_bytes_for(tag: str, token: str, fragments: Sequence[Fragment]) -> int:
+    """Enough for the header of these fragments."""
+    needed = 8 + _BARE_HEADER_BYTES + len(tag) + len(token) + sum(map(_entry_bytes, fragments))
+    return -(-needed // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """A key that puts layer 10 behind layer 9."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split("([0-9]+)", name)]
+
+
+def _manifest_text(tag: str, token: str, part: Part, metadata_text: str) -> bytes:
+    def lines(mapping: Mapping[str, Any]) -> str:
+        entries = [f"  {json.dumps(key)}: {json.dumps(mapping[key])}" for key in sorted(mapping, key=_natural)]
+        return "{\n" + ",\n".join(entries) + "\n }"
+
+    fields = {"format": json.dumps(FORMAT), "version": str(VERSION), "tag": json.dumps(tag), "token": json.dumps(token)}
+    fields |= {"metadata": metadata_text, "parameters": lines(part.parameters), "files": lines(part.files)}
+    body = "{\n" + ",\n".join(f' "{key}": {value}' for key, value in fields.items())
+    seal = hashlib.sha256(f"{body}\n}}\n".encode()).hexdigest()
+    return f'{body},\n "sha256": "{seal}"\n}}\n'.encode()
+
+
+def commit(save: Path, tag: str, token: str, part: Part, metadata_text: str) -> None:
+    """Give a folder whose files are whole its manifest and its name, and point `latest` at it.
+
+    Whatever fails, and at whichever moment the process dies, `latest` names a whole checkpoint, or the one it named is
+    found under its other name.
+    """
+    partial, final = hidden_path(save, tag, "partial", token), save / tag
+    replaced, latest = hidden_path(save, tag, "replaced", token), hidden_path(save, tag, "latest", token)
+    try:
+        write_durably(partial / MANIFEST, _manifest_text(tag, token, part, metadata_text))
+        for path in partial.glob("rank_*.json"):
+            os.unlink(path)
+        Checkpoint(partial)  # complete, or it is not worth its name
+        sync_folder(partial)
+        # before anything gets its name: a full disk is found here
+        write_durably(latest, f"{tag}\n".encode())
+        if os.path.lexists(final):
+            os.rename(final, replaced)
+        try:
+            os.rename(partial, final)
+            sync_folder(save)
+            os.replace(latest, save / LATEST)
+            sync_folder(save)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.rename(final, partial)
+            with contextlib.suppress(OSError):
+                os.rename(replaced, final)
+            raise
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(latest)
+        raise
+    if os.path.lexists(replaced):
+        remove_checkpoint(replaced, hidden_path(save, tag, "deleted", token))
+
+
+def remove_checkpoint(path: Path, hidden: Path) -> None:
+    """Delete a checkpoint, so that half of one is never seen under its name. What cannot be deleted is only told."""
+    try:
+        if path != hidden:
+            os.rename(path, hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)

@@ -1,0 +1,209 @@
+"""Check a run, then start its ranks: on this machine, or on the hosts of a hostsfile through DeepSpeed's launcher.
+
+    python tools/launch.py [--nodes N] [--devices-per-node M] [--hostsfile F] [--dry-run] -- FLAGS OF megatron.train
+    scripts/run_bloom13b.sh, run_llama.sh, run_sft.sh: the same from HL_* variables
+
+Everything that can be known beforehand is judged before anything starts or is written, without importing torch or
+deepspeed: one message lists every fault, and the exit status is 2. Otherwise it is that of the first rank that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config.command_line import build_parser, presets_of, to_yaml
+from megatron.launch.hl_requests import FineTuning, Request, from_environment, legend
+from megatron.launch.hl_variables import ALL, VARIABLES
+from megatron.launch.hosts import agent_command, launch, remote_command, train_command
+from megatron.launch.preflight import Plan, RefusedError, preflight
+from megatron.planning.estimate import describe
+
+REFUSED_STATUS = 2
+
+
+def plan_text(plan: Plan, title: str) -> str:
+    """What a dry run shows: layout, sizes, memory and the command."""
+    config = plan.config
+    text = describe(config, nodes=plan.nodes, devices_per_node=plan.devices_per_node, title=title)
+    text += "\n" + (_wrapped(", ".join(host.name for host in plan.hosts), "  hosts: ") if plan.hosts else "")
+    text += f"  results: {config.logging.results_dir}\n" if config.logging.results_dir else ""
+    text += "" if config.checkpoint.save else "  checkpoints: none are saved\n"
+    text += _restarts(plan)
+    text += "".join(_wrapped(warning, "  warning: ") for warning in plan.warnings)
+    return text + "\n" + command_text(plan) + "\n"
+
+
+def _restarts(plan: Plan) -> str:
+    if not plan.max_restarts:
+        return ""
+    with_fewer = f", with {plan.min_nodes} of the {plan.nodes} nodes if need be" if plan.min_nodes < plan.nodes else ""
+    return f"  restarts: {plan.max_restarts} at most, from the newest checkpoint{with_fewer}\n"
+
+
+def _wrapped(text: str, label: str) -> str:
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    return (
+        textwrap.fill(label + text, width, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
+        + "\n"
+    )
+
+
+def command_text(plan: Plan) -> str:
+    """The command, a flag a line, ready to paste."""
+    words = remote_command(plan) if plan.hosts else agent_command(plan) if plan.is_supervised else train_command(plan)
+    lines: list[str] = []
+    if not plan.hosts and not plan.is_supervised:
+        lines.append(f"# {plan.devices_per_node} ranks here, each with its RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*")
+    line = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(plan.environment.items()))
+    for word in words:
+        if word.startswith("--") and line:
+            lines.append(line + " \\")
+            line = " "
+        line += (" " if line else "") + shlex.quote(word)
+    return "\n".join([*lines, line])
+
+
+def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
+    """The request, and whether it came from HL_* variables."""
+    own, train_flags = list(arguments), []
+    if "--" in own:
+        place = own.index("--")
+        own, train_flags = own[:place], own[place + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="python tools/launch.py",
+        description="Check a run of megatron.train, then start it on this machine or on the hosts of a hostsfile.",
+        epilog="After --, the flags of megatron.train. See docs/launching.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--variables", choices=ALL, help="read HL_* variables, as this script does")
+    parser.add_argument("--nodes", type=_positive, default=1, help="nodes (default: 1)")
+    parser.add_argument("--devices-per-node", type=_positive, help="default: 8; on the CPU, what the layout needs")
+    parser.add_argument("--data-parallel-size", type=_positive, help="default: what the layout leaves of the devices")
+    parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
+    parser.add_argument("--device", choices=("auto", "hpu", "cuda", "cpu"), default="auto")
+    parser.add_argument("--master-port", type=_positive, help="default: 29500 over several nodes, else a free one")
+    parser.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        help="how often a run whose ranks failed goes on from its newest checkpoint (default: 0)",
+    )
+    parser.add_argument("--min-nodes", type=_positive, help="nodes to go on with when others are lost (default: all)")
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="of the first node, where a scheduler starts this launcher on each node; instead of a hostsfile",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    options = parser.parse_args(own)
+    if options.variables is not None:
+        return from_environment(os.environ, options.variables, train_flags), True
+    return Request(
+        nodes=options.nodes,
+        devices_per_node=options.devices_per_node,
+        data_parallel_size=options.data_parallel_size,
+        hostsfile=options.hostsfile,
+        device=options.device,
+        master_port=options.master_port,
+        max_restarts=options.max_restarts,
+        min_nodes=options.min_nodes,
+        rendezvous=options.rendezvous,
+        dry_run=options.dry_run,
+        train_flags=train_flags,
+    ), False
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return number
+
+
+def variables_text() -> str:
+    return "".join(f"  {variable.name:<28}{variable.meaning}\n" for variable in VARIABLES)
+
+
+def main(arguments: Sequence[str]) -> int:
+    of_training = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
+    if "--help" in of_training or "-h" in of_training:
+        if "--variables" in arguments:
+            print(f"Variables (defaults: the script and its preset; docs/launching.md):\n{variables_text()}")
+        build_parser().print_help()
+        return 0
+    request, by_variables = parse_command_line(arguments)
+    print_config = "--print-config" in request.train_flags
+    request.train_flags = [flag for flag in request.train_flags if flag != "--print-config"]
+    try:
+        plan = preflight(request)
+    except RefusedError as refused:
+        count = "1 fault" if len(refused.faults) == 1 else f"{len(refused.faults)} faults"
+        lines = [f"refused, {count}; nothing was started or written:", *(f"  - {fault}" for fault in refused.faults)]
+        lines += [f"  - warning: {warning}" for warning in refused.warnings]
+        if by_variables and (names := legend(refused.faults)):
+            lines.append(f"  ({names})")
+        print("\n".join(lines), file=sys.stderr)
+        return REFUSED_STATUS
+    if print_config:
+        sys.stdout.write(to_yaml(plan.config))
+        return 0
+    if request.dry_run:
+        names = " + ".join(presets_of(build_parser().parse_known_args(plan.train_flags)[0]))
+        sys.stdout.write(plan_text(plan, f"Plan of {names or 'the run'}; nothing was started or written"))
+        return 0
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    sys.stdout.flush()
+    if plan.fine_tuning is not None:
+        try:
+            plan = with_processed_chats(plan, plan.fine_tuning)
+        except ValueError as error:  # DataError: told in full
+            print(error, file=sys.stderr)
+            return REFUSED_STATUS
+    return launch(plan)
+
+
+def with_processed_chats(plan: Plan, chats: FineTuning) -> Plan:
+    """The plan, once its chats are there as a dataset, with the tokens that a template added to the model's.
+
+    Raises DataError.
+    """
+    from megatron.instructlab.data_process import open_samples, process_data  # it imports torch
+
+    folder = Path(chats.folder or "")
+    if chats.chats is None:
+        samples = open_samples(folder)
+    else:
+        samples = process_data(
+            data_path=chats.chats,
+            data_output_path=str(folder),
+            max_seq_len=plan.config.training.seq_length,
+            model_path=chats.model,
+            chat_tmpl_path=chats.chat_template,
+        )
+    print(f"{samples.num_samples} chats in {samples.prefix}, {samples.longest} tokens at most")
+    added = []
+    if samples.tokenizer is not None:
+        added += ["--tokenizer-model", samples.tokenizer]
+    if samples.vocab_size is not None and samples.vocab_size > plan.config.model.vocab_size:
+        added += ["--vocab-size", str(samples.vocab_size)]
+    return dataclasses.replace(plan, train_flags=(*plan.train_flags, *added))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

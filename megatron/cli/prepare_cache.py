@@ -1,0 +1,99 @@
+"""Build the index arrays of a run before it starts: `python tools/prepare_cache.py --config PRESET --FLAGS`.
+
+Takes the flags of megatron.train and builds what that run would build, on this machine alone, without devices and
+without the other ranks waiting. The run then finds every array in the cache. Exit status: 0 all is there, 2 a fault of
+the user's (message on stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config.command_line import load_config, parse_arguments
+from megatron.config.options import Config, ConfigError
+from megatron.data.blend import BlendedDataset
+from megatron.data.gpt import SPLITS, build_datasets, cache_folder, open_datasets, samples_needed
+from megatron.data.indexed import DataError
+
+COLUMNS = "{:<6} {:>14} {:>18} {:>7} {:>14} {:>20} {:>8}"
+
+
+def read_config(flags: Sequence[str]) -> Config:
+    """The run's config, checked for one data-parallel rank: its number does not matter here. Raises ConfigError."""
+    parallel = parse_arguments(flags)[0].parallel
+    return load_config(flags, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+
+
+def describe(split: str, dataset: Any, found_before: set[Path], seconds: float) -> str:
+    """A row of the table."""
+    members: list[Any] = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    paths = cache_files(dataset)
+    epochs = sorted({member.num_epochs for member in members})
+    found = len(paths & found_before)
+    return COLUMNS.format(
+        split,
+        f"{sum(member.num_documents for member in members):,}",
+        f"{sum(member.tokens_per_epoch for member in members):,}",
+        "-".join(map(str, epochs if len(epochs) < 2 else (epochs[0], epochs[-1]))),
+        f"{len(dataset):,}",
+        f"{len(paths) - found} built, {found} found",
+        f"{seconds:.1f}",
+    )
+
+
+def cache_files(dataset: Any) -> set[Path]:
+    """Every file of a dataset and of its members."""
+    members: list[Any] = dataset.datasets if isinstance(dataset, BlendedDataset) else []
+    return {*dataset.cache_paths, *(path for member in members for path in member.cache_paths)}
+
+
+def prepare(config: Config) -> None:
+    """Build split after split, a row for each. Raises DataError, also where an array could not be stored."""
+    folders = {cache_folder(config.data, prefix) for prefix in config.data.prefixes}
+    found_before = {path for folder in folders for path in folder.glob("*.npy")}
+    sys.stdout.write(COLUMNS.format("split", "documents", "tokens", "epochs", "samples", "files", "seconds") + "\n")
+    train, valid, test = samples_needed(config)
+    for number, split in enumerate(SPLITS):
+        start = time.perf_counter()
+        dataset = build_datasets(
+            config.data,
+            seq_length=config.training.seq_length,
+            seed=config.training.seed,
+            num_samples=((train, 0, 0), (0, valid, 0), (0, 0, test))[number],
+            vocab_size=config.model.vocab_size,
+        )[number]
+        if dataset is None:
+            sys.stdout.write(f"{split:<6} none\n")
+            continue
+        sys.stdout.write(describe(split, dataset, found_before, time.perf_counter() - start) + "\n")
+        sys.stdout.flush()
+        missing = sorted(path for path in cache_files(dataset) if not path.exists())
+        if missing:
+            raise DataError(f"{missing[0]} could not be written; free the disk, or pass another --data-cache-path")
+    open_datasets(config)  # what else a run asks of its data
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python tools/prepare_cache.py",
+        usage="%(prog)s --config PRESET [--flag VALUE ...]",
+        description="Build the index arrays of a run before it starts. Takes the flags of megatron.train; "
+        "`python -m megatron.train --help` lists them.",
+        allow_abbrev=False,
+    )
+    _, flags = parser.parse_known_args(arguments)
+    try:
+        prepare(read_config(flags))
+    except (ConfigError, DataError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

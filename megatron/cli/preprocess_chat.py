@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Chats to a dataset for supervised fine-tuning: PREFIX.bin and .idx, and PREFIX_loss_mask.bin and .idx beside them.
+
+    python tools/preprocess_chat.py --input chats.jsonl --output-prefix data/chats \\
+        --tokenizer-model tokenizer.json --chat-template chatml --max-length 4096 --workers 4 --show 3
+
+Each line is {"messages": [{"role": "user", "content": "..."}, ...]}. The loss is on what the assistant must write;
+docs/chats.md says how that is found. Nothing is left out without being counted, and the files get their names only when
+all of them are whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatron.cli.exit_status import exit_status
+
+if TYPE_CHECKING:
+    from megatron.data.chat.conversation import Sample
+    from megatron.data.chat.files import ChatTotals
+    from megatron.data.chat.job import ChatJob, ChatSetup
+
+TRAINED, DIMMED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
+WITHOUT_COLOUR = ("\u27e6", "\u27e7")
+"""What stands around trained tokens where there is no colour."""
+SHOWN_LINES_OF_A_SAMPLE = 60
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Tokenize chats into PREFIX.bin and .idx, and what is trained into PREFIX_loss_mask.bin and .idx.",
+        allow_abbrev=False,
+    )
+    source = parser.add_argument_group("input")
+    source.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders or globs: .jsonl and .json hold a conversation a line; .gz or .zst may stand behind",
+    )
+    source.add_argument(
+        "--bad-rows",
+        choices=("error", "skip"),
+        default="error",
+        help="what to do with a row that cannot be used; skipped ones are counted by reason (default: error)",
+    )
+    source.add_argument(
+        "--skip-bad-rows", dest="bad_rows", action="store_const", const="skip", help="the same as --bad-rows skip"
+    )
+    text = parser.add_argument_group("tokenizer and template")
+    text.add_argument("--tokenizer-model", required=True, metavar="PATH", help="tokenizer.json, or its folder")
+    text.add_argument(
+        "--chat-template",
+        metavar="NAME",
+        help="a preset, a .jinja file, or a .py file with CHAT_TEMPLATE and SPECIAL_TOKENS (default: the tokenizer's)",
+    )
+    text.add_argument(
+        "--add-special-tokens", action="store_true", help="add the template's tokens that the tokenizer lacks"
+    )
+    text.add_argument(
+        "--tokenizer-output", metavar="FOLDER", help="gets the tokenizer with added tokens and the template"
+    )
+    text.add_argument(
+        "--no-append-eos",
+        dest="append_eos",
+        action="store_false",
+        help="leave a last turn that the template ends with nothing as it is (default: end it with EOS)",
+    )
+    samples = parser.add_argument_group("samples")
+    samples.add_argument("--max-length", type=int, metavar="N", help="tokens in a sample (default: no limit)")
+    samples.add_argument(
+        "--too-long",
+        choices=("drop", "truncate", "split"),
+        default="drop",
+        help="longer ones: leave out, keep the beginning, or cut before questions (default: drop)",
+    )
+    samples.add_argument("--min-length", type=int, default=1, metavar="N", help="shorter ones are dropped (default: 1)")
+    samples.add_argument(
+        "--train-on",
+        choices=("assistant", "all_but_system"),
+        default="assistant",
+        help='what rows train that do not say "unmask" (default: assistant)',
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-prefix", metavar="PREFIX", help="files are PREFIX.bin, PREFIX_loss_mask.bin, ...")
+    output.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at most (default: all cores)"
+    )
+    output.add_argument(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print the first N samples with their trained tokens in colour; without --output-prefix, only that",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.output_prefix is None and not arguments.show:
+        parser.error("--output-prefix is missing: nothing would be written; give it, or look at samples with --show N")
+    for name in ("workers", "max_length", "min_length"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.show < 0:
+        parser.error("--show must not be negative")
+    return arguments
+
+
+def job_of(arguments: argparse.Namespace) -> ChatJob:
+    """Raises DataError."""
+    from megatron.data.chat.job import ChatJob
+
+    return ChatJob(
+        inputs=tuple(arguments.input),
+        output_prefix=arguments.output_prefix or "",
+        tokenizer=arguments.tokenizer_model,
+        chat_template=arguments.chat_template,
+        max_length=arguments.max_length,
+        too_long=arguments.too_long,
+        min_length=arguments.min_length,
+        bad_rows=arguments.bad_rows,
+        train_on=arguments.train_on,
+        append_eos=arguments.append_eos,
+        add_special_tokens=arguments.add_special_tokens,
+        tokenizer_output=arguments.tokenizer_output,
+        workers=arguments.workers,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples to look at
+
+
+def first_samples(job: ChatJob, setup: ChatSetup, count: int) -> Iterator[Sample]:
+    """The first samples of the input; bad rows are passed over. Raises DataError."""
+    from megatron.data.chat.files import find_chats
+    from megatron.data.chat.job import encode_block
+    from megatron.data.sources import read_blocks
+
+    left = count
+    for block in read_blocks(find_chats(job.inputs), (), block_bytes=1 << 16):
+        for sample in encode_block(setup.encoder, block, "skip").samples():
+            if not left:
+                return
+            left -= 1
+            yield sample
+
+
+def pieces(sample: Sample, setup: ChatSetup) -> Iterator[tuple[str, bool]]:
+    """Stretches of text that are trained, and stretches that are not."""
+    start = 0
+    for end in range(1, sample.length + 1):
+        if end == sample.length or sample.mask[end] != sample.mask[start]:
+            yield setup.tokenizer.decode(sample.ids[start:end].tolist()), bool(sample.mask[start])
+            start = end
+
+
+def in_colour(sample: Sample, setup: ChatSetup, has_colour: bool) -> str:
+    """A sample as text, its trained tokens bold and green, or between double brackets."""
+    parts = []
+    for text, is_trained in pieces(sample, setup):
+        if has_colour:
+            # a colour would run on over the line's end
+            style = TRAINED if is_trained else DIMMED
+            parts.append("\n".join(f"{style}{line}{PLAIN}" if line else "" for line in text.split("\n")))
+        else:
+            parts.append(f"{WITHOUT_COLOUR[0]}{text}{WITHOUT_COLOUR[1]}" if is_trained else text)
+    lines = "".join(parts).split("\n")
+    if len(lines) > SHOWN_LINES_OF_A_SAMPLE:
+        left_out = len(lines) - SHOWN_LINES_OF_A_SAMPLE
+        middle = SHOWN_LINES_OF_A_SAMPLE // 2
+        lines = [*lines[:middle], f"... {left_out} lines ...", *lines[-middle:]]
+    return "\n".join(lines)
+
+
+def show_samples(job: ChatJob, setup: ChatSetup, count: int) -> None:
+    has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    legend = f"{TRAINED}trained{PLAIN}" if has_colour else f"{WITHOUT_COLOUR[0]}trained{WITHOUT_COLOUR[1]}"
+    print(f"template: {setup.source.origin}; tokens that are {legend}:")
+    for number, sample in enumerate(first_samples(job, setup, count), start=1):
+        num_trained = int(sample.mask.sum())
+        print(f"\n--- sample {number}: {sample.length} tokens, {num_trained} trained ---")
+        print(in_colour(sample, setup, has_colour))
+    print()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole command
+
+
+def progress_bar(job: ChatJob):  # type: ignore[no-untyped-def]  # tqdm has no types
+    from tqdm import tqdm
+
+    from megatron.data.chat.files import find_chats
+
+    total = sum(source.path.stat().st_size for source in find_chats(job.inputs))
+    return tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises DataError or OSError, with no final file written."""
+    from megatron.data.chat.files import preprocess_chats
+    from megatron.data.chat.job import prepare_chats
+
+    job = job_of(arguments)
+    if arguments.show:
+        show_samples(job, prepare_chats(job), arguments.show)
+    if not job.output_prefix:
+        return
+    started_s = time.monotonic()
+    with progress_bar(job) as bar:
+        totals = preprocess_chats(job, bar.update)
+    summarize(job, totals, time.monotonic() - started_s)
+
+
+def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
+    for fault in totals.faults:
+        print(f"skipped {fault}", file=sys.stderr)
+    share = 100 * totals.num_loss_tokens / totals.num_tokens
+    rows = [
+        ("rows read", f"{totals.num_rows:,}"),
+        ("samples", f"{totals.num_samples:,}"),
+        ("tokens", f"{totals.num_tokens:,}"),
+        ("trained tokens", f"{totals.num_loss_tokens:,} ({share:.1f} %)"),
+        ("lengths", ", ".join(f"{percent} %: {length}" for percent, length in totals.length_percentiles.items())),
+        ("vocabulary", f"{totals.vocab_size:,}"),
+    ]
+    if totals.added_tokens:
+        rows.append(("added tokens", " ".join(totals.added_tokens)))
+    counted = {
+        "EOS appended": totals.num_appended_eos,
+        "truncated": totals.num_truncated,
+        "split": totals.num_split,
+        "blank lines": totals.num_blank,
+        **{f"dropped, {reason}": count for reason, count in totals.dropped.items()},
+        **{f"bad, {reason}": count for reason, count in totals.bad.items()},
+    }
+    rows += [(name, f"{count:,}") for name, count in counted.items() if count]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    written = [f"{job.output_prefix}.bin", f"{job.output_prefix}_loss_mask.bin"]
+    if job.tokenizer_output:
+        written.append(f"{job.tokenizer_output}/tokenizer.json")
+    print(f"written in {elapsed_s:.1f} s: {', '.join(written)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    from megatron.data.indexed import DataError
+
+    return exit_status(lambda: run(arguments), (DataError,), arguments.output_prefix or "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

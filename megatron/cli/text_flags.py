@@ -1,0 +1,110 @@
+"""The flags by which the data tools take text and a tokenizer. Imports nothing heavy: --help must answer at once."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.data.sources import Source
+    from megatron.data.tokenizer import Tokenizer
+
+
+def add_input_flags(parser: argparse.ArgumentParser, keys_help: str) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders or globs: .jsonl and .json hold a JSON object a line, .parquet a document a row, .txt is "
+        "one document; .gz or .zst behind any but .parquet",
+    )
+    group.add_argument(
+        "--text-files",
+        metavar="PATTERN",
+        help="files of this name, such as '*.py', are text; folders are searched for these alone",
+    )
+    group.add_argument(
+        "--document-separator",
+        metavar="TEXT",
+        help="what stands between the documents of a text file, such as '<|endoftext|>' or '\\n\\n\\n' (default: "
+        "nothing, a file is one document)",
+    )
+    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help=keys_help)
+    group.add_argument(
+        "--on-bad-line",
+        choices=("fail", "skip"),
+        default="fail",
+        help="what to do with a document that cannot be used (default: fail)",
+    )
+    return group
+
+
+def check_input_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    keys = arguments.json_keys
+    if len(set(keys)) < len(keys):
+        parser.error(f"--json-keys {' '.join(keys)} names a key twice")
+    if arguments.document_separator == "":
+        parser.error("--document-separator is empty; leave it out if each file is one document")
+
+
+def find_input(arguments: argparse.Namespace) -> list[Source]:
+    """Raises DataError."""
+    from megatron.data.sources import check_columns, find_sources
+
+    sources = find_sources(arguments.input, arguments.text_files)
+    check_columns(sources, arguments.json_keys)
+    return sources
+
+
+def separator(arguments: argparse.Namespace) -> str | None:
+    """What was typed, with \\n, \\t, \\r and \\\\ as the characters they stand for."""
+    text: str | None = arguments.document_separator
+    if text is None:
+        return None
+    for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\0", "\\")):
+        text = text.replace(escape, character)
+    return text
+
+
+def add_tokenizer_flags(
+    parser: argparse.ArgumentParser, *, required: bool, description: str | None = None
+) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("tokenizer", description)
+    group.add_argument(
+        "--tokenizer-type",
+        required=required,
+        metavar="TYPE",
+        help="GPT2BPETokenizer, HFTokenizer, SentencePieceTokenizer, TikTokenizer or NullTokenizer; also "
+        "HuggingFaceTokenizer, Llama2Tokenizer",
+    )
+    group.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="tokenizer.json or its folder; SentencePiece .model; tiktoken rank file",
+    )
+    group.add_argument("--vocab-file", metavar="PATH", help="GPT2BPETokenizer: vocab.json")
+    group.add_argument("--merge-file", metavar="PATH", help="GPT2BPETokenizer: merges.txt")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: one more than the largest id")
+    group.add_argument(
+        "--tiktoken-pattern", metavar="NAME", help="TikTokenizer: how text is split, if the file's size does not tell"
+    )
+    group.add_argument("--eod-token", metavar="TOKEN", help="the end-of-document token (default: the tokenizer's own)")
+    return group
+
+
+def tokenizer_of(arguments: argparse.Namespace, *, parse_special_tokens: bool = False) -> Tokenizer:
+    """Raises DataError."""
+    from megatron.data.tokenizer import build_tokenizer
+
+    return build_tokenizer(
+        arguments.tokenizer_type,
+        arguments.tokenizer_model,
+        arguments.vocab_file,
+        arguments.merge_file,
+        arguments.vocab_size,
+        eod_token=arguments.eod_token,
+        parse_special_tokens=parse_special_tokens,
+        tiktoken_pattern=arguments.tiktoken_pattern,
+    )

@@ -1,0 +1,479 @@
+"""The rules that tie several options of a config together, or to the number of ranks.
+
+Each `_check` yields a message for every rule that is broken: the values, the rule, and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+
+from megatron.config.options import Config, batch_sizes, options, parse_data_path, parse_split
+
+# options that do nothing without another one
+SAVING = (
+    "save_interval_in_mins",
+    "save_samples",
+    "save_at_epoch",
+    "async_save",
+    "keep_last",
+    "no_save_optim",
+    "verify_checkpoint",
+)
+LOADING = (
+    "ckpt_step",
+    "load_fallback",
+    "universal_checkpoint",
+    "finetune",
+    "no_load_optim",
+    "no_load_rng",
+    "allow_data_change",
+)
+LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+WSD_DECAY = ("lr_wsd_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_style")
+ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
+PROFILING = (
+    "profile_steps",
+    "profile_ranks",
+    "pytorch_profiler_collect_shapes",
+    "pytorch_profiler_collect_callstack",
+)
+SFT = ("num_epochs", "packing", "max_batch_len", "bucketing", "buckets_per_octave", "num_buckets")
+DOCUMENT_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
+
+
+def check(config: Config, world_size: int) -> list[str]:
+    """Every rule that ties options to each other or to the number of ranks: a message for each one broken."""
+    return [
+        *_check_ranks(config, world_size),
+        *_check_tensor_parallel(config),
+        *_check_engine(config),
+        *_check_model(config),
+        *_check_precision_and_device(config),
+        *_check_batch(config, world_size),
+        *_check_rampup(config, world_size),
+        *_check_length(config),
+        *_check_schedule(config),
+        *_check_data(config),
+        *_check_sft(config, world_size),
+        *_check_tokenizer(config),
+        *_check_checkpoint(config),
+        *_check_logging(config, world_size),
+        *_check_straggler(config),
+        *_check_guard(config),
+        *_check_idle(config),
+    ]
+
+
+def divisors(number: int, up_to: int) -> str:
+    """The divisors of `number` that a message can offer: '1, 2, 4 or 8'."""
+    found = [str(d) for d in range(1, min(number, up_to) + 1) if number % d == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def _check_ranks(config: Config, world_size: int) -> Iterator[str]:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        yield (
+            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} = {tp * pp} does not divide "
+            f"the {world_size} ranks of this launch; start a multiple of {tp * pp} ranks, or change the layout"
+        )
+    if pp > num_layers:
+        yield (
+            f"pipeline_model_parallel_size={pp} is larger than num_layers={num_layers}; use at most {num_layers} stages"
+        )
+
+
+def _check_tensor_parallel(config: Config) -> Iterator[str]:
+    model, seq_length = config.model, config.training.seq_length
+    tp, kv = config.parallel.tensor_model_parallel_size, config.model.num_kv_heads
+    if model.num_attention_heads % tp:
+        yield (
+            f"tensor_model_parallel_size={tp} does not divide num_attention_heads={model.num_attention_heads}; "
+            f"use {divisors(model.num_attention_heads, 64)}"
+        )
+    if kv % tp and tp % kv:
+        yield (
+            f"tensor_model_parallel_size={tp} neither divides num_query_groups={kv} nor is a multiple of it; "
+            f"use {divisors(kv, 64)}, or a multiple of {kv}"
+        )
+    elif tp > kv and (kv * model.head_size) % tp:
+        yield (
+            f"tensor_model_parallel_size={tp} does not divide num_query_groups x head size = {kv * model.head_size}; "
+            f"use {divisors(kv * model.head_size, 64)}"
+        )
+    if model.ffn_size % tp:
+        yield (
+            f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={model.ffn_size}; "
+            f"use {divisors(model.ffn_size, 64)}"
+        )
+    if config.parallel.sequence_parallel and seq_length % tp:
+        yield (
+            f"sequence_parallel needs tensor_model_parallel_size={tp} to divide seq_length={seq_length}; "
+            f"use {divisors(seq_length, 64)}, or turn it off"
+        )
+
+
+def _check_engine(config: Config) -> Iterator[str]:
+    optimizer, pp = config.optimizer, config.parallel.pipeline_model_parallel_size
+    if not config.uses_pipeline and pp > 1:
+        reason = "offload_optimizer" if optimizer.offload_optimizer else f"zero_stage={optimizer.zero_stage}"
+        reason = "no_pipeline_parallel" if config.parallel.no_pipeline_parallel else reason
+        yield (
+            f"{reason} runs without a pipeline, but pipeline_model_parallel_size={pp}; set it to 1, or use zero_stage "
+            "0 or 1 without offload and without no_pipeline_parallel"
+        )
+    if optimizer.offload_param and optimizer.zero_stage != 3:
+        yield f"offload_param needs zero_stage=3, not {optimizer.zero_stage}; set zero_stage or turn it off"
+    if optimizer.offload_optimizer and optimizer.zero_stage == 0:
+        yield "offload_optimizer needs zero_stage 1, 2 or 3, not 0; set zero_stage or turn it off"
+    if optimizer.offload_optimizer and optimizer.optimizer == "sgd":
+        yield "offload_optimizer has no optimizer=sgd on the host; use adamw or adam, or turn it off"
+
+
+def _check_model(config: Config) -> Iterator[str]:
+    model, seq_length = config.model, config.training.seq_length
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"num_attention_heads={model.num_attention_heads} does not divide hidden_size={model.hidden_size}; "
+            f"use {divisors(model.hidden_size, 128)}, or set kv_channels"
+        )
+    if model.num_attention_heads % model.num_kv_heads:
+        yield (
+            f"num_query_groups={model.num_kv_heads} does not divide num_attention_heads={model.num_attention_heads}; "
+            f"use {divisors(model.num_attention_heads, 128)}"
+        )
+    if model.position_embedding_type == "rope" and model.head_size % 2:
+        yield f"rope turns pairs of channels, but the head size is {model.head_size}; make it even"
+    if model.rope_scaling_factor and model.position_embedding_type != "rope":
+        yield (
+            f"rope_scaling_factor={model.rope_scaling_factor} needs position_embedding_type=rope, not "
+            f"{model.position_embedding_type}; unset it"
+        )
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    if model.rope_scaling_factor and low >= high:
+        yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"
+    positions = model.max_position_embeddings
+    if model.position_embedding_type == "learned" and positions and positions < seq_length:
+        yield (
+            f"seq_length={seq_length} is larger than max_position_embeddings={positions}; "
+            "shorten it, or enlarge the position table"
+        )
+
+
+def _check_precision_and_device(config: Config) -> Iterator[str]:
+    model, training, device = config.model, config.training, config.parallel.device
+    if training.bf16 and training.fp16:
+        yield "bf16 and fp16 are both on; turn one off"
+    if training.grad_accum_dtype == "bf16" and not training.bf16:
+        yield f"grad_accum_dtype=bf16 needs bf16, but the precision is {training.precision}; set fp32, or turn bf16 on"
+    if training.fp16 and training.min_loss_scale > training.initial_loss_scale:
+        yield (
+            f"min_loss_scale={training.min_loss_scale} is above initial_loss_scale={training.initial_loss_scale}; "
+            "lower it"
+        )
+    needs = {"flex": "cuda", "fused_hpu": "hpu"}.get(model.attention_backend, device)
+    if device not in ("auto", needs):
+        yield f"attention_backend={model.attention_backend} runs on {needs} only, but device={device}; use auto or sdpa"
+    if model.attention_backend == "flex" and model.attention_dropout > 0:
+        yield (
+            f"attention_backend=flex has no dropout, but attention_dropout={model.attention_dropout}; "
+            "set it to 0, or use sdpa"
+        )
+    if model.use_fast_softmax and device in ("cuda", "cpu"):
+        yield f"use_fast_softmax is for hpu only, but device={device}; turn it off"
+
+
+def _data_parallel_size(config: Config, world_size: int) -> int:
+    parallel = config.parallel
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return max(1, world_size // model_ranks)
+
+
+def _check_batch(config: Config, world_size: int) -> Iterator[str]:
+    training, dp = config.training, _data_parallel_size(config, world_size)
+    per_pass = training.micro_batch_size * dp
+    if training.task != "sft" and training.global_batch_size % per_pass:
+        yield (
+            f"global_batch_size={training.global_batch_size} is no multiple of micro_batch_size x data-parallel size = "
+            f"{training.micro_batch_size} x {dp} = {per_pass}; use a multiple of {per_pass}"
+        )
+
+
+def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
+    training, dp = config.training, _data_parallel_size(config, world_size)
+    if training.rampup_batch_size is None:
+        return
+    start, increment, samples = training.rampup_batch_size
+    per_pass = training.micro_batch_size * dp
+    given = f"rampup_batch_size={start} {increment} {samples}"
+    if start > training.global_batch_size:
+        yield f"{given} starts above global_batch_size={training.global_batch_size}; start lower"
+    elif (training.global_batch_size - start) % increment:
+        yield (
+            f"{given} never reaches global_batch_size={training.global_batch_size}: the difference "
+            f"{training.global_batch_size - start} is no multiple of the increment; change one of the three"
+        )
+    wrong = [size for size in batch_sizes(training)[:-1] if size % per_pass]
+    if wrong:
+        # every size is a multiple of what start and increment have in common
+        shared, left_over = divmod(math.gcd(start, increment), training.micro_batch_size)
+        yield (
+            f"{given} passes through {wrong[0]}, no multiple of micro_batch_size x data-parallel size = "
+            f"{training.micro_batch_size} x {dp} = {per_pass}; use multiples of {per_pass} for start and increment"
+            + ("" if left_over else f", or a data-parallel size of {divisors(shared, shared)}")
+        )
+    if training.train_samples is None:
+        yield f"{given} counts samples, but train_samples is not given; give it instead of train_iters"
+
+
+def _check_length(config: Config) -> Iterator[str]:
+    training, size = config.training, config.training.global_batch_size
+    names = ["train_samples", "train_iters", *(["num_epochs"] if training.task == "sft" else [])]
+    given = [f"{name}={getattr(training, name)}" for name in names if getattr(training, name)]
+    if len(given) > 1:
+        yield (
+            f"{' and '.join(given)} are all given; keep one"
+            if len(given) > 2
+            else (f"{' and '.join(given)} are both given; keep one")
+        )
+    if not given:
+        said = f"neither {names[0]} nor {names[1]}" if len(names) == 2 else f"none of {', '.join(names)}"
+        yield f"{said} is given; give one, to say how long to train"
+    samples = training.train_samples
+    if training.task != "sft" and samples and samples < size:
+        yield f"train_samples={samples} is less than one global_batch_size={size}; train longer, or in smaller batches"
+
+
+def _check_schedule(config: Config) -> Iterator[str]:
+    training, optimizer = config.training, config.optimizer
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        samples, iters = getattr(optimizer, f"{name}_samples"), getattr(optimizer, f"{name}_iters")
+        if samples and iters:
+            yield f"{name}_samples={samples} and {name}_iters={iters} are both given; keep one"
+        if iters and training.rampup_batch_size is not None:
+            yield f"{name}_iters={iters} cannot be counted under rampup_batch_size; use {name}_samples"
+    if optimizer.min_lr > optimizer.lr:
+        yield f"min_lr={optimizer.min_lr} is above lr={optimizer.lr}; lower it"
+    size = training.global_batch_size
+    warmup = optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * size
+    decay = optimizer.lr_decay_samples or (optimizer.lr_decay_iters or 0) * size
+    decay = decay or training.train_samples or (training.train_iters or 0) * size
+    if decay and warmup >= decay and optimizer.lr_decay_style != "constant":
+        yield f"the warm-up of {warmup} samples leaves nothing of the decay's {decay}; shorten lr_warmup_*"
+    if optimizer.lr_decay_style == "WSD":
+        last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * size
+        if not last:
+            yield "lr_decay_style=WSD needs lr_wsd_decay_samples or lr_wsd_decay_iters; give one"
+        elif warmup < decay < warmup + last:
+            yield (
+                f"the warm-up of {warmup} samples and WSD's last part of {last} do not fit into {decay}; "
+                "shorten lr_wsd_decay_*"
+            )
+
+
+def _check_data(config: Config) -> Iterator[str]:
+    data = config.data
+    try:
+        parse_split(data.split)
+    except ValueError:
+        yield f"split={data.split!r} must be one to three shares, not all zero, such as 949,50,1"
+    if data.data_path and data.per_split:
+        option = next(option for option, words in data.paths if words)
+        yield f"data_path and {option} are both given; keep data_path with split, or give each split a path of its own"
+    elif data.per_split and not data.train_data_path:
+        yield "train_data_path is not given, but a path for validation or test; give it, or data_path for all three"
+    elif not data.data_path and not data.per_split:
+        yield "data_path is not given; pass the prefix that tools/preprocess_data.py wrote (--data-path)"
+    for option, words in [("data_path", data.data_path), *(data.paths if data.per_split else [])]:
+        try:
+            if words:
+                parse_data_path(words)
+        except ValueError as rule:
+            yield f"{option}={' '.join(words)!r} {rule}"
+
+
+def _check_sft(config: Config, world_size: int) -> Iterator[str]:
+    training, sft, tp = config.training, config.sft, config.parallel.tensor_model_parallel_size
+    if training.task != "sft":
+        return
+    dp = _data_parallel_size(config, world_size)
+    if training.global_batch_size < dp:
+        yield (
+            f"global_batch_size={training.global_batch_size} is less than the data-parallel size {dp}: some ranks "
+            f"would have no chat; use {dp} or more"
+        )
+    if sft.max_batch_len is not None and sft.max_batch_len < training.seq_length:
+        yield (
+            f"max_batch_len={sft.max_batch_len} is less than seq_length={training.seq_length}, so the longest chat "
+            "would fit into no microbatch; raise it, or lower seq_length"
+        )
+    if sft.packing == "step" and training.micro_batch_size > 1:
+        yield (
+            f"micro_batch_size={training.micro_batch_size}, but packing=step makes each microbatch one row of up to "
+            "max_batch_len tokens; use 1, and set max_batch_len"
+        )
+    if config.parallel.sequence_parallel and config.row_length % tp:
+        yield (
+            f"sequence_parallel needs tensor_model_parallel_size={tp} to divide max_batch_len={config.row_length}; "
+            f"use {divisors(config.row_length, 64)}, or turn it off"
+        )
+    if training.rampup_batch_size is not None:
+        yield "rampup_batch_size is for task=pretrain; with task=sft leave it out"
+    for name in DOCUMENT_ENDS:
+        if getattr(config.data, name):
+            yield f"{name} has no effect with task=sft, which knows where each chat begins; leave it out"
+    for option, words in dict.fromkeys(config.data.paths):
+        if words and _is_weighted(words):
+            yield f"{option}={' '.join(words)!r} has weights, but task=sft reads all chats alike; give prefixes alone"
+
+
+def _is_weighted(words: tuple[str, ...]) -> bool:
+    try:
+        return parse_data_path(words)[1] is not None
+    except ValueError:
+        return False  # which _check_data tells
+
+
+def _check_tokenizer(config: Config) -> Iterator[str]:
+    data, vocab_size = config.data, config.model.vocab_size
+    needs_eod = [name for name in DOCUMENT_ENDS if getattr(data, name)]
+    if needs_eod and data.eod_token_id is None and data.tokenizer_type is None:
+        yield f"{needs_eod[0]} must know the end-of-document id; give eod_token_id, or a tokenizer_type"
+    if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
+        yield "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file; give both"
+    needs_no_model = (None, "GPT2BPETokenizer", "NullTokenizer")
+    if data.tokenizer_type not in needs_no_model and not data.tokenizer_model:
+        yield f"tokenizer_type={data.tokenizer_type} needs tokenizer_model; give the file"
+    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
+        yield f"tiktoken_pattern={data.tiktoken_pattern} is for tokenizer_type=TikTokenizer; leave it out"
+    if data.eod_token is not None and data.tokenizer_type is None:
+        yield f"eod_token={data.eod_token} is looked up in a tokenizer; give tokenizer_type, or eod_token_id"
+    if data.eod_token is not None and data.eod_token_id is not None:
+        yield f"eod_token={data.eod_token} and eod_token_id={data.eod_token_id} say the same; give one of them"
+    if data.eod_token_id is not None and data.eod_token_id >= vocab_size:
+        yield f"eod_token_id={data.eod_token_id} is outside vocab_size={vocab_size}; use an id below {vocab_size}"
+
+
+def _check_checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.universal_checkpoint and checkpoint.ckpt_step is not None:
+        yield (
+            f"ckpt_step={checkpoint.ckpt_step} chooses among our own checkpoints, but universal_checkpoint is on; give "
+            "the folder of that iteration as load instead"
+        )
+    save, exports = checkpoint.save, checkpoint.save_hf
+    if checkpoint.save_hf_last_only and checkpoint.save_hf_keep_last is not None:
+        yield (
+            f"save_hf_keep_last={checkpoint.save_hf_keep_last} has no effect with save_hf_last_only, which keeps one; "
+            "leave one of them out"
+        )
+    if exports is not None and save is None:
+        yield (
+            f"save_hf={exports} is made of the checkpoints in save, which is not given; give a folder, with "
+            "no_save_optim and keep_last=1 where they are wanted for nothing else"
+        )
+    if exports is not None and save is not None and os.path.normpath(exports) == os.path.normpath(save):
+        yield f"save_hf={exports} is the folder of save; give one of its own, such as a folder in it"
+
+
+def _check_logging(config: Config, world_size: int) -> Iterator[str]:
+    logging, iters = config.logging, config.training.train_iters
+    first, last = logging.profile_steps
+    if logging.profile and logging.results_dir is None:
+        yield "profile writes its trace to results_dir, which is not given; give one, or turn it off"
+    if first > last:
+        yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"
+    elif logging.profile and iters and first > iters:
+        yield f"profile_steps={first} {last} begins after train_iters={iters}; start earlier, or turn profile off"
+    ranks = " ".join(map(str, logging.profile_ranks))
+    if not logging.profile_ranks or max(logging.profile_ranks) >= world_size:
+        yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
+
+
+def _check_straggler(config: Config) -> Iterator[str]:
+    tp = config.parallel.tensor_model_parallel_size
+    if not config.logging.log_straggler:
+        return
+    if config.optimizer.zero_stage == 3:
+        yield (
+            "log_straggler measures a rank's own work, but under zero_stage=3 every layer waits for the parameters of "
+            "other ranks; turn it off"
+        )
+    if config.training.torch_compile and tp > 1:
+        yield (
+            f"log_straggler looks into the layers where tensor_model_parallel_size={tp} is above 1, which it cannot "
+            "once torch_compile has compiled them; turn one of the two off"
+        )
+
+
+def _check_guard(config: Config) -> Iterator[str]:
+    guard, checkpoint = config.guard, config.checkpoint
+    if guard.spike_action == "rollback" and checkpoint.save is None:
+        yield "spike_action=rollback goes back to the run's own checkpoints, but save is not given; give a folder"
+    if guard.spike_action == "rollback" and checkpoint.no_save_optim:
+        yield "spike_action=rollback needs the optimizer's state, but no_save_optim leaves it out; turn one of them off"
+    minutes, timeout_s = config.parallel.distributed_timeout_minutes, config.guard.watchdog_timeout_s
+    if timeout_s is not None and timeout_s > minutes * 60:
+        yield (
+            f"watchdog_timeout_s={timeout_s:g} is above distributed_timeout_minutes={minutes:g} ({minutes * 60:g} s), "
+            "after which a collective fails without telling why; lower it, or raise distributed_timeout_minutes"
+        )
+    if timeout_s is not None and 0 < timeout_s < 1:
+        yield f"watchdog_timeout_s={timeout_s:g} leaves no time for a step; use 1 or more, or 0 for no watchdog"
+
+
+def _check_idle(config: Config) -> Iterator[str]:
+    """Options that were given a value which nothing looks at, as the others stand.
+
+    What presets hold beside the rest (save_interval, eval_interval, min_lr, adam_*, spike_*) may idle: it is there
+    for when it is wanted.
+    """
+    checkpoint, rope = config.checkpoint, config.model.position_embedding_type == "rope"
+    tokenizer = config.data.tokenizer_type
+    needs: list[tuple[object, str, str, tuple[str, ...]]] = [
+        (checkpoint.save, "save", "give the folder to save in", SAVING),
+        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_keep_last")),
+        (checkpoint.keep_last, "keep_last", "say how many to keep", ("save_retain_interval",)),
+        (checkpoint.load, "load", "give the folder to resume from", LOADING),
+        (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
+        (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
+        (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),
+        (rope, "position_embedding_type=rope", "choose that", ("rotary_base",)),
+        (config.model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
+        (
+            tokenizer == "GPT2BPETokenizer",
+            "tokenizer_type=GPT2BPETokenizer",
+            "choose that",
+            ("vocab_file", "merge_file"),
+        ),
+        (config.training.task == "sft", "task=sft", "choose that", SFT),
+        (config.training.task == "sft" or not checkpoint.save, "task=sft", "choose that", ("save_at_epoch",)),
+        (config.training.task != "sft" or config.sft.packing == "step", "packing=step", "choose that", SFT[2:3]),
+        (config.training.task != "sft" or config.varies_shapes, "packing=step or none", "choose one", SFT[3:]),
+        (
+            config.training.task != "sft" or config.sft.bucketing == "optimal",
+            "bucketing=optimal",
+            "choose that",
+            ("num_buckets",),
+        ),
+        (
+            config.training.task != "sft" or config.sft.bucketing in ("auto", "octave"),
+            "bucketing=octave",
+            "choose that",
+            ("buckets_per_octave",),
+        ),
+        # an export takes its files along, of whichever kind
+        (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
+        (config.logging.profile, "profile", "turn it on", PROFILING),
+        (config.logging.wandb_project, "wandb_project", "give one", WANDB),
+    ]
+    for present, needed, remedy, names in needs:
+        for name in () if present else names:
+            section, declared = options()[name]
+            value = getattr(getattr(config, section), name)
+            if value != declared.default:
+                yield f"{name}={value} has no effect without {needed}; {remedy}, or leave it out"

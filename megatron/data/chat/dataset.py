@@ -1,0 +1,226 @@
+"""Chats and their loss masks, as tools/preprocess_chat.py writes them, in the order of each epoch.
+
+PREFIX.bin and PREFIX.idx hold the tokens, one sequence a chat. PREFIX_loss_mask.bin and .idx hold as many bytes: 1
+where the token is one that the model learns to give. A chat of n tokens takes n - 1 places of a row: each token but the
+last is an input, each but the first a label.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.options import Config, parse_data_path, parse_split
+from megatron.data import helpers
+from megatron.data.blend import digest
+from megatron.data.gpt import SPLITS, check_vocabulary
+from megatron.data.indexed import DataError, IndexedDataset, Tokens
+from megatron.data.packing import Packs, pack_dataset
+
+logger = logging.getLogger(__name__)
+
+MASK_SUFFIX = "_loss_mask"
+SPLIT_SEED = 0
+"""Which chats are held out depends on the data and on split alone, not on the run."""
+
+
+@dataclass(frozen=True)
+class ChatFile:
+    """One dataset of chats, and which of them are taken."""
+
+    tokens: IndexedDataset
+    mask: IndexedDataset
+    chats: NDArray[np.int64]
+
+
+class ChatDataset:
+    """Chats of several files, numbered through. Raises DataError if there is none to train on."""
+
+    def __init__(self, files: Sequence[ChatFile], *, seed: int, vocab_size: int, said: str):
+        self._files, self._seed, self._vocab_size = files, seed, vocab_size
+        self._firsts = np.cumsum([0, *(len(file.chats) for file in files)])
+        self.lengths: NDArray[np.int64] = np.concatenate(
+            [file.tokens.lengths[file.chats].astype(np.int64) - 1 for file in files]
+        )
+        """Places of a row that each chat takes."""
+        self.loss_tokens: NDArray[np.int64] = np.concatenate([_loss_tokens(file) for file in files])
+        """Labels of each chat that count in the loss."""
+        if not self.loss_tokens.any():
+            raise DataError(
+                f"{said}: none of the {len(self)} chats has a token to train on; look at the roles and the chat "
+                "template with tools/preprocess_chat.py --show"
+            )
+        identity = [
+            (file.tokens.fingerprint, file.mask.fingerprint, hashlib.sha256(file.chats.tobytes()).hexdigest())
+            for file in files
+        ]
+        self.fingerprint = digest("chats", 1, identity, seed)
+        """Equal where the chats, and their order in every epoch, are."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The numbers of all chats, as they come in an epoch."""
+        return shuffled(len(self), self._seed, epoch)
+
+    def tokens_before(self, epoch: int, chats: int) -> int:
+        """Places taken by the first so many chats of an epoch."""
+        return int(_ends(self, epoch)[chats - 1]) if chats else 0
+
+    def read(self, chat: int) -> tuple[Tokens, Tokens]:
+        """Token ids and mask of a chat, both [length + 1]. Raises DataError on an id outside the vocabulary."""
+        file, sequence = self._place(chat)
+        ids, mask = file.tokens.read(sequence), file.mask.read(sequence)
+        if int(ids.max()) >= self._vocab_size or int(ids.min()) < 0:
+            raise DataError(
+                f"{file.tokens.prefix}: chat {sequence} holds token {int(ids.max())}, but vocab_size="
+                f"{self._vocab_size}; preprocess it with this model's tokenizer, or set vocab_size to the data's"
+            )
+        return ids, mask
+
+    def documents_of(self, chat: int) -> tuple[str, list[int]]:
+        """The prefix of a chat's file, and its number there."""
+        file, sequence = self._place(chat)
+        return file.tokens.prefix, [sequence]
+
+    def _place(self, chat: int) -> tuple[ChatFile, int]:
+        number = int(np.searchsorted(self._firsts, chat, side="right")) - 1
+        file = self._files[number]
+        return file, int(file.chats[chat - self._firsts[number]])
+
+
+class PackedChats:
+    """Rows of chats, each of at most `capacity` tokens: what one sample of a run with packing=dataset is.
+
+    Every epoch has as many rows of the same lengths, but with other chats beside each other.
+    """
+
+    def __init__(self, chats: ChatDataset, capacity: int, seed: int):
+        self.chats, self._capacity, self._seed = chats, capacity, seed
+        self.fingerprint = digest("packed", 1, chats.fingerprint, capacity)
+
+    @lru_cache(maxsize=3)  # noqa: B019 - lives as long as the run
+    def _packs(self, epoch: int) -> Packs:
+        return pack_dataset(self.chats.lengths, self._capacity, seed_of(self._seed, epoch))
+
+    def __len__(self) -> int:
+        return len(self._packs(0))
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The numbers of all rows, as they come in an epoch."""
+        return shuffled(len(self), self._seed, epoch)
+
+    def row(self, epoch: int, number: int) -> NDArray[np.int64]:
+        """The numbers of its chats."""
+        return self._packs(epoch)[number]
+
+    def tokens_before(self, epoch: int, rows: int) -> int:
+        """Tokens in the first so many rows of an epoch."""
+        return int(self._ends(epoch)[rows - 1]) if rows else 0
+
+    @lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
+    def _ends(self, epoch: int) -> NDArray[np.int64]:
+        packs = self._packs(epoch)
+        tokens = np.add.reduceat(self.chats.lengths[packs.order], packs.starts[:-1])
+        return np.cumsum(tokens[self.order(epoch)])
+
+    def documents_of(self, chat: int) -> tuple[str, list[int]]:
+        return self.chats.documents_of(chat)
+
+
+def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """0 to count - 1 in an order of this seed and epoch, the same with every version of NumPy."""
+    order = np.arange(count, dtype=np.int64)
+    helpers.Shuffler(seed_of(seed, epoch)).shuffle(order)
+    return order
+
+
+def seed_of(seed: int, epoch: int) -> int:
+    """32 bits for the draws of an epoch."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:4], "little")
+
+
+@lru_cache(maxsize=4)
+def _ends(dataset: ChatDataset, epoch: int) -> NDArray[np.int64]:
+    return np.cumsum(dataset.lengths[dataset.order(epoch)])
+
+
+def _loss_tokens(file: ChatFile) -> NDArray[np.int64]:
+    """Labels of each chat that count. The first token is no label, whatever its mask says."""
+    mask, starts = file.mask.tokens, np.asarray(file.mask.pointers, dtype=np.int64)
+    sums = np.add.reduceat(mask, starts, dtype=np.int64) - mask[starts]
+    return np.asarray(sums[file.chats], dtype=np.int64)
+
+
+def open_chats(config: Config) -> tuple[ChatDataset, ChatDataset | None, ChatDataset | None]:
+    """Chats to train on, to validate on, to test on; the last two None where the config leaves none.
+
+    Raises DataError.
+    """
+    opened: dict[str, tuple[IndexedDataset, IndexedDataset]] = {}
+    found: list[ChatDataset | None] = []
+    for split, (option, words) in enumerate(config.data.paths):
+        files = []
+        for prefix in parse_data_path(words)[0] if words else []:
+            if prefix not in opened:
+                opened[prefix] = _open(prefix, config.model.vocab_size)
+            tokens, mask = opened[prefix]
+            chats = _usable(tokens, config, None if config.data.per_split else split)
+            if len(chats):
+                files.append(ChatFile(tokens, mask, chats))
+        said = f"{option}={' '.join(words)}" + ("" if config.data.per_split else f", split={config.data.split}")
+        if not files and split == 0:
+            raise DataError(f"{said} leaves no chats to train on; give more of them, or raise the first share of split")
+        seed, vocab_size = config.training.seed, config.model.vocab_size
+        found.append(ChatDataset(files, seed=seed, vocab_size=vocab_size, said=said) if files else None)
+    train, valid, test = found
+    assert train is not None
+    return train, valid, test
+
+
+def _open(prefix: str, vocab_size: int) -> tuple[IndexedDataset, IndexedDataset]:
+    tokens = IndexedDataset(prefix)
+    try:
+        mask = IndexedDataset(prefix + MASK_SUFFIX)
+    except DataError as error:
+        raise DataError(
+            f"{prefix} has no loss mask, which task=sft needs ({error}); write both with tools/preprocess_chat.py, or "
+            "train with task=pretrain"
+        ) from None
+    check_vocabulary(tokens, vocab_size)
+    if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, tokens.lengths):
+        raise DataError(
+            f"{mask.prefix} is not the mask of {prefix}: it holds {len(mask)} sequences of {mask.num_tokens} "
+            f"{mask.dtype}, that {len(tokens)} of {tokens.num_tokens} tokens; preprocess the chats anew, or copy "
+            "both again"
+        )
+    return tokens, mask
+
+
+def _usable(tokens: IndexedDataset, config: Config, split: int | None) -> NDArray[np.int64]:
+    """The chats of a split, in the order of the file. None: all. Raises DataError for one that is too long."""
+    chats = np.arange(len(tokens), dtype=np.int64)
+    if split is not None:
+        bounds = np.rint(np.cumsum((0.0, *parse_split(config.data.split))) * len(tokens)).astype(np.int64)
+        chats = np.sort(shuffled(len(tokens), SPLIT_SEED, 0)[bounds[split] : bounds[split + 1]])
+    lengths = tokens.lengths[chats]
+    if len(chats) and (longest := int(lengths.max())) > config.training.seq_length + 1:
+        raise DataError(
+            f"{tokens.prefix}: chat {int(chats[lengths.argmax()])} has {longest} tokens, more than seq_length + 1 = "
+            f"{config.training.seq_length + 1}; raise seq_length, or preprocess with --max-length "
+            f"{config.training.seq_length + 1}"
+        )
+    kept = chats[lengths >= 2]
+    if len(kept) < len(chats):
+        name = "" if split is None else f"{SPLITS[split]}: "
+        logger.warning(
+            "%s%d chats of %s have less than 2 tokens; left out", name, len(chats) - len(kept), tokens.prefix
+        )
+    return kept

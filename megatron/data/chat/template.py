@@ -1,0 +1,291 @@
+"""Chat templates: found, read and rendered.
+
+A template is Jinja text that turns a list of messages into one string, in the dialect of Hugging Face's tokenizers. It
+comes from others, so it runs in Jinja's sandbox, and a .py file is read as a syntax tree and never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron.data.chat.presets import PRESETS
+from megatron.data.indexed import DataError
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]
+
+CONFIG_NAME = "tokenizer_config.json"
+TEMPLATE_NAME = "chat_template.jinja"
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+"""What tokenizer_config.json names, and templates may write by that name."""
+
+# the fields of InstructLab's SpecialTokens that also have a name in tokenizer_config.json
+_NAMES_OF_FIELDS = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
+
+_BAR = "[|\uff5c]"  # also as DeepSeek writes it, of full width
+MARKER = re.compile(rf"<{_BAR}[^\s<>|\uff5c]+{_BAR}>|<(?:start|end)_of_\w+>")
+"""What is a token of its own wherever a template writes it."""
+
+
+class TemplateFailure(DataError):
+    """A template does not take these messages. Says why, in the template's own words where it has any."""
+
+
+@dataclass(frozen=True)
+class TemplateSource:
+    """A template's text, and what its file says of tokens."""
+
+    text: str
+    origin: str
+    """For messages: a path, or `preset chatml`."""
+    named_tokens: dict[str, str] = field(default_factory=dict)
+    """bos_token, eos_token and pad_token that the template's file asks for."""
+    added_tokens: tuple[str, ...] = ()
+    """Tokens that the template's file wants the tokenizer to know."""
+
+    def tokens_to_add(self) -> tuple[str, ...]:
+        """Tokens that a tokenizer should know: those that the file names, else the markers that the template writes."""
+        return self.added_tokens or tuple(dict.fromkeys(found[0] for found in MARKER.finditer(self.text)))
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding
+
+
+def find_template(name: str | None, tokenizer_folder: Path) -> TemplateSource:
+    """A preset, a .jinja or .py file, or, for None, the template beside the tokenizer. Raises DataError."""
+    if name is None:
+        return _tokenizers_own(tokenizer_folder)
+    if name in PRESETS:
+        preset = PRESETS[name]
+        return TemplateSource(preset.template, f"preset {name}", added_tokens=preset.special_tokens)
+    path = Path(name)
+    if path.suffix == ".py":
+        return _from_python(path)
+    if path.suffix in (".jinja", ".jinja2", ".j2") or path.is_file():
+        return TemplateSource(_read(path), str(path))
+    near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise DataError(
+        f"chat template {name!r} is neither a file nor a preset; {hint}the presets are {', '.join(PRESETS)}, and files "
+        "end in .jinja or .py"
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"chat template {path} cannot be read: {error.strerror}; correct --chat-template") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"chat template {path} is not UTF-8 at byte {error.start}; convert the file") from None
+
+
+def _tokenizers_own(folder: Path) -> TemplateSource:
+    file = folder / TEMPLATE_NAME
+    if file.is_file():
+        return TemplateSource(_read(file), str(file))
+    template = read_config(folder).get("chat_template")
+    if isinstance(template, list):
+        templates = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict)}
+        if "default" not in templates:
+            raise DataError(
+                f"{folder / CONFIG_NAME} has the chat templates {', '.join(templates) or 'none'}, and none is named "
+                "default; write the one you want to a .jinja file and give it with --chat-template"
+            )
+        template = templates["default"]
+    if not isinstance(template, str):
+        raise DataError(
+            f"the tokenizer in {folder} has no chat template, neither {TEMPLATE_NAME} nor chat_template in "
+            f"{CONFIG_NAME}; give one with --chat-template: a .jinja or .py file, or a preset ({', '.join(PRESETS)})"
+        )
+    return TemplateSource(template, str(folder / CONFIG_NAME))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty where there is none. Raises DataError."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path} is no readable JSON ({error}); copy it anew") from None
+    if not isinstance(config, dict):
+        raise DataError(f"{path} is no JSON object; copy it anew")
+    return config
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that a tokenizer_config.json names: {"eos_token": "</s>", ...}."""
+    found = {}
+    for name in NAMED_TOKENS:
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# .py files
+
+
+def _from_python(path: Path) -> TemplateSource:
+    """CHAT_TEMPLATE and SPECIAL_TOKENS of a file as InstructLab has them. Only literals are understood."""
+    try:
+        tree = ast.parse(_read(path), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise DataError(f"chat template {path} is no Python: {error}; correct the file") from None
+    values: dict[str, ast.expr] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            values[node.targets[0].id] = node.value
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            values[node.target.id] = node.value
+    if "CHAT_TEMPLATE" not in values:
+        raise DataError(f"{path} sets no CHAT_TEMPLATE; assign it a string")
+    text = _literal_string(values["CHAT_TEMPLATE"], values, path)
+    named: dict[str, str] = {}
+    added: list[str] = []
+    for name, token, is_added in _special_tokens(values.get("SPECIAL_TOKENS"), values, path):
+        if not token:
+            continue
+        if name in _NAMES_OF_FIELDS:
+            named[_NAMES_OF_FIELDS[name]] = token
+        if is_added or name in _NAMES_OF_FIELDS:
+            added.append(token)
+    return TemplateSource(text, str(path), named, tuple(dict.fromkeys(added)))
+
+
+def _literal_string(node: ast.expr, values: Mapping[str, ast.expr], path: Path) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _literal_string(node.left, values, path) + _literal_string(node.right, values, path)
+    if isinstance(node, ast.Name) and node.id in values and values[node.id] is not node:
+        others = {name: value for name, value in values.items() if name != node.id}
+        return _literal_string(values[node.id], others, path)
+    raise DataError(
+        f"{path}:{node.lineno}: `{ast.unparse(node)[:60]}` is no literal string; the file is read, not run: write the "
+        "text itself"
+    )
+
+
+def _special_tokens(node: ast.expr | None, values: Mapping[str, ast.expr], path: Path) -> list[tuple[str, str, bool]]:
+    """(field, token, whether to add it) of `SpecialTokens(eos=TokenInfo("</s>", add_to_tokenizer=True))`, or a dict."""
+    if node is None:
+        return []
+    if isinstance(node, ast.Dict):
+        pairs = [(_literal_string(k, values, path), v) for k, v in zip(node.keys, node.values, strict=True) if k]
+    elif isinstance(node, ast.Call) and not node.args:
+        pairs = [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
+    else:
+        raise DataError(
+            f"{path}:{node.lineno}: SPECIAL_TOKENS must be SpecialTokens(eos=TokenInfo(...), ...) or a dict of strings"
+        )
+    found = []
+    for name, value in pairs:
+        is_added = True
+        if isinstance(value, ast.Call):
+            given = {keyword.arg: keyword.value for keyword in value.keywords}
+            token = value.args[0] if value.args else given.get("token")
+            flag = value.args[1] if len(value.args) > 1 else given.get("add_to_tokenizer")
+            is_added = isinstance(flag, ast.Constant) and flag.value is True
+            value = token if token is not None else ast.Constant("")
+        found.append((name, _literal_string(value, values, path), is_added))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rendering
+
+
+def _environment() -> jinja2.Environment:
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}...{% endgeneration %}` marks what the model writes; here it only stands for its text."""
+
+        tags = {"generation"}  # noqa: RUF012  Jinja's own name for it
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """A template that can be rendered. Raises DataError if it is no Jinja."""
+
+    def __init__(self, source: TemplateSource, tokens: Mapping[str, str]):
+        """`tokens`: what bos_token, eos_token, ... stand for. A name that is missing is empty text."""
+        from jinja2 import TemplateError, meta
+
+        self.source = source
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source.text)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source.text)))
+            """What the template asks for by name."""
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            place = f"{source.origin}:{line}" if line else source.origin
+            raise DataError(f"chat template {place} is no Jinja: {error}; correct the template") from None
+        empty = {"bos_token": "", "eos_token": ""}
+        self._variables: dict[str, Any] = {
+            **self._template.globals,
+            **empty,
+            **tokens,
+            "tools": None,
+            "documents": None,
+        }
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """The text of a conversation. Raises TemplateFailure."""
+        try:
+            # what `render` does, without making the same globals anew each time
+            context = self._template.new_context(
+                {**self._variables, "messages": messages, "add_generation_prompt": add_generation_prompt}, shared=True
+            )
+            return "".join(self._template.root_render_func(context))
+        except RecursionError:
+            raise TemplateFailure(f"chat template {self.source.origin} calls itself without end") from None
+        except Exception as error:  # whatever the template's expressions raise: TemplateError, TypeError, KeyError, ...
+            raise TemplateFailure(
+                f"chat template {self.source.origin} does not take this conversation: {error}"
+            ) from None

@@ -1,0 +1,288 @@
+"""The tokenizer of chats: text to ids and the characters that each holds, and the copy of it that is trained with.
+
+Special tokens written in the text become their ids, since a template writes them so. Nothing else is added.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from megatron.data.acceleration import AcceleratedTokenizer, NotAccelerated, accelerate, check_equal
+from megatron.data.chat.template import (
+    CONFIG_NAME,
+    TEMPLATE_NAME,
+    TemplateSource,
+    named_tokens,
+    read_config,
+)
+from megatron.data.indexed import DataError
+from megatron.data.tokenizer import KNOWN_EOD_TOKENS, GPT2BPETokenizer, HFTokenizer, LibraryTokenizer, refusal
+from megatron.files import replacing
+
+TOKENIZER_NAME = "tokenizer.json"
+PROOF_CHARACTERS = 1 << 14
+"""Text that is encoded twice before gigatoken is trusted."""
+BYTES_WORTH_GIGATOKEN = 1 << 21
+"""Text from which on gigatoken does the work: to load it takes as long as the library takes for this much."""
+
+Bytes = NDArray[np.int64]
+
+
+class EncodedText(NamedTuple):
+    """Texts as tokens, end to end."""
+
+    ids: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    """Tokens of each text."""
+    starts: NDArray[np.int64]
+    """Where each token's text begins. Counted from the beginning of the first text, in bytes or characters."""
+    ends: NDArray[np.int64]
+    bases: NDArray[np.int64]
+    """Where each text begins, counted alike."""
+    is_bytes: bool
+    """What starts, ends and bases count."""
+
+
+class ChatTokenizer:
+    """A tokenizer of the `tokenizers` library for text that a template wrote. Raises DataError."""
+
+    def __init__(self, reference: LibraryTokenizer, content: bytes, tokens: dict[str, str], origin: str):
+        """`content`: its tokenizer.json. `tokens`: eos_token and others by name. `origin`: its file, for messages."""
+        self.content = content
+        self.origin = origin
+        self.tokens = dict(tokens)
+        """bos_token, eos_token, ... that this tokenizer has."""
+        self._reference = reference
+        self._inner = reference._inner
+        self.vocab_size = reference.vocab_size
+        self.eos_id = reference.eod
+        added = self._inner.get_added_tokens_decoder().values()
+        self.added_tokens = frozenset(token.content for token in added)
+        self.special_tokens = tuple(token.content for token in added if token.special)
+        described = orjson.loads(content)
+        if described["pre_tokenizer"]:
+            from tokenizers import processors
+
+            # a post-processor may shorten the offsets of a token by the space before its word
+            self._inner.post_processor = processors.Sequence([])
+        self._byte_counts = _byte_counts(described, self.vocab_size)
+        self._fast: AcceleratedTokenizer | None = None
+        self._is_proven = self._byte_counts is None
+        self._num_characters = 0
+        self.expected_bytes = 0
+        """Of the text to come, as far as that is known: much of it is gigatoken's from the first one on."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self._reference.identity
+
+    def has_token(self, token: str) -> bool:
+        """Whether it is a token of its own wherever a text holds it."""
+        return token in self.added_tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._reference.decode(ids)
+
+    def encode(self, texts: Sequence[str]) -> EncodedText:
+        """Raises DataError for a text that cannot be encoded."""
+        if self._byte_counts is not None:
+            encoded = self._encode_bytes(texts, self._byte_counts)
+            if encoded is not None:
+                return encoded
+        return self._encode_characters(texts)
+
+    def _encode_bytes(self, texts: Sequence[str], counts: Bytes) -> EncodedText | None:
+        """By the bytes that each token stands for: exact within a character too. None: they do not add up."""
+        self._num_characters += sum(map(len, texts))
+        if not self._is_proven and max(self.expected_bytes, self._num_characters) > BYTES_WORTH_GIGATOKEN:
+            self._prove(texts)
+        ids, lengths = (self._fast or self._reference).encode_batch(texts)
+        ends = np.cumsum(counts[ids])
+        sizes = np.fromiter((len(text.encode()) for text in texts), np.int64, len(texts))
+        text_ends = np.cumsum(sizes)
+        token_ends = np.cumsum(lengths)
+        reached = np.where(token_ends > 0, ends[token_ends - 1] if len(ends) else 0, 0)
+        if not np.array_equal(reached, text_ends):
+            return None
+        return EncodedText(ids.astype(np.int32), lengths, ends - counts[ids], ends, text_ends - sizes, True)
+
+    def _prove(self, texts: Sequence[str]) -> None:
+        """Let gigatoken do the work if it gives the library's ids on the first texts."""
+        self._is_proven = True
+        sample = []
+        left = PROOF_CHARACTERS
+        for text in texts:
+            sample.append(text[:left])
+            left -= len(text)
+            if left <= 0:
+                break
+        try:
+            fast = accelerate(self._reference)
+            check_equal(fast, self._reference, sample)
+            self._fast = fast
+        except NotAccelerated:
+            self._fast = None
+
+    def _encode_characters(self, texts: Sequence[str]) -> EncodedText:
+        """By the character offsets of the library, which also knows what a normalizer changed."""
+        try:
+            encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception, or TypeError
+            raise refusal(texts, error) from error
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        bases = np.cumsum(sizes) - sizes
+        lengths = np.fromiter(map(len, encodings), np.int64, len(texts))
+        offsets = [np.array(e.offsets, np.int64).reshape(-1, 2) + b for e, b in zip(encodings, bases, strict=True)]
+        places = np.concatenate(offsets) if offsets else np.empty((0, 2), np.int64)
+        ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        all_ids = np.concatenate(ids) if ids else np.empty(0, np.int32)
+        return EncodedText(all_ids, lengths, places[:, 0], places[:, 1], bases, False)
+
+    def eos_of_text(self) -> str:
+        """The text that becomes the EOS id. Raises DataError where there is none."""
+        eos = self.tokens.get("eos_token")
+        if eos is None or self.eos_id is None:
+            raise DataError(
+                f"the tokenizer {self.origin} has no end-of-sequence token, with which the model must learn to end its "
+                f'turns; name it in {CONFIG_NAME}: "eos_token": "</s>", or choose a template that ends turns itself'
+            )
+        return eos
+
+
+def load_tokenizer(
+    path: str, source_tokens: dict[str, str] | None = None, wanted: Sequence[str] = ()
+) -> tuple[ChatTokenizer, tuple[str, ...]]:
+    """The tokenizer of a tokenizer.json, or of its folder, and which of the `wanted` tokens were added to it.
+
+    `source_tokens` are bos_token, eos_token and pad_token as a template's file wants them. Raises DataError.
+    """
+    file, reference, content = _open(Path(path))
+    inner = reference._inner
+    tokens = named_tokens(read_config(file.parent))
+    if "eos_token" not in tokens:
+        known = next((token for token in KNOWN_EOD_TOKENS if inner.token_to_id(token) is not None), None)
+        tokens |= {"eos_token": known} if known else {}
+    tokens |= source_tokens or {}
+    added = {token.content for token in inner.get_added_tokens_decoder().values()}
+    new = [token for token in dict.fromkeys(wanted) if token not in added]
+    lacking = tuple(token for token in new if inner.token_to_id(token) is None)
+    eos = tokens.get("eos_token")
+    if eos is not None and eos not in added and eos not in new and inner.token_to_id(eos) is not None:
+        new.append(eos)  # in the vocabulary, but text would not become it
+    for name in ("bos_token", "eos_token"):
+        token = tokens.get(name)
+        if token is not None and token not in new and inner.token_to_id(token) is None:
+            raise DataError(
+                f"{name} {token!r} is not in the vocabulary of {file}; add it with --add-special-tokens, or name "
+                f"another in {CONFIG_NAME}"
+            )
+    if new:
+        inner.add_special_tokens(new)
+        content = inner.to_str().encode()
+    eos_id = None if eos is None else inner.token_to_id(eos)
+    if new or eos_id != reference.eod:
+        reference = LibraryTokenizer("HFTokenizer", (content,), inner, eos_id, True)
+    return ChatTokenizer(reference, content, tokens, str(file)), lacking
+
+
+def _open(path: Path) -> tuple[Path, LibraryTokenizer, bytes]:
+    """The file, the tokenizer and its tokenizer.json. Raises DataError."""
+    remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes it"
+    if path.is_dir() and not (path / TOKENIZER_NAME).is_file():
+        if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+            reference = GPT2BPETokenizer(path / "vocab.json", path / "merges.txt", parse_special_tokens=True)
+            return path / "vocab.json", reference, reference.to_json().encode()
+        raise DataError(f"{path} holds no {TOKENIZER_NAME}; chats need the tokenizer in that format: {remedy}")
+    if path.suffix in (".model", ".tiktoken"):
+        raise DataError(
+            f"{path} is no {TOKENIZER_NAME}; chats need special tokens and character offsets, which only that format "
+            f"has: {remedy}"
+        )
+    file = path / TOKENIZER_NAME if path.is_dir() else path
+    return file, HFTokenizer(file, parse_special_tokens=True), file.read_bytes()
+
+
+def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
+    """How many bytes of text each id stands for. None: not every token is a fixed stretch of the text."""
+    from tokenizers import pre_tokenizers
+
+    steps = described["pre_tokenizer"] or {"type": "none"}
+    *splits, last = steps.get("pretokenizers", [steps])
+    model, added = described["model"], described["added_tokens"]
+    keeps_all = all(step["type"] == "Split" and (step["behavior"] != "Removed" or step["invert"]) for step in splits)
+    if last["type"] != "ByteLevel" or last["add_prefix_space"] or described["normalizer"] or not keeps_all:
+        return None
+    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return None
+    if any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    if not set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys():
+        return None
+    counts = np.zeros(vocab_size, np.int64)
+    vocab = model["vocab"]
+    numbers = np.fromiter(vocab.values(), np.int64, len(vocab))
+    counts[numbers] = np.fromiter(map(len, vocab), np.int64, len(vocab))  # a character for a byte
+    for token in added:
+        counts[token["id"]] = len(token["content"].encode())
+    return counts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks
+
+
+def trained(
+    encoded: EncodedText, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+) -> NDArray[np.uint8]:
+    """1 for each token that holds a character of one of its text's spans.
+
+    `spans` count characters of their own text; those of one text are in order and do not overlap.
+    """
+    bounds = [(i, start, end) for i, parts in enumerate(spans) for start, end in parts if end > start]
+    if not bounds:
+        return np.zeros(len(encoded.ids), np.uint8)
+    if encoded.is_bytes:
+        places = [(_bytes_before(texts[i], start), _bytes_before(texts[i], end)) for i, start, end in bounds]
+    else:
+        places = [(start, end) for _, start, end in bounds]
+    at = np.array(places, np.int64) + encoded.bases[[i for i, _, _ in bounds]][:, None]
+    # a token without text of its own, such as a dummy prefix, goes with the character that it stands before
+    ends = np.maximum(encoded.ends, encoded.starts + 1)
+    begun = np.searchsorted(at[:, 0], ends, side="left")
+    over = np.searchsorted(at[:, 1], encoded.starts, side="right")
+    mask: NDArray[np.uint8] = (begun > over).astype(np.uint8)
+    return mask
+
+
+def _bytes_before(text: str, place: int) -> int:
+    return place if text.isascii() else len(text[:place].encode())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The copy to train with
+
+
+def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source: TemplateSource) -> None:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja, as AutoTokenizer loads them. Raises OSError."""
+    target, origin = Path(folder), Path(original)
+    config = read_config(origin if origin.is_dir() else origin.parent)
+    config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    for name, token in tokenizer.tokens.items():
+        config[name] = token
+    config["chat_template"] = source.text
+    target.mkdir(parents=True, exist_ok=True)
+    contents = {
+        TOKENIZER_NAME: tokenizer.content.decode(),
+        TEMPLATE_NAME: source.text,
+        CONFIG_NAME: json.dumps(config, ensure_ascii=False, indent=2) + "\n",
+    }
+    for name, content in contents.items():
+        with replacing(target / name) as file:
+            file.write(content.encode())

@@ -1,0 +1,401 @@
+"""Hugging Face folders in both directions, a tensor at a time: BLOOM as Bloom or GPT-2, and Llama 1, 2 and 3.
+
+`name_map` says, for each of our parameters, which of their tensors make it and how they lie in it. A `Part` is a view
+of our full tensor in the shape of theirs, so one map serves both directions: reading copies into the view, writing out
+of it, a few rows at a time. Beside the one parameter at work, only a buffer of CHUNK_BYTES is in memory.
+
+Nothing in a folder is trusted: no pickle is executed, no path leads out of it, each of its tensors is accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from torch import Tensor
+
+from megatron.checkpoint.reader import CheckpointError
+from megatron.config.options import Config, ModelConfig
+from megatron.files import sync_folder
+from megatron.interop.huggingface_config import OUTPUT, SPECIAL_TOKENS, Family, config_of, family_of, their_config
+from megatron.interop.huggingface_files import (
+    DTYPES,
+    Precision,
+    StoredTensor,
+    WeightsWriter,
+    open_weights,
+    own_file,
+    read_json,
+    some,
+    write_json,
+)
+from megatron.models.families.registry import build_layers
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import Shard, shard_of
+
+CHUNK_BYTES = 1 << 24
+"""Of a tensor, this much is read or written at once."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The name map
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of theirs, and where it lies in our full tensor: `length` rows from `begin`."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Theirs."""
+    begin: int
+    length: int
+    transposed: bool = False
+    num_heads: int | None = None
+    """Given: their rows are [head][q, k, v][head size], ours [q, k, v][head][head size]."""
+
+    def view(self, ours: Tensor) -> Tensor:
+        """These rows of our full tensor, as theirs: [shape]; under `num_heads` its rows are [head, 3, head size]."""
+        rows = ours.narrow(0, self.begin, self.length)
+        if self.num_heads is not None:
+            return rows.unflatten(0, (3, self.num_heads, -1)).transpose(0, 1)
+        return rows.t() if self.transposed else rows
+
+    def chunks(self, ours: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """(first row, end row, the view of them) of theirs, CHUNK_BYTES of float32 at a time."""
+        view = self.view(ours)
+        count = view.shape[0]
+        step = max(1, CHUNK_BYTES * count // max(1, 4 * view.numel()))
+        rows = self.shape[0] // count
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            yield begin * rows, end * rows, view[begin:end]
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """A model of ours as one of theirs."""
+
+    family: Family
+    shards: Mapping[str, Shard]
+    """Our parameters, in the order of the layers, without vocabulary padding."""
+    parts: Mapping[str, tuple[Part, ...]]
+    """For each of our parameters, the tensors of theirs that make it."""
+
+    def assemble(self, name: str, read: Callable[[str, int, int], Tensor], memory: Tensor | None = None) -> Tensor:
+        """Our full tensor, float32, of `read(their name, first row, end row)`; in this flat memory, if given."""
+        shape = self.shards[name].shape
+        full = torch.empty(shape) if memory is None else memory[: math.prod(shape)].view(shape)
+        for part in self.parts[name]:
+            for begin, end, view in part.chunks(full):
+                view.copy_(read(part.name, begin, end).view(view.shape))
+        return full
+
+
+def parameters_of(config: Config) -> dict[str, Shard]:
+    """Every parameter of the model by name, in the order of the layers; nothing is allocated.
+
+    The shards are those of full tensors: no vocabulary padding, no initialisation.
+    """
+    found: dict[str, Shard] = {}
+    with torch.device("meta"):
+        for index, spec in enumerate(build_layers(config, ParallelContext.single())):
+            owner = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(index)
+            for name, parameter in spec.build().named_parameters():
+                found.setdefault(f"{owner}.{name}", replace(shard_of(parameter), padding=0, std=None, value=0.0))
+    return found
+
+
+def name_map(config: Config) -> NameMap:
+    """Raises CheckpointError where transformers has no such model, naming the options."""
+    family = family_of(config.model)
+    shards = parameters_of(config)
+    return NameMap(
+        family, shards, {name: tuple(_parts(family, config.model, name, shard)) for name, shard in shards.items()}
+    )
+
+
+def _parts(family: Family, model: ModelConfig, name: str, shard: Shard) -> Iterator[Part]:
+    owner, rest = name.split(".", 1)
+    if owner == "tied_modules" or owner == "0":
+        yield Part(f"{family.prefix}{family.embedding}.weight", shard.shape, 0, shard.shape[0])
+        return
+    index = int(owner)
+    if index == model.num_layers + 3:
+        yield Part(OUTPUT, shard.shape, 0, shard.shape[0])
+        return
+    module, _, kind = rest.rpartition(".")
+    if index == 1 or index == model.num_layers + 2:
+        outer = family.positions if rest == "positions" else family.embedding_norm if index == 1 else family.final_norm
+        kind = "weight" if rest == "positions" else kind
+        yield Part(f"{family.prefix}{outer}.{kind}", shard.shape, 0, shard.shape[0])
+        return
+    theirs = family.modules[module]
+    pieces = shard.pieces if len(theirs) > 1 else shard.shape[:1]
+    transposed = family.transposed and len(shard.shape) == 2
+    by_head = family.qkv_by_head and module == "attention.qkv"
+    begin = 0
+    for their_module, length in zip(theirs, pieces, strict=True):
+        shape = (length, *shard.shape[1:])
+        yield Part(
+            f"{family.prefix}{family.layer}.{index - 2}.{their_module}.{kind}",
+            shape[::-1] if transposed else shape,
+            begin,
+            length,
+            transposed,
+            model.num_attention_heads if by_head else None,
+        )
+        begin += length
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Theirs to ours
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A Hugging Face folder, checked whole, its weights yet to be read."""
+
+    config: Config
+    """The model, its longest sequence, and the precision that holds each weight exactly; all else at its default."""
+    map: NameMap
+    source: dict[str, Any]
+    """JSON to keep: their config.json and generation_config.json."""
+    stored: Mapping[str, StoredTensor]
+    """By their full names."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shard.shape) for shard in self.map.shards.values())
+
+    def read(self, name: str, memory: Tensor | None = None) -> Tensor:
+        """One full tensor of ours, float32; in this flat memory, if given."""
+        return self.map.assemble(name, lambda theirs, begin, end: self.stored[theirs].rows(begin, end), memory)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(our name, full float32 tensor), in the order of the layers. Each is overwritten by the next."""
+        memory = torch.empty(max(math.prod(shard.shape) for shard in self.map.shards.values()))
+        for name in self.map.shards:
+            yield name, self.read(name, memory)
+
+
+def import_huggingface(folder: Path) -> ImportedModel:
+    """Open a folder of transformers and check it: config.json, every file, the name and shape of every tensor.
+
+    Raises CheckpointError naming the file, field or tensor at fault.
+    """
+    config_path = own_file(folder, "config.json")
+    theirs = read_json(config_path)
+    config = config_of(theirs, config_path)
+    stored = open_weights(folder)
+    if config.model.num_layers > len(stored):
+        raise CheckpointError(f"{config_path} tells of {config.model.num_layers} layers, but {folder} lacks most")
+    mapped = name_map(config)
+    expected = {part.name: part for parts in mapped.parts.values() for part in parts}
+    tensors = _check_names(folder, mapped.family, stored, expected)
+    if not config.model.untie_embeddings_and_output_weights and OUTPUT in tensors:
+        _check_copy(tensors.pop(OUTPUT), tensors[f"{mapped.family.prefix}{mapped.family.embedding}.weight"])
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    precision: Precision = next((name for name, dtype in DTYPES.items() if dtypes == {dtype}), "fp32")
+    generation = folder / "generation_config.json"
+    source = {
+        "format": "huggingface",
+        "config": theirs,
+        "generation_config": read_json(own_file(folder, generation.name)) if os.path.lexists(generation) else None,
+    }
+    return ImportedModel(config_of(theirs, config_path, precision), mapped, source, tensors)
+
+
+def _check_names(
+    folder: Path, family: Family, stored: Mapping[str, StoredTensor], expected: Mapping[str, Part]
+) -> dict[str, StoredTensor]:
+    """The tensors by their full names; a copy of the tied embedding under lm_head.weight among them.
+
+    Raises CheckpointError with every one that is unknown, missing, twice, or of another shape.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    faults, unknown = [], []
+    for name, tensor in stored.items():
+        full = name if name == OUTPUT or name.startswith(family.prefix) else family.prefix + name
+        if re.fullmatch(family.buffers, full):
+            continue
+        if full in tensors:
+            faults.append(f"{full} is there twice, in {tensors[full].file.name} and in {tensor.file.name}")
+        elif full in expected or full == OUTPUT:
+            tensors[full] = tensor
+        else:
+            unknown.append(f"{name} in {tensor.file.name}")
+    missing = sorted(set(expected) - set(tensors))
+    if unknown:
+        faults.append(f"unknown to a {family.class_name} of this size: {some(unknown)}")
+    if missing:
+        faults.append(f"missing: {some(missing)}")
+    wrong = [
+        f"{name} in {tensor.file.name} is {list(tensor.shape)} of {tensor.dtype}, config.json makes it "
+        f"{list(expected[name].shape)}"
+        for name, tensor in tensors.items()
+        if name in expected and (tensor.shape != expected[name].shape or not tensor.dtype.is_floating_point)
+    ]
+    if wrong:
+        faults.append(some(wrong))
+    if faults:
+        raise CheckpointError(f"{folder} is no whole {family.class_name}: {'; '.join(faults)}")
+    return tensors
+
+
+def _check_copy(output: StoredTensor, embedding: StoredTensor) -> None:
+    """Of a tied model's embedding, under the output projection's name. Raises CheckpointError where they differ."""
+    same = output.shape == embedding.shape
+    if same:
+        step = max(1, CHUNK_BYTES // (4 * math.prod(embedding.shape[1:])))
+        for begin in range(0, embedding.shape[0], step):
+            end = min(begin + step, embedding.shape[0])
+            same = same and torch.equal(output.rows(begin, end), embedding.rows(begin, end))
+    if not same:
+        raise CheckpointError(
+            f"{OUTPUT} in {output.file} is not the word embedding, but config.json ties the two; set "
+            "tie_word_embeddings to false if it is a weight of its own"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours to theirs
+
+
+def export_huggingface(
+    folder: Path,
+    config: Config,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    precision: Precision | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    source: Mapping[str, Any] | None = None,
+    tokenizer: Path | None = None,
+) -> list[str]:
+    """Write the model into an empty folder: weights, config.json, generation_config.json, tokenizer files.
+
+    `tensors` gives each of our parameters once, whole and without padding, in any order, which may be the memory's
+    only one. `precision` is the run's unless given. `source` is what `ImportedModel.source` was, if the model came
+    from there. Returns the names of the tokenizer files. Every file is on disk when this returns.
+    Raises CheckpointError if transformers has no such model, a tensor is missing, or does not fit `precision`.
+    """
+    precision = precision or config.training.precision
+    mapped = name_map(config)
+    copied = _copy_tokenizer(tokenizer, folder, config.model.vocab_size) if tokenizer else []
+    special_tokens = _special_tokens(config, source, tokenizer)
+    write_json(folder / "config.json", their_config(config, precision, special_tokens))
+    generation = _generation_config(source, tokenizer)
+    write_json(folder / "generation_config.json", generation or {"_from_model_config": True, **special_tokens})
+    shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
+    with WeightsWriter(folder, shapes, precision, max_shard_bytes) as writer:
+        missing = dict(mapped.shards)
+        for name, tensor in tensors:
+            shard = missing.pop(name, None)
+            if shard is None or tuple(tensor.shape) != shard.shape:
+                raise CheckpointError(
+                    f"{name} {list(tensor.shape)} is no parameter of this model, or comes twice"
+                    if shard is None
+                    else f"{name} is {list(tensor.shape)}, but the config makes it {list(shard.shape)}"
+                )
+            for part in mapped.parts[name]:
+                writer.write(part.name, (view for _, _, view in part.chunks(tensor)))
+            del tensor  # before the next one is made
+        if missing:
+            raise CheckpointError(f"the checkpoint lacks {some(list(missing))}; it is not of this model")
+    sync_folder(folder)
+    return copied
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """The names of the tokenizer's files in `folder`."""
+    return [name for name in TOKENIZER_FILES if os.path.lexists(folder / name)]
+
+
+def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
+    """The names of its files. Raises CheckpointError if one is no file, or the tokenizer has ids beyond the model's."""
+    names = tokenizer_files(tokenizer)
+    for name in names:
+        own_file(tokenizer, name)
+    if "tokenizer.json" in names:
+        content = read_json(tokenizer / "tokenizer.json")
+        largest = max(_token_ids(content).values(), default=0)
+        if largest >= vocab_size:
+            raise CheckpointError(
+                f"{tokenizer / 'tokenizer.json'} has ids up to {largest}, but the model's vocab_size is {vocab_size}: "
+                "the tokenizer of another model; give its own"
+            )
+    return names
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
+    names = check_tokenizer(tokenizer, vocab_size)
+    for name in names:
+        shutil.copyfile(tokenizer / name, folder / name)
+    return names
+
+
+def _token_ids(tokenizer_json: Mapping[str, Any]) -> dict[str, int]:
+    """Every token's id, of a tokenizer.json."""
+    vocabulary = (tokenizer_json.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # Unigram: [token, score] in order
+        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+    added = tokenizer_json.get("added_tokens") or []
+    return dict(vocabulary) | {entry["content"]: entry["id"] for entry in added}
+
+
+def _generation_config(source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any] | None:
+    """That beside the tokenizer, or where the model came from; the latter stops at the tokenizer's own end, too."""
+    if tokenizer is not None and os.path.lexists(tokenizer / "generation_config.json"):
+        return read_json(own_file(tokenizer, "generation_config.json"))
+    content: dict[str, Any] | None = (source or {}).get("generation_config")
+    end = None if tokenizer is None else _tokens_by_name(tokenizer).get("eos_token_id")
+    if content is None or end is None:
+        return content
+    known = content.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if end not in ends:  # a chat's turns end otherwise than the text that the model was first trained on
+        content = content | {"eos_token_id": [*ends, end] if ends else end}
+    return content
+
+
+def _special_tokens(config: Config, source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any]:
+    """Ids of the special tokens, of the first that tells: generation config, tokenizer, where it came from, run."""
+    found: list[Mapping[str, Any]] = [_generation_config(source, tokenizer) or {}]
+    if tokenizer is not None:
+        found += [_tokens_by_name(tokenizer)]
+    found += [(source or {}).get("config") or {}, {"eos_token_id": config.data.eod_token_id}]
+    return {name: next((ids[name] for ids in found if ids.get(name) is not None), None) for name in SPECIAL_TOKENS}
+
+
+def _tokens_by_name(tokenizer: Path) -> dict[str, int]:
+    """Of the tokens that tokenizer_config.json names, looked up in tokenizer.json."""
+    if not {"tokenizer.json", "tokenizer_config.json"} <= set(tokenizer_files(tokenizer)):
+        return {}
+    names, ids = read_json(tokenizer / "tokenizer_config.json"), _token_ids(read_json(tokenizer / "tokenizer.json"))
+    found = {}
+    for name in SPECIAL_TOKENS:
+        token = names.get(name.removesuffix("_id"))
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in ids:
+            found[name] = ids[token]
+    return found

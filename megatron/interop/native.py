@@ -1,0 +1,82 @@
+"""A run's checkpoint as a model: whole tensors by name, and the config that tells what they are."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpoint.reader import Checkpoint, CheckpointError
+from megatron.config.command_line import from_dict
+from megatron.config.options import Config, ConfigError
+from megatron.interop.huggingface import parameters_of
+from megatron.parallel.shards import Shard
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """The weights of a checkpoint, one tensor at a time."""
+
+    checkpoint: Checkpoint
+    config: Config
+    shards: Mapping[str, Shard]
+    """In the order of the layers."""
+    source: dict[str, Any] | None
+    """What Hugging Face said of the model, where it came from there."""
+
+    @property
+    def num_parameters(self) -> int:
+        return count(self.shards)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full float32 tensor), each parameter once."""
+        for name in self.shards:
+            yield name, self.checkpoint.read_full(name)
+
+    def read_range(self, name: str, start: int, numel: int) -> Tensor:
+        """A stretch of a flattened tensor."""
+        return self.checkpoint.read(name, "weight", self.shards[name], 0, 1, start, numel)
+
+
+def native_model(checkpoint: Checkpoint) -> NativeModel:
+    """Raises CheckpointError if the checkpoint does not hold the model that its config describes."""
+    try:
+        config = from_dict(checkpoint.metadata["config"])
+    except (KeyError, TypeError, AttributeError, ConfigError) as error:
+        raise CheckpointError(f"{checkpoint.folder}/checkpoint.json holds no config of a run: {error}") from None
+    source = checkpoint.metadata.get("source")
+    source = source if isinstance(source, dict) and source.get("format") == "huggingface" else None
+    return NativeModel(checkpoint, config, matched(checkpoint.folder, config, checkpoint.parameters), source)
+
+
+def matched(folder: Path, config: Config, found: Mapping[str, Shard]) -> dict[str, Shard]:
+    """The parameters of the model that the config describes. Raises CheckpointError if others were found."""
+    expected = parameters_of(config)
+    shapes, wanted = ({name: tuple(shard.shape) for name, shard in side.items()} for side in (found, expected))
+    if shapes != wanted:
+        name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
+        raise CheckpointError(
+            f"{folder} does not hold the model that its config describes: {name} is {shapes.get(name, 'not there')}, "
+            f"the config makes it {wanted.get(name, 'no parameter')}"
+        )
+    return expected
+
+
+def count(shards: Mapping[str, Shard]) -> int:
+    """Parameters of the model."""
+    return sum(math.prod(shard.shape) for shard in shards.values())
+
+
+def check_space(folder: Path, needed_bytes: int, option: str) -> None:
+    """Raises CheckpointError if the disk has no room for the result. `option`: which says where it goes."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{folder} has {free / 1e9:.1f} GB free, but the result needs {needed_bytes / 1e9:.1f} GB; make room, or "
+            f"put {option} on another disk"
+        )

@@ -1,0 +1,81 @@
+"""A torch.profiler trace of a few iterations."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from megatron.config.options import LoggingConfig
+
+logger = logging.getLogger(__name__)
+
+
+def trace_file(rank: int) -> str:
+    """In the results folder; for a trace viewer such as Perfetto."""
+    return f"profile_rank{rank}.json.gz"
+
+
+class Profile:
+    """Records iterations profile_steps[0] to profile_steps[1], on the host and the device, and writes them to the
+    results folder. Does nothing unless `profile` is on and `rank` among its ranks.
+
+    `iteration`: how many the run has behind it. Of a run that resumes among the steps to record, the rest is.
+    """
+
+    def __init__(self, logging: LoggingConfig, *, rank: int, iteration: int) -> None:
+        self._file = Path(logging.results_dir or ".") / trace_file(rank)
+        self._first, self._last = logging.profile_steps
+        self._with_shapes = logging.pytorch_profiler_collect_shapes
+        self._with_stack = logging.pytorch_profiler_collect_callstack
+        self._iteration = iteration
+        self._profiler: Any = None
+        self._wanted = logging.profile and rank in logging.profile_ranks
+
+    def __enter__(self) -> Profile:
+        if self._wanted and self._first - 1 <= self._iteration < self._last:
+            self._start()
+        return self
+
+    def step(self, iteration: int) -> None:
+        """Call after each iteration."""
+        if self._wanted and iteration == self._first - 1:
+            self._start()
+        elif self._profiler is not None and iteration == self._last:
+            self._stop()
+
+    def _start(self) -> None:
+        # unasked, torch records what it can find a device for: on HPU only once Habana's plugin is imported
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        device = get_accelerator().device_name().upper()
+        if device != "CPU":
+            activities.append(getattr(torch.profiler.ProfilerActivity, device))
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            record_shapes=self._with_shapes,
+            with_stack=self._with_stack,
+            profile_memory=self._with_stack,
+        )
+        self._profiler.start()
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        part = self._file.with_name("part_" + self._file.name)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(part))
+            part.replace(self._file)
+        except OSError as error:  # a full disk; the run goes on
+            part.unlink(missing_ok=True)
+            logger.warning("%s was not written: %s", self._file, error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profiler is not None:
+            self._stop()

@@ -1,0 +1,303 @@
+"""What the results folder says of a run beside its metrics: config.yaml, run.json and summary.txt.
+
+    config.yaml   the resolved config of the last start: a preset that repeats the run
+    run.json      each start: when, by which command, on which hosts, with which versions; and how it ended
+    summary.txt   what the run came to and why it ended, for people
+
+Each is replaced in one piece. One that cannot be written, as on a full disk, is told and ends nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from datetime import datetime, timedelta, timezone
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from megatron import accelerator
+from megatron.checkpoint.reader import checkpoint_folders
+from megatron.config.command_line import to_yaml
+from megatron.config.options import Config
+from megatron.files import IMPORT_ROOT, replacing
+from megatron.observability.metrics import MetricsLog
+from megatron.observability.run_totals import Best, Totals
+from megatron.parallel.context import ParallelContext
+from megatron.resilience.errors import is_lost_peer
+from megatron.training.progress import Progress
+
+CONFIG_FILE = "config.yaml"
+RUN_FILE = "run.json"
+SUMMARY_FILE = "summary.txt"
+PROJECT = "megatron-3d"
+PACKAGES = ("torch", "deepspeed", "numpy")
+GIT_TIMEOUT_S = 10.0
+DONE = "trained to the end"
+
+
+class RunFolder:
+    """Writes them on rank 0: the first two on entering, which is collective, all as they are then on leaving.
+
+    Without a results_dir nothing is written; the end is printed anyway. `progress` is the run's own, and counts on.
+    """
+
+    def __init__(self, config: Config, ctx: ParallelContext, log: MetricsLog, progress: Progress) -> None:
+        self._config, self._ctx, self._log, self._progress = config, ctx, log, progress
+        self._folder = None if config.logging.results_dir is None else Path(config.logging.results_dir)
+        # of the process: importing and building are part of what was waited for
+        self._began_s = psutil.Process().create_time()
+        self._starts: list[dict[str, Any]] = []
+        self.stopped: str | None = None
+        """Why the run ended before its end, where that was wanted."""
+
+    def __enter__(self) -> RunFolder:
+        hosts = self._ctx.gather_objects(socket.gethostname())
+        if self._ctx.rank == 0:
+            self._starts = self._earlier_starts()
+            self._starts.append(_start(self._config, self._ctx, hosts, self._progress))
+            self._write(CONFIG_FILE, to_yaml(self._config))
+            self._write_starts()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        reason = self.stopped or DONE
+        if error is not None and is_lost_peer(error):
+            reason = "another rank was lost"  # the transport's own words name a socket
+        elif kind is not None:
+            told = " ".join(str(error).split())
+            reason = f"{kind.__name__}: {told}" if told else kind.__name__
+        self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """Tell why the run ended, and what it came to. For whoever ends the process without leaving this context; the
+        first call counts. Not collective: where a rank failed, the others may never come here.
+        """
+        if self._ctx.rank != 0 or "ended" in self._starts[-1]:
+            return
+        self._starts[-1]["ended"] = {
+            "time": _now(),
+            "reason": reason,
+            "iteration": self._progress.iteration,
+            "consumed_samples": self._progress.consumed_samples,
+            "wall_s": round(time.time() - self._began_s, 3),
+        }
+        self._write_starts()
+        tokens = self._log.tokens_of(self._progress.consumed_samples)
+        summary = Summary(self._config, self._starts, self._progress, tokens, self._log.totals)
+        self._write(SUMMARY_FILE, summary.text())
+        self._log.message(summary.core())
+
+    def _earlier_starts(self) -> list[dict[str, Any]]:
+        """Those of run.json, for a run that resumes. One that begins anew, or cannot read it, keeps it aside."""
+        path = None if self._folder is None else self._folder / RUN_FILE
+        if path is None or not path.exists():
+            return []
+        try:
+            starts: Any = json.loads(path.read_text(encoding="utf-8"))["starts"]
+            if self._progress.iteration > 0 and all(isinstance(start, dict) for start in starts):
+                return list(starts)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._log.message(f"WARNING: {path} is not readable and kept aside: {error!r}")
+        try:
+            path.replace(path.with_name(f"run.{int(time.time())}.json"))
+        except OSError as error:
+            self._log.message(f"WARNING: {path} is replaced: {error}")
+        return []
+
+    def _write_starts(self) -> None:
+        self._write(RUN_FILE, json.dumps({"starts": self._starts}, indent=2, ensure_ascii=False) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        if self._folder is None:
+            return
+        try:
+            with replacing(self._folder / name, partial_name=f"{name}.new") as file:
+                file.write(text.encode())
+        except OSError as error:
+            self._log.message(f"WARNING: {self._folder / name} was not written: {error}")
+
+
+class Summary:
+    """What a run came to, from its starts, its counters and its rows."""
+
+    def __init__(
+        self, config: Config, starts: list[dict[str, Any]], progress: Progress, consumed_tokens: int, totals: Totals
+    ) -> None:
+        self._config, self._starts, self._progress, self._totals = config, starts, progress, totals
+        self._tokens = consumed_tokens
+
+    def text(self) -> str:
+        """All of it: a name and a value a line."""
+        start = self._starts[-1]
+        layout, hosts = start["layout"], start["hosts"]
+        sizes = ", ".join(f"{name} {size}" for name, size in layout.items())
+        lines = [
+            ("ended", f"{start['ended']['time']}, {self._reason()}"),
+            *self._progress_lines(),
+            *self._loss_lines(),
+            *self._speed_lines(),
+            ("peak memory", self._memory()),
+            ("checkpoints", self._checkpoints()),
+            ("layout", f"{sizes}; {_counted(start['world_size'], 'rank')} on {_counted(len(hosts), 'host')}"),
+            ("versions", ", ".join(f"{name} {version}" for name, version in start["versions"].items())),
+            ("code", _said_of_project(start["project"])),
+        ]
+        width = max(len(name) for name, _ in lines) + 2
+        return "".join(f"{name.ljust(width)}{value}\n" for name, value in lines)
+
+    def core(self) -> str:
+        """Its first lines, for the end of the log."""
+        lines = [
+            ("run ended", self._reason()),
+            *self._progress_lines()[:1],
+            *self._loss_lines(),
+            *self._speed_lines(),
+            ("peak memory", self._memory()),
+        ]
+        return "\n".join(f" {name}: {value}" for name, value in lines)
+
+    def _reason(self) -> str:
+        return str(self._starts[-1]["ended"]["reason"])
+
+    def _progress_lines(self) -> list[tuple[str, str]]:
+        progress, start = self._progress, self._starts[-1]
+        known_s = [each["ended"]["wall_s"] for each in self._starts if "ended" in each]
+        lost = len(self._starts) - len(known_s)
+        all_starts = f", {_duration(sum(known_s))} in {len(known_s)} starts" if len(self._starts) > 1 else ""
+        if lost:
+            all_starts += f" and {lost} more that ended without a word"
+        since = (
+            f" ({progress.iteration - start['resumed_iteration']} of them in this start)"
+            if len(self._starts) > 1
+            else ""
+        )
+        return [
+            (
+                "iterations",
+                f"{progress.iteration:,}{since}, {progress.consumed_samples:,} samples, {self._tokens:,} tokens; "
+                f"{progress.skipped_iterations:,} skipped, {progress.nan_iterations:,} NaN",
+            ),
+            ("wall time", f"{_duration(start['ended']['wall_s'])} in this start{all_starts}"),
+            ("training", f"{_duration(self._totals.training_s)} in the steps that were logged, of all starts"),
+            ("restarts", str(len(self._starts) - 1)),
+        ]
+
+    def _loss_lines(self) -> list[tuple[str, str]]:
+        names = {"train": "training loss", "valid": "validation loss", "test": "test loss"}
+        return [
+            (name, f"{_loss(self._totals.last[kind])}, lowest {_loss(self._totals.lowest[kind])}")
+            for kind, name in names.items()
+            if kind in self._totals.last
+        ]
+
+    def _speed_lines(self) -> list[tuple[str, str]]:
+        totals = self._totals
+        if totals.tokens_per_second is None:
+            return []
+        speed = f"{totals.tokens_per_second:,.0f} tokens/s, {totals.tflops_per_device:.4g} TFLOP/s/device"
+        return [("throughput", speed + (f", MFU {totals.mfu:.1%}" if totals.mfu is not None else ""))]
+
+    def _memory(self) -> str:
+        peak_gb, total_gb = self._totals.peak_memory_gb, self._totals.total_memory_gb
+        if peak_gb is None:
+            return "not recorded"
+        return f"{peak_gb:.2f} GB" + (f" of {total_gb:.2f}" if total_gb else "") + ", on the fullest rank"
+
+    def _checkpoints(self) -> str:
+        save = self._config.checkpoint.save
+        if save is None:
+            return "none are saved"
+        try:
+            tags = [path.name for path in checkpoint_folders(Path(save)) if not path.name.startswith(".")]
+        except OSError:
+            tags = []
+        return f"{len(tags)} in {save}, newest {tags[0]}" if tags else f"none in {save}"
+
+
+def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Progress) -> dict[str, Any]:
+    return {
+        "started": _now(),
+        "resumed_iteration": progress.iteration,
+        "command": sys.orig_argv,
+        "folder": os.getcwd(),
+        "world_size": ctx.world_size,
+        "hosts": {host: [rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)},
+        "layout": {
+            "tensor": ctx.tensor_size,
+            "pipeline": ctx.num_stages,
+            "data": ctx.grad_size,
+            "zero_stage": config.effective_zero_stage,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in PACKAGES},
+            **accelerator.software(),
+        },
+        "project": _project(),
+    }
+
+
+def _project() -> dict[str, Any]:
+    """Version and commit of this code; None what cannot be told, as without git or outside of a checkout."""
+    try:
+        version: str | None = metadata.version(PROJECT)
+    except metadata.PackageNotFoundError:
+        version = None
+    commit, dirty = None, None
+    found = _git("rev-parse", "--show-toplevel", "HEAD")
+    # a copy inside another repository must not pass for that one
+    if found is not None and len(found) == 2 and Path(found[0]).resolve() == IMPORT_ROOT:
+        changes = _git("status", "--porcelain", "--untracked-files=no")
+        commit, dirty = found[1], None if changes is None else bool(changes)
+    return {"version": version, "commit": commit, "dirty": dirty}
+
+
+def _git(*arguments: str) -> list[str] | None:
+    """The lines that git answers; None if it does not."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(IMPORT_ROOT), *arguments],
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # a status otherwise writes to the repository
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.splitlines() if answer.returncode == 0 else None
+
+
+def _said_of_project(project: dict[str, Any]) -> str:
+    commit = project["commit"] or "commit unknown"
+    return f"{PROJECT} {project['version'] or 'not installed'}, {commit}" + (
+        ", with changes" if project["dirty"] else ""
+    )
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
+def _loss(best: Best) -> str:
+    return f"{best.loss:.4f} at iteration {best.iteration:,}"
+
+
+def _duration(seconds: float) -> str:
+    """1 day, 2:03:04"""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

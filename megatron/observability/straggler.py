@@ -1,0 +1,102 @@
+"""Which rank is slow, where all of them take equally long because they wait for each other.
+
+What counts is what a rank does by itself: its forward passes, and the wait for its own data. Where tensor-parallel
+ranks wait for each other inside a forward pass, only the parts between their collectives count: from the output of a
+column-parallel layer to the input of the row-parallel one after it. On accelerators the times come from events, which
+are read with the log line: no step waits for the host.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from megatron.observability.rank_times import OwnTimes, RankTimes, own_times
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.training.engine import Engine
+
+
+class Straggler:
+    """Measures this rank's training steps from its making on."""
+
+    def __init__(self, engine: Engine):
+        self._ctx = engine.ctx
+        self._steps = 0
+        self._data_wait_s = self._own_s = 0.0
+        self._pairs: list[tuple[Any, Any]] = []
+        self._makes_events = engine.ctx.device.type != "cpu"
+        for first, at_output, last, at_input in _sections(engine):
+            began: list[Any] = []
+            # torch calls hooks with the module and its inputs (and outputs)
+            begin = _Begin(self, began)
+            finish = _Finish(self, began)
+            (first.register_forward_hook if at_output else first.register_forward_pre_hook)(begin)
+            (last.register_forward_pre_hook if at_input else last.register_forward_hook)(finish)
+
+    def add_data_wait(self, seconds: float) -> None:
+        """Call it once a step."""
+        self._data_wait_s += seconds
+
+    def count_step(self) -> None:
+        self._steps += 1
+
+    def _mark(self) -> Any:
+        if not self._makes_events:
+            return time.perf_counter()
+        from deepspeed.accelerator import get_accelerator
+
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add(self, begin: Any, end: Any) -> None:
+        if self._makes_events:
+            self._pairs.append((begin, end))
+        else:
+            self._own_s += end - begin
+
+    def read(self) -> OwnTimes:
+        """The spread over all ranks since the last call. Collective; the device must have come to the last step."""
+        for begin, end in self._pairs:
+            self._own_s += begin.elapsed_time(end) / 1000
+        steps = max(1, self._steps)
+        mine = RankTimes(self._ctx.stage, socket.gethostname(), self._own_s / steps, self._data_wait_s / steps)
+        self._steps, self._own_s, self._data_wait_s = 0, 0.0, 0.0
+        self._pairs.clear()
+        return own_times(self._ctx.gather_objects(mine))
+
+
+class _Begin:
+    def __init__(self, straggler: Straggler, began: list[Any]):
+        self._straggler, self._began = straggler, began
+
+    def __call__(self, module: nn.Module, *values: Any) -> None:
+        if module.training:
+            self._began[:] = [self._straggler._mark()]
+
+
+class _Finish(_Begin):
+    def __call__(self, module: nn.Module, *values: Any) -> None:
+        if module.training and self._began:
+            self._straggler._add(self._began.pop(), self._straggler._mark())
+
+
+def _sections(engine: Engine) -> Iterator[tuple[nn.Module, bool, nn.Module, bool]]:
+    """Where no rank waits for another: from a module's input (True: output) to another's output (True: input)."""
+    if engine.ctx.tensor_size == 1:
+        # the pipeline engine calls its module itself; what it compiles are the layers in there. The other one is called
+        # itself, and may compile its module with all hooks
+        whole = engine.module if engine.config.uses_pipeline else engine.deepspeed
+        yield whole, False, whole, False
+        return
+    for module in engine.module.modules():
+        children = list(module.children())
+        columns = [child for child in children if isinstance(child, ColumnParallelLinear)]
+        rows = [child for child in children if isinstance(child, RowParallelLinear)]
+        # fewer key and value heads than ranks are gathered in between
+        if columns and rows and getattr(module, "own_kv_head", None) is None:
+            yield columns[-1], True, rows[0], True

@@ -1,0 +1,200 @@
+"""What the time of a step goes to: data, forward, backward, communication, optimizer; and of saves and evaluations.
+
+A moment counts for the innermost phase it lies in, so phases never overlap: a reduction of gradients inside the
+backward pass is communication, and is taken from the backward pass's time. On CPU a phase is timed by the host's clock,
+which is what it took. On a device, events are put into its stream between the phases and compared when the log interval
+reads the loss anyway: nothing waits for the device for a timer's sake, and what the device did is what is told.
+
+Megatron's names. `batch-generator` is what the step waits for its data, and what it takes to move it to the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron.observability.metrics import TIMER_SUFFIX
+from megatron.observability.rank_stats import Spread, over_ranks
+from megatron.parallel.context import ParallelContext
+
+COMMUNICATION = (
+    "forward-send",
+    "forward-recv",
+    "backward-send",
+    "backward-recv",
+    "grads-all-reduce",
+    "embedding-grads-all-reduce",
+)
+"""At level 1 these are one, `communication`."""
+PER_STEP = ("batch-generator", "forward-compute", "backward-compute", "communication", *COMMUNICATION, "optimizer")
+"""Told in seconds a step."""
+PER_CALL = ("evaluate", "save-checkpoint")
+"""Told in seconds an evaluation, and a save; the part of it that training waits for."""
+
+
+class StepTimers:
+    """The timers of a rank. At level 0 nothing is timed, and nothing is done."""
+
+    def __init__(self, level: int, device: torch.device) -> None:
+        self.level = level
+        self._host = _Clock(_HostTicks())
+        self._device = self._host if device.type == "cpu" else _Clock(_DeviceTicks())
+        self._is_training = True
+        self._calls = dict.fromkeys(PER_CALL, 0)
+
+    def __call__(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A phase of the training step, on the device; not counted inside an evaluation."""
+        if self.level == 0 or not self._is_training:
+            return contextlib.nullcontext()
+        return self._device.phase(self._named(name))
+
+    def on_host(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A phase of the host's alone: waiting for data, saving, evaluating."""
+        if self.level == 0:
+            return contextlib.nullcontext()
+        return self._on_host(name)
+
+    @contextlib.contextmanager
+    def _on_host(self, name: str) -> Iterator[None]:
+        if name in PER_CALL:
+            self._calls[name] += 1
+        self._is_training = False
+        try:
+            with self._host.phase(name):
+                yield
+        finally:
+            self._is_training = True
+
+    def _named(self, name: str) -> str:
+        return "communication" if self.level == 1 and name in COMMUNICATION else name
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, as a phase."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self(name):
+                return function(*arguments, **options)
+
+        return call
+
+    def watch(self, engine: Any, *, is_pipeline: bool) -> None:
+        """Time the steps of a DeepSpeed engine from inside. At level 0 it is left as it is.
+
+        DeepSpeed's own timers (wall_clock_breakdown) leave out the loss and the reductions of a pipeline, and print
+        each step. It offers no hook around either: so of this one engine a method is wrapped, or its table of
+        instructions.
+        """
+        if self.level == 0:
+            return
+        if is_pipeline:
+            engine._INSTRUCTION_MAP = {
+                instruction: self.timed(_PHASES[instruction.__name__], method)
+                if instruction.__name__ in _PHASES
+                else method
+                for instruction, method in engine._INSTRUCTION_MAP.items()
+            }
+        else:
+            engine.allreduce_gradients = self.timed("grads-all-reduce", engine.allreduce_gradients)
+
+    def read(self, num_steps: int, ctx: ParallelContext) -> dict[str, Spread]:
+        """Seconds of each phase since the last call, on rank 0; nothing on the others, or at level 0. Collective.
+
+        Waits for the device to come to the end of the last step. Phases that no rank went through are left out.
+        """
+        if self.level == 0:
+            return {}
+        totals_s = self._host.read()
+        if self._device is not self._host:
+            for name, seconds in self._device.read().items():
+                totals_s[name] = totals_s.get(name, 0.0) + seconds
+        mine = {name: totals_s.get(name, math.nan) / num_steps for name in PER_STEP}
+        mine |= {name: totals_s.get(name, math.nan) / max(self._calls[name], 1) for name in PER_CALL}
+        self._calls = dict.fromkeys(PER_CALL, 0)
+        return {name + TIMER_SUFFIX: spread for name, spread in over_ranks(mine, ctx).items()}
+
+
+# What DeepSpeed's pipeline schedule is made of (deepspeed.runtime.pipe.schedule), by the names of its instructions.
+_PHASES = {
+    "LoadMicroBatch": "batch-generator",
+    "ForwardPass": "forward-compute",
+    "BackwardPass": "backward-compute",
+    "SendActivation": "forward-send",
+    "RecvActivation": "forward-recv",
+    "SendGrad": "backward-send",
+    "RecvGrad": "backward-recv",
+    "ReduceGrads": "grads-all-reduce",
+    "ReduceTiedGrads": "embedding-grads-all-reduce",
+    "OptimizerStep": "optimizer",
+}
+
+
+class _HostTicks:
+    """Moments of the host."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, spans: list[tuple[str, Any, Any]]) -> list[float]:
+        return [end - begin for _, begin, end in spans]
+
+
+class _DeviceTicks:
+    """Moments of the device's current stream, known once it has come to them. Events are used again."""
+
+    def __init__(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        self._make = get_accelerator().Event
+        self._free: list[Any] = []
+
+    def now(self) -> Any:
+        event = self._free.pop() if self._free else self._make(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, spans: list[tuple[str, Any, Any]]) -> list[float]:
+        if not spans:
+            return []
+        spans[-1][2].synchronize()
+        found = [begin.elapsed_time(end) / 1000 for _, begin, end in spans]
+        self._free += {id(event): event for _, *both in spans for event in both}.values()
+        return found
+
+
+class _Clock:
+    """Cuts time into spans, each of the innermost phase at that time."""
+
+    def __init__(self, ticks: _HostTicks | _DeviceTicks) -> None:
+        self._ticks = ticks
+        self._phases: list[str] = []
+        self._since: Any = None
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._cut()
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._cut()
+            self._phases.pop()
+
+    def _cut(self) -> None:
+        now = self._ticks.now()
+        if self._phases:
+            self._spans.append((self._phases[-1], self._since, now))
+        self._since = now
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, which must be outside all of them."""
+        spans, self._spans = self._spans, []
+        totals_s: dict[str, float] = {}
+        for (name, _, _), seconds in zip(spans, self._ticks.seconds(spans), strict=True):
+            totals_s[name] = totals_s.get(name, 0.0) + seconds
+        return totals_s

@@ -1,0 +1,126 @@
+"""Whether the ranks' copies of a parameter are still equal, bit by bit; and which rank holds the odd one.
+
+Copies are: every parameter over the data-parallel ranks (not under ZeRO-3, which cuts it up over them), those that are
+not cut over the tensor-parallel ranks over these too, and tied ones over their stages. Data-parallel ranks that drift
+apart keep training, each on a model of its own; nothing else would tell.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.parallel.shards import shard_of
+from megatron.resilience.errors import GaveUp
+
+if TYPE_CHECKING:
+    from megatron.training.engine import Engine
+
+SHOWN = 4
+"""Copies that a message describes."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+COLUMNS = 1 << 12
+ABSENT = torch.iinfo(torch.int64).min
+
+
+class Copy(NamedTuple):
+    """What is held more than once."""
+
+    name: str
+    tensor_rank: int
+    """0 for what every tensor-parallel rank holds."""
+    grad_rank: int
+    """Of ZeRO-3's stretches; 0 where every data-parallel rank holds the whole."""
+
+
+class Replicas:
+    """Compares copies as often as it is asked. Made and used by all ranks together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._ctx = ctx = engine.ctx
+        stretches = engine.config.optimizer.zero_stage == 3
+        self._held: dict[Copy, Tensor] = {}
+        for name, parameter in engine.module.named_parameters():
+            part = 0 if shard_of(parameter).dim is None else ctx.tensor_rank
+            held = parameter.ds_tensor if stretches else parameter  # type: ignore[attr-defined]
+            self._held[Copy(name, part, ctx.grad_rank if stretches else 0)] = held
+        holders = Counter(copy for held in ctx.gather_objects(list(self._held)) for copy in held)
+        self._copies = sorted(copy for copy, count in holders.items() if count > 1)
+
+    def check(self, iteration: int) -> None:
+        """Raises GaveUp, on every rank, if copies differ: which rank's, of which tensor, by how much. Collective."""
+        if not self._copies:
+            return
+        # largest and smallest of all copies' checksums: one sum for all ranks, whatever each of them holds
+        mine = torch.full((2, len(self._copies)), ABSENT)
+        if places := [index for index, copy in enumerate(self._copies) if copy in self._held]:
+            sums = torch.stack([checksum(self._held[self._copies[index]]) for index in places]).cpu()
+            mine[0, places], mine[1, places] = sums, ~sums
+        own = mine[0].clone()
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ctx.control_group)
+        differing = (mine[0] != ~mine[1]).nonzero().flatten().tolist()
+        if not differing:
+            return
+        everyones = self._ctx.gather_objects((socket.gethostname(), own[differing].tolist()))
+        faults: list[str] = []
+        for place, index in enumerate(differing):
+            theirs = {rank: sums[place] for rank, (_, sums) in enumerate(everyones) if sums[place] != ABSENT}
+            for odd, holder, verdict in odd_ones(theirs):
+                difference = self._difference(self._copies[index], odd, holder) if len(faults) < SHOWN else ""
+                faults.append(f"{self._copies[index].name} on rank {odd} ({everyones[odd][0]}) {verdict}{difference}")
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise GaveUp(
+            f"the ranks' copies are not equal after iteration {iteration}: {'; '.join(faults[:SHOWN])}{more}. Nothing "
+            "was saved since they were last found equal. A device that computes wrongly does this, or a change of the "
+            "code that sums gradients; resume from the last checkpoint, without that host if it happens again"
+        )
+
+    def _difference(self, copy: Copy, odd: int, holder: int) -> str:
+        """By how much rank `odd`'s differs from rank `holder`'s: they compare, and rank `odd` tells all. Collective."""
+        ctx, told = self._ctx, None
+        tensor = self._held.get(copy)
+        if tensor is not None and ctx.rank in (odd, holder):
+            flat = tensor.detach().reshape(-1).to("cpu", copy=True)
+            if ctx.rank == holder:
+                dist.send(flat.view(torch.uint8), odd, group=ctx.control_group)
+            else:
+                theirs = torch.empty_like(flat)
+                dist.recv(theirs.view(torch.uint8), holder, group=ctx.control_group)
+                count = int(
+                    (flat.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, flat.element_size()).any(1).sum()
+                )
+                largest = float((flat.double() - theirs.double()).abs().max())
+                told = f": {count} of {flat.numel()} numbers, by up to {largest:.3g}"
+        return next((text for text in ctx.gather_objects(told) if text is not None), "")
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """int64 scalar on the tensor's device, equal for equal bits.
+
+    Sums of the bits over rows and over columns, each with a weight of its own, modulo 2^64: changes that cancel each
+    other in one of the two do not in the other.
+    """
+    bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
+    rows = bits.numel() // COLUMNS
+    body = bits[: rows * COLUMNS].view(rows, COLUMNS)
+    parts = [bits[rows * COLUMNS :].long(), body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64)]
+    sums = torch.cat(parts)
+    # odd, so that no change is multiplied away; 64-bit golden ratio, so that neighbours' weights are far apart
+    weights = torch.arange(1, 2 * sums.numel(), 2, device=sums.device) * -7046029254386353131
+    return (sums * weights).sum()
+
+
+def odd_ones(sums: dict[int, int]) -> list[tuple[int, int, str]]:
+    """(rank, rank to compare it with, what is wrong) for each rank whose checksum is not that of most."""
+    (common, count), *_ = Counter(sums.values()).most_common()
+    holder = next(rank for rank, value in sums.items() if value == common)
+    others = [rank for rank, value in sums.items() if value != common]
+    if count * 2 > len(sums):
+        return [(odd, holder, f"differs from its copies on {count} other ranks, such as {holder}") for odd in others]
+    # as many for either: nothing tells which is right
+    return [(odd, holder, f"differs from its copy on rank {holder}") for odd in others]

@@ -1,0 +1,335 @@
+"""Documents come out of files whole, in order and with their place, whatever the blocks, the packing and the damage."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data import sources as documents
+from megatron.data.indexed import DataError
+from megatron.data.sources import Block, Position, find_sources, parse, read_blocks
+
+KEY = ("text",)
+
+
+def read(path: Path | list[Path], **options: Any) -> list[Block]:
+    paths = path if isinstance(path, list) else [path]
+    return list(read_blocks(find_sources([str(p) for p in paths]), KEY, **options))
+
+
+def texts(blocks: list[Block]) -> list[str]:
+    return [text for block in blocks for text in parse(block, KEY).columns[0]]
+
+
+def faults(blocks: list[Block]) -> list[str]:
+    return [str(fault) for block in blocks for fault in parse(block, KEY).faults]
+
+
+def places(blocks: list[Block]) -> list[str]:
+    return [block.place(number) for block in blocks for number in parse(block, KEY).numbers]
+
+
+def lines(*values: str) -> bytes:
+    return b"".join(json.dumps({"text": value}).encode() + b"\n" for value in values)
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda raw: raw,
+    ".gz": gzip.compress,
+    # as the zstd command does; without a checksum damage can pass for text
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+
+
+@given(
+    content=st.lists(st.text(alphabet="ab ", max_size=12), max_size=12),
+    separator=st.sampled_from(["|", "||", "ab", "\n\n\n", "aba"]),
+    block_bytes=st.integers(1, 9),
+    ends=st.booleans(),
+)
+def test_blocks_hold_what_splitting_the_whole_gives(
+    tmp_path_factory: pytest.TempPathFactory, content: list[str], separator: str, block_bytes: int, ends: bool
+) -> None:
+    whole = separator.join(content) + (separator if ends else "")
+    path = tmp_path_factory.mktemp("blocks") / "in.txt"
+    path.write_text(whole, newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "BLOCK_BYTES", block_bytes)
+        blocks = read(path, separator=separator)
+    assert texts(blocks) == [text for text in whole.split(separator) if text.strip()]
+    assert sum(block.num_input_bytes for block in blocks) == len(whole)
+
+
+@pytest.mark.parametrize("packing", PACKED)
+@pytest.mark.parametrize("block_bytes", [7, 1 << 20])
+def test_jsonl_is_read_through_any_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, block_bytes: int
+) -> None:
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block_bytes)
+    values = [f"text {i} äöü 漢字" * (i % 5) + "." for i in range(200)]
+    path = tmp_path / f"in.jsonl{packing}"
+    path.write_bytes(PACKED[packing](lines(*values)))
+    blocks = read(path)
+    assert texts(blocks) == values
+    assert places(blocks) == [f"{path}:{i + 1}" for i in range(200)]
+    assert sum(block.num_input_bytes for block in blocks) == path.stat().st_size
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_parts_packed_one_by_one_are_one_file(tmp_path: Path, packing: str) -> None:
+    path = tmp_path / f"in.jsonl{packing}"
+    path.write_bytes(PACKED[packing](lines("a", "b")) + PACKED[packing](lines("c")))
+    assert texts(read(path)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet"])
+def test_reading_goes_on_behind_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
+    paths = []
+    for part in range(3):
+        values = [f"{part} {i} " + "x" * (i % 7) for i in range(40)]
+        path = tmp_path / f"{part}{suffix}"
+        if suffix == ".parquet":
+            parquet(path, values)
+        elif suffix == ".txt":
+            path.write_text("|".join(values))
+        else:
+            path.write_bytes(b"\xef\xbb\xbf" * (suffix == ".jsonl"))
+            path.write_bytes(path.read_bytes() + PACKED[suffix.removeprefix(".jsonl")](lines(*values)))
+        paths.append(path)
+    blocks = read(paths, separator="|")
+    whole = list(zip(places(blocks), texts(blocks), strict=True))
+    assert len(whole) == 120
+    assert len(blocks) >= 3
+    done = 0
+    for block in blocks:
+        done += len(texts([block]))
+        rest = read(paths, separator="|", start=block.end)
+        assert list(zip(places(rest), texts(rest), strict=True)) == whole[done:]
+        assert all(b.begin.documents == done for b in rest[:1])
+
+
+def parquet(path: Path, values: Sequence[str | None], **options: Any) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"id": list(range(len(values))), "text": values}), path, row_group_size=16, **options)
+    return path
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+    values = [f"row {i} äöü" for i in range(50)]
+    blocks = read(parquet(tmp_path / "in.parquet", values, compression="zstd"))
+    assert texts(blocks) == values
+    assert places(blocks)[-1] == f"{tmp_path / 'in.parquet'}, row 50"
+    assert sum(block.num_input_bytes for block in blocks) == (tmp_path / "in.parquet").stat().st_size
+
+
+def test_parquet_null_is_a_fault_of_its_row(tmp_path: Path) -> None:
+    blocks = read(parquet(tmp_path / "in.parquet", ["a", None, "c"]))
+    assert texts(blocks) == ["a", "c"]
+    assert faults(blocks) == [f"{tmp_path / 'in.parquet'}, row 2: the value of 'text' is null"]
+
+
+def test_dictionary_columns_are_strings_too(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    column = pa.array(["a", "b", "a"]).dictionary_encode()
+    pq.write_table(pa.table({"text": column}), tmp_path / "in.parquet")
+    assert texts(read(tmp_path / "in.parquet")) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(("packing", "stays"), [(".gz", 0), (".zst", 0)])
+def test_a_packed_file_that_is_cut_off_is_a_fault(tmp_path: Path, packing: str, stays: int) -> None:
+    whole = PACKED[packing](lines(*(f"{i} {hash(i)}" for i in range(100_000))))
+    path = tmp_path / f"in.jsonl{packing}"
+    path.write_bytes(whole[: len(whole) // 2])
+    after = tmp_path / "z.jsonl"
+    after.write_bytes(lines("next"))
+    blocks = read([path, after])
+    found = texts(blocks)
+    assert found[-1] == "next"
+    assert 1000 < len(found) < 99_000
+    assert found[:-1] == [f"{i} {hash(i)}" for i in range(len(found) - 1)]
+    (fault,) = faults(blocks)
+    assert fault.startswith(f"{path}:{len(found)}: the ")
+    assert "cut off after" in fault
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_a_packed_file_that_is_damaged_is_a_fault(tmp_path: Path, packing: str) -> None:
+    whole = bytearray(PACKED[packing](lines(*(f"{i} {hash(i)}" for i in range(20_000)))))
+    whole[len(whole) // 2 : len(whole) // 2 + 64] = bytes(range(64))
+    path = tmp_path / f"in.jsonl{packing}"
+    path.write_bytes(whole)
+    (fault,) = [f for f in faults(read(path)) if "no JSON" not in f]
+    assert "damaged" in fault or "cannot be decompressed" in fault
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_a_file_that_is_not_packed_as_its_name_says_is_a_fault(tmp_path: Path, packing: str) -> None:
+    path = tmp_path / f"in.jsonl{packing}"
+    path.write_bytes(lines("a"))
+    (fault,) = faults(read(path))
+    assert "damaged" in fault or "cannot be decompressed" in fault
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+@pytest.mark.parametrize("content", [b"\n", b" ", b'{"text": ""}\n'])
+def test_a_decompression_bomb_is_a_fault(tmp_path: Path, packing: str, content: bytes) -> None:
+    path = tmp_path / f"in.jsonl{packing}"
+    path.write_bytes(PACKED[packing](content * ((200 << 20) // len(content))))
+    assert path.stat().st_size < 900_000
+    found = faults(read(path, largest_document_bytes=1 << 20))
+    assert len(found) == 1
+    # spaces without an end are first of all a line that is too long
+    assert "bomb" in found[0]
+
+
+def test_a_document_that_is_too_long_is_a_fault_and_the_next_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(lines("a") + b'{"text": "' + b"x" * (5 << 20) + b'"}\n' + lines("b", "c"))
+    blocks = read(path, largest_document_bytes=2 << 20)
+    assert texts(blocks) == ["a", "b", "c"]
+    assert places(blocks)[-1] == f"{path}:4"
+    assert faults(blocks) == [
+        f"{path}:2: longer than {2 << 20} bytes; cut it into several documents, or raise --max-document-mb"
+    ]
+    path.write_bytes(lines("a") + b"x" * (5 << 20))
+    assert faults(read(path, largest_document_bytes=2 << 20))[0].startswith(f"{path}:2: longer")
+    text = tmp_path / "in.txt"
+    text.write_bytes(b"x" * (5 << 20))
+    assert faults(read(text, largest_document_bytes=2 << 20))[0].startswith(f"{text}: longer")
+
+
+def test_after_damage_reading_begins_with_the_next_file(tmp_path: Path) -> None:
+    broken, after = tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"
+    broken.write_bytes(gzip.compress(lines("a"))[:-6])
+    after.write_bytes(lines("next"))
+    (damage,) = [block for block in read([broken, after]) if block.fault]
+    assert damage.end == Position(source=1, documents=damage.begin.documents)
+    assert texts(read([broken, after], start=damage.end)) == ["next"]
+
+
+FAULTY_LINES = {
+    "broken": (b'{"text": "1"', "no JSON"),
+    "cut off in the middle": (b'{"text": "1', "no JSON"),
+    "no object": (b'["1"]', "JSON array, not an object"),
+    "a string": (b'"1"', "JSON string, not an object"),
+    "another key": (b'{"body": "1"}', "no key 'text'; the line has 'body'"),
+    "no key at all": (b"{}", "no key 'text'; the line has none"),
+    "null": (b'{"text": null}', "the value of 'text' is a JSON null"),
+    "number": (b'{"text": 1}', "the value of 'text' is a JSON number"),
+    "boolean": (b'{"text": true}', "the value of 'text' is a JSON boolean"),
+    "list": (b'{"text": ["1"]}', "the value of 'text' is a JSON array"),
+    "object": (b'{"text": {"text": "1"}}', "the value of 'text' is a JSON object"),
+    "huge integer as text": (b'{"text": ' + b"9" * 30 + b"}", "JSON number"),
+    "integer beyond any number": (b'{"text": "1", "id": ' + b"9" * 400 + b"}", "no JSON (number is infinity"),
+    "bad UTF-8": (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
+    "Latin-1": ('{"text": "Käse"}'.encode("latin-1"), "byte 11 is not UTF-8"),
+    "UTF-8 of a surrogate": (b'{"text": "\xed\xa0\x80"}', "byte 10 is not UTF-8"),
+    "lone surrogate": (b'{"text": "\\ud800"}', "no JSON"),
+    "deep nesting": (b'{"text": ' + b"[" * 5000, "no JSON"),
+    "deep and whole": (b'{"text": "1", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "no JSON"),
+    "NaN": (b'{"text": "1", "score": NaN}', "NaN is no JSON number, write null"),
+    "Infinity": (b'{"text": "1", "score": -Infinity}', "Infinity is no JSON number, write null"),
+    "NUL character": (b'{"text": "1\x00"}', "no JSON"),
+    "NUL bytes": (b"\x00" * 100, "all NUL bytes, as after a crash"),
+    "duplicate key": (b'{"text": "1", "text": "2"}', "the key 'text' stands 2 times"),
+    "trailing comma": (b'{"text": "1",}', "no JSON"),
+    "two objects": (b'{"text": "1"}{"text": "2"}', "no JSON"),
+    "single quotes": (b"{'text': '1'}", "no JSON"),
+    "array over lines": (b"[", "JSON array over several lines"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY_LINES)
+def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, name: str) -> None:
+    line, reason = FAULTY_LINES[name]
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(lines("before") + line + b"\n" + lines("behind"))
+    blocks = read(path)
+    assert texts(blocks) == ["before", "behind"]
+    (fault,) = faults(blocks)
+    assert fault.startswith(f"{path}:2: ")
+    assert reason in fault
+
+
+USABLE_LINES = {
+    "CRLF": (b'{"text": "1"}\r', "1"),
+    "spaces around": (b'  {"text": "1"}  ', "1"),
+    "huge integer beside": (b'{"text": "1", "id": ' + b"9" * 100 + b"}", "1"),
+    "escaped NUL": (b'{"text": "1\\u0000"}', "1\0"),
+    "surrogate pair": (b'{"text": "\\ud83d\\ude00"}', "\N{GRINNING FACE}"),
+    "the key's name in the text": (b'{"text": "a \\"text\\" b", "x": "\\"text\\""}', 'a "text" b'),
+    "the key's name further in": (b'{"text": "1", "meta": {"text": 5, "more": [{"text": null}]}}', "1"),
+    "byte-order mark within": ('{"text": "\ufeff1"}'.encode(), "\ufeff1"),
+}
+
+
+@pytest.mark.parametrize("name", USABLE_LINES)
+def test_a_line_that_is_only_unusual_is_read(tmp_path: Path, name: str) -> None:
+    line, expected = USABLE_LINES[name]
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + line + b"\n\n" + lines("behind"))
+    blocks = read(path)
+    assert texts(blocks) == [expected, "behind"]
+    assert faults(blocks) == []
+
+
+def test_utf16_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes('{"text": "1"}\n'.encode("utf-16"))
+    assert faults(read(path)) == [f"{path}:1: the file is UTF-16; convert it to UTF-8"]
+
+
+def test_an_input_that_cannot_be_found_or_told_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for given_path, reason in {
+        "absent.jsonl": "does not exist, and as a pattern matches no file",
+        "*.jsonl": "does not exist, and as a pattern matches no file",
+        "notes.md": r"is of no known kind",
+        "empty": r"holds no \*\.jsonl",
+        "notes.md/in.jsonl": "does not exist",
+        "nul\0.jsonl": "does not exist",
+    }.items():
+        with pytest.raises(DataError, match=reason):
+            find_sources([str(tmp_path / given_path)])
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [({"body": ["x"]}, "has no column 'text', but body"), ({"text": [1]}, "column 'text' holds int64, not strings")],
+)
+def test_parquet_columns_are_checked_before_anything_is_read(
+    tmp_path: Path, columns: dict[str, list[Any]], reason: str
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
+    with pytest.raises(DataError, match=reason):
+        documents.check_columns(find_sources([str(tmp_path)]), KEY)
+
+
+def test_damaged_parquet_is_refused_or_a_fault(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "in.parquet", [f"{i} {hash(str(i))}" for i in range(200)], compression="gzip")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="no readable Parquet file"):
+        documents.check_columns(find_sources([str(path)]), KEY)
+    damaged = bytearray(whole)
+    damaged[len(whole) // 3 : len(whole) // 3 + 200] = b"\0" * 200
+    path.write_bytes(damaged)
+    (fault,) = faults(read(path))
+    assert "the file is damaged from here on" in fault

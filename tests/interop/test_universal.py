@@ -1,0 +1,643 @@
+"""DeepSpeed's checkpoints, both ways: its own tool and loader, and transformers' models cut by Megatron's rules."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from megatron.checkpoint.reader import Checkpoint, CheckpointError, Fragment
+from megatron.checkpoint.writer import write_checkpoint
+from megatron.config.command_line import parse_arguments
+from megatron.config.options import Config
+from megatron.interop.universal import ForeignCheckpoint, point_latest, read, recognise, universal_info, write
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import Shard
+from tests.interop import deepspeed_runs
+from tests.interop.deepspeed_runs import TAG, Run
+from tests.models import outputs
+from tests.ranks import RankPools
+from tests.training import layouts
+
+Full = dict[tuple[str, str], Tensor]
+
+
+def config_of(model: str, *more: str) -> Config:
+    config, _ = parse_arguments([*layouts.COMMON.split(), *layouts.MODELS[model].split(), *more])
+    return config
+
+
+def flags_of(model: str, layout: str, extra: str) -> tuple[int, str]:
+    """World size and arguments of a pipeline, tensor and data-parallel size."""
+    pp, tp, dp = map(int, layout)
+    flags = f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp} --micro-batch-size 4 {extra}"
+    return pp * tp * dp, f"{layouts.MODELS[model]} {flags}"
+
+
+def gathered(runs: list[Run]) -> Full:
+    """The full tensors of every rank's state."""
+    local: dict[tuple[str, str], list[Tensor]] = {}
+    shards: dict[tuple[str, str], Shard] = {}
+    for fragment in (fragment for run in runs for fragment in run.state):
+        key, size = (fragment.name, fragment.kind), fragment.tensor_size
+        shards[key] = fragment.shard
+        whole = local.setdefault(key, [torch.full(fragment.shard.local_shape(size), torch.nan) for _ in range(size)])
+        whole[fragment.tensor_rank].view(-1)[fragment.start :][: fragment.tensor.numel()] = fragment.tensor
+    return {key: shards[key].assemble(tensors) for key, tensors in local.items()}
+
+
+def assert_same(foreign: ForeignCheckpoint, expected: Full) -> None:
+    found = {(name, kind): tensor.clone() for name, kind, tensor in foreign.parameters()}
+    assert found.keys() == expected.keys()
+    wrong = [key for key in expected if not torch.equal(found[key], expected[key])]
+    assert not wrong
+
+
+def convert_with_deepspeed(source: Path, target: Path) -> None:
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(source),
+            output_folder=str(target),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DeepSpeed's own files and tool
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "extra"),
+    [
+        ("llama_gqa", "221", "--zero-stage 1"),
+        ("bloom_alibi", "122", "--zero-stage 1"),
+        ("bloom_learned", "221", "--bf16"),
+        ("llama_gqa_tied", "122", "--zero-stage 2 --bf16"),
+        ("bloom_learned", "112", "--zero-stage 3"),
+    ],
+)
+def test_deepspeeds_shards_and_its_universal_folder_are_read_bit_for_bit(
+    ranks: RankPools, tmp_path: Path, model: str, layout: str, extra: str
+) -> None:
+    world_size, flags = flags_of(model, layout, extra)
+    expected = gathered(ranks(world_size)(deepspeed_runs.save_deepspeed, flags, str(tmp_path)))
+    foreign = read(tmp_path / TAG, config_of(model))
+    assert recognise(tmp_path) == foreign.layout == "deepspeed"
+    assert (foreign.facts["iteration"], foreign.facts["consumed_samples"], foreign.facts["step"]) == (2, 16, 2)
+    assert_same(foreign, expected)
+
+    convert_with_deepspeed(tmp_path / TAG, tmp_path / "universal")
+    assert recognise(tmp_path / "universal") == "universal"
+    universal = read(tmp_path / "universal", config_of(model))
+    assert (universal.facts["iteration"], universal.facts["consumed_samples"]) == (2, 16)
+    assert_same(universal, expected)
+    if "--zero-stage 3" not in extra:  # of ZeRO-3, DeepSpeed's tool keeps the numbers alone
+        assert universal.facts["step"] == 2
+        alone = read(tmp_path / "universal")
+        assert alone.shards == foreign.shards
+        assert_same(alone, expected)
+
+
+@pytest.fixture(scope="module")
+def native(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Run]]]:
+    """A native checkpoint of PP2 TP2 written as a universal folder beside it, once a model."""
+    made: dict[str, tuple[Path, list[Run]]] = {}
+
+    def make(model: str) -> tuple[Path, list[Run]]:
+        if model not in made:
+            folder = tmp_path_factory.mktemp(model)
+            precision = "--bf16" if model == "bloom_learned" else "--zero-stage 1"
+            runs = ranks(4)(deepspeed_runs.save_native, flags_of(model, "221", precision)[1], str(folder))
+            write(Checkpoint(folder / TAG), folder / "universal")
+            made[model] = folder, runs
+        return made[model]
+
+    return make
+
+
+def test_our_universal_folder_is_read_back(native: Callable[[str], tuple[Path, list[Run]]]) -> None:
+    folder, runs = native("llama_gqa")
+    checkpoint, universal = Checkpoint(folder / TAG), read(folder / "universal")
+    assert universal.shards == checkpoint.parameters
+    assert universal.facts["metadata"] == checkpoint.metadata
+    assert_same(universal, gathered(runs))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "extra"),
+    [
+        ("llama_gqa", "112", "--zero-stage 1"),
+        ("llama_gqa", "121", "--zero-stage 2"),
+        # under ZeRO-3, DeepSpeed's loader adds no padding to the vocabulary, and would load shifted numbers
+        ("llama_gqa", "112", "--zero-stage 3 --make-vocab-size-divisible-by 1"),
+        ("bloom_learned", "112", "--bf16"),
+        ("bloom_learned", "211", "--bf16"),
+        ("bloom_alibi", "141", "--zero-stage 1"),
+    ],
+)
+def test_deepspeeds_loader_resumes_our_universal_folder_on_another_layout(
+    ranks: RankPools,
+    native: Callable[[str], tuple[Path, list[Run]]],
+    tmp_path: Path,
+    model: str,
+    layout: str,
+    extra: str,
+) -> None:
+    folder, saved = native(model)
+    settings = tmp_path / "load_universal.json"
+    settings.write_text(json.dumps({"checkpoint": {"load_universal": True}}))
+    world_size, flags = flags_of(model, layout, f"{extra} --deepspeed-config {settings}")
+    resumed = ranks(world_size)(deepspeed_runs.resume_universal, flags, str(folder), "universal")
+    expected, found = gathered(saved), gathered(resumed)
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    # bf16 rounds the same numbers in other orders on other layouts
+    assert resumed[0].next_loss == pytest.approx(saved[0].next_loss, rel=1e-3 if "--bf16" in extra else 1e-6)
+
+
+def test_patterns_are_few_and_each_parameter_meets_its_own() -> None:
+    shards = {
+        "tied_modules.word_embedding.weight": Shard((20, 8), dim=0, pieces=(20,)),
+        "1.positions": Shard((4, 8)),
+        **{f"{layer}.attention.qkv.weight": Shard((16, 8), dim=0, pieces=(8, 4, 4)) for layer in range(2, 40)},
+        **{f"{layer}.mlp.down.weight": Shard((8, 32), dim=1, pieces=(32,)) for layer in range(2, 40)},
+    }
+    info = universal_info(shards, 2)
+    (parts,) = info["parameter_with_sub_params"]
+    assert re.match(parts["patterns"][0], "17.attention.qkv.weight")
+    assert not re.match(parts["patterns"][0], "17.attention.qkv.weight_scale")
+    assert parts["shape"] == ((8, 4, 4), 8)
+    assert info["sub_param_shard_widths"] == {parts["patterns"][0]: [[4, 4], [2, 2], [2, 2]]}
+    assert len(info["parameter_with_row_parallelism_patterns"]) == 1
+    assert info["original_vocab_size"] == 20
+    (vocabulary,) = info["vocabulary_parameter_patterns"]
+    assert re.match(vocabulary, "tied_modules.word_embedding.weight")
+    assert info["tp_replicated_parameter_patterns"] == [r"\d+\.positions$"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Megatron-DeepSpeed: transformers' weights, cut up by Megatron's rules
+
+HEADS, HIDDEN, LAYERS, VOCABULARY = 8, 64, 2, 123
+BLOCK_NAMES = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.query_key_value": "self_attention.query_key_value",
+    "self_attention.dense": "self_attention.dense",
+    "self_attn.o_proj": "self_attention.dense",
+    "post_attention_layernorm": "post_attention_layernorm",
+    "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
+    "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
+BLOOM = f"--architecture bloom --position-embedding-type alibi --embed-layernorm --hidden-size {HIDDEN}"
+LLAMA = (
+    "--architecture llama --position-embedding-type rope --norm-epsilon 1e-6 --ffn-hidden-size 96 "
+    "--untie-embeddings-and-output-weights"
+)
+
+
+def their_model(kind: str, kv_heads: int = HEADS) -> Any:
+    """A random model of transformers, every norm and bias away from one and zero."""
+    transformers = pytest.importorskip("transformers")
+    if kind == "bloom":
+        config = transformers.BloomConfig(
+            vocab_size=VOCABULARY, hidden_size=HIDDEN, n_layer=LAYERS, n_head=HEADS, hidden_dropout=0.0,
+            attention_dropout=0.0, layer_norm_epsilon=1e-5,
+        )  # fmt: skip
+        model = transformers.BloomForCausalLM(config)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS, num_key_value_heads=kv_heads, rms_norm_eps=1e-6, tie_word_embeddings=False,
+            max_position_embeddings=64,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.5 if parameter.dim() == 1 else 0.0, 0.1, generator=generator)
+    return model.eval()
+
+
+def megatron_layers(model: Any, kind: str, kv_heads: int, tp: int) -> list[list[dict[str, Tensor]]]:
+    """By layer that holds weights (embedding, blocks, final norm, head), by rank: Megatron's names and tensors."""
+    weights = {name.split(".", 1)[1]: tensor for name, tensor in model.state_dict().items() if "." in name}
+    rows = -(-VOCABULARY // (4 * tp)) * 4 * tp
+
+    def vocabulary(tensor: Tensor) -> list[Tensor]:
+        return list(torch.cat([tensor, torch.randn(rows - VOCABULARY, HIDDEN)]).chunk(tp))
+
+    bloom = kind == "bloom"
+    embedding = weights["word_embeddings.weight" if bloom else "embed_tokens.weight"]
+    layers = [[{"word_embeddings.weight": part} for part in vocabulary(embedding)]]
+    if bloom:
+        for state in layers[0]:
+            for part in ("weight", "bias"):
+                state[f"word_embeddings.norm.{part}"] = weights[f"word_embeddings_layernorm.{part}"]
+    for layer in range(LAYERS):
+        prefix = f"{'h' if bloom else 'layers'}.{layer}."
+        block = {name[len(prefix) :]: tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        ranks: list[dict[str, Tensor]] = [{} for _ in range(tp)]
+        for name, tensor in block.items():
+            module, _, part = name.rpartition(".")
+            if module not in BLOCK_NAMES:
+                continue
+            theirs = f"{BLOCK_NAMES[module]}.{part}"
+            if theirs in ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight"):
+                cut = list(tensor.chunk(tp, dim=1))
+            elif "query_key_value" in theirs or "h_to_4h" in theirs:
+                cut = list(tensor.chunk(tp))
+            else:
+                cut = [tensor] * tp
+            for rank, local in enumerate(cut):
+                ranks[rank][theirs] = local
+        if not bloom:
+            d, group = HIDDEN // HEADS, HEADS // kv_heads
+            q, k, v = (block[f"self_attn.{x}_proj.weight"] for x in "qkv")
+            grouped = torch.cat(
+                [
+                    part
+                    for head in range(kv_heads)
+                    for part in (
+                        q[head * group * d : (head + 1) * group * d],
+                        k[head * d : (head + 1) * d],
+                        v[head * d : (head + 1) * d],
+                    )
+                ]
+            )
+            gate, up = block["mlp.gate_proj.weight"].chunk(tp), block["mlp.up_proj.weight"].chunk(tp)
+            for rank, local in enumerate(grouped.chunk(tp)):
+                ranks[rank]["self_attention.query_key_value.weight"] = local
+                ranks[rank]["mlp.dense_h_to_4h.weight"] = torch.cat([gate[rank], up[rank]])
+                ranks[rank]["self_attention.rotary_emb.inv_freq"] = torch.ones(3)
+        layers.append(ranks)
+    if bloom:
+        layers.append([{"weight": weights["ln_f.weight"], "bias": weights["ln_f.bias"]}] * tp)
+        # the last layer's copy of the tied embedding
+        layers.append([{"word_embeddings.weight": state["word_embeddings.weight"]} for state in layers[0]])
+    else:
+        layers.append([{"weight": weights["norm.weight"]}] * tp)
+        layers.append([{"lm_head.weight": part} for part in vocabulary(model.lm_head.weight.detach())])
+    return layers
+
+
+def write_megatron(
+    folder: Path, layers: list[list[dict[str, Tensor]]], offset: int, arguments: Mapping[str, Any]
+) -> None:
+    """Files of layers: the embedding is 1, the blocks begin at `offset`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = [1, *range(offset, offset + LAYERS), *range(offset + LAYERS + 1, offset + LAYERS + 3)]
+    for number, ranks in zip(numbers, layers, strict=False):
+        for rank, tensors in enumerate(ranks):
+            cloned = {name: tensor.clone() for name, tensor in tensors.items()}
+            torch.save(cloned, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+    state = {
+        "module": None,
+        "iteration": 5,
+        "checkpoint_version": 3.0,
+        "args": argparse.Namespace(**arguments),
+        # as Megatron saves it; a NumPy array in it
+        "np_rng_state": ("MT19937", np.arange(4, dtype=np.uint32), 0, 0, 0.0),
+    }
+    torch.save(state, folder / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_heads", "tp", "offset"),
+    [
+        ("bloom", 8, 1, 3),
+        ("bloom", 8, 2, 3),
+        ("bloom", 8, 4, 2),
+        ("llama", 8, 2, 2),
+        ("llama", 2, 2, 3),
+        ("llama", 4, 4, 2),
+    ],
+)
+def test_a_megatron_deepspeed_checkpoint_gives_the_same_logits(
+    tmp_path: Path, kind: str, kv_heads: int, tp: int, offset: int
+) -> None:
+    model = their_model(kind, kv_heads)
+    arguments = {"num_attention_heads": HEADS, "consumed_train_samples": 640, "params_dtype": torch.bfloat16}
+    write_megatron(tmp_path, megatron_layers(model, kind, kv_heads, tp), offset, arguments)
+    flags = BLOOM if kind == "bloom" else f"{LLAMA} --num-query-groups {kv_heads}"
+    config = outputs.config_of(flags)
+    assert recognise(tmp_path) == "megatron-deepspeed"
+    foreign = read(tmp_path, config)
+    assert foreign.facts["consumed_samples"] == 640
+    assert foreign.kinds == ("weight",)
+    weights = {name: tensor.numpy() for name, _, tensor in foreign.parameters()}
+    ctx = ParallelContext.single()
+    tokens = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+    ours = outputs.logits_of(outputs.build_model(config, ctx, weights), tokens, ctx)
+    with torch.no_grad():
+        theirs = model(tokens, use_cache=False).logits.transpose(0, 1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    # without a config, the heads come from its args, and the padding stays in the vocabulary
+    alone = read(tmp_path)
+    embedding = next(name for name in alone.shards if name.endswith("word_embedding.weight") or name == "0.weight")
+    assert torch.equal(alone.tensor(embedding)[:VOCABULARY], foreign.tensor(embedding))
+    assert torch.equal(alone.tensor("2.attention.qkv.weight"), foreign.tensor("2.attention.qkv.weight"))
+
+
+def test_megatrons_shards_of_more_than_ten_data_ranks_give_its_float32_state(tmp_path: Path) -> None:
+    """ZeRO's flat groups of two tensor-parallel ranks, cut at places that no parameter ends at."""
+    tp, dp = 2, 12
+    layers = megatron_layers(their_model("llama", 2), "llama", 2, tp)
+    for rank in range(tp):
+        named = [
+            (f"{number}.{name}", tensor)
+            for number, ranks in zip([1, 3, 4, 6, 7], layers, strict=True)
+            for name, tensor in ranks[rank].items()
+        ]
+        flat = torch.cat([tensor.flatten() for _, tensor in named])
+        part = -(-flat.numel() // dp)
+        for data in range(dp):
+            places, begin = {}, 0
+            for name, tensor in named:
+                start, stop = max(begin, data * part), min(begin + tensor.numel(), (data + 1) * part)
+                if start < stop:
+                    places[name] = fragment_address(numel=stop - start, start=start - data * part)
+                begin += tensor.numel()
+            own = flat[data * part : (data + 1) * part].clone()
+            state = {
+                "single_partition_of_fp32_groups": [own],
+                "base_optimizer_state": {"state": {0: {"step": 4, "exp_avg": own * 2.0, "exp_avg_sq": own * 3.0}}},
+                "param_slice_mappings": [places],
+            }
+            path = tmp_path / f"bf16_zero_pp_rank_{data}_mp_rank_{rank:02d}_optim_states.pt"
+            torch.save({"optimizer_state_dict": state}, path)
+        model_state = {"module": None, "param_shapes": [{name: tensor.shape for name, tensor in named}]}
+        torch.save(model_state, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+    foreign = read(tmp_path, outputs.config_of(f"{LLAMA} --num-query-groups 2"))
+    write_megatron(tmp_path / "layers", layers, 3, {"num_attention_heads": HEADS})
+    weights = read(tmp_path / "layers", outputs.config_of(f"{LLAMA} --num-query-groups 2"))
+    assert foreign.facts["step"] == 4
+    assert foreign.shards == weights.shards
+    for name in weights.shards:
+        assert torch.equal(foreign.tensor(name), weights.tensor(name))
+        assert torch.equal(foreign.tensor(name, "exp_avg_sq"), weights.tensor(name) * 3.0)
+    (tmp_path / "bf16_zero_pp_rank_11_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks zero_pp_rank_11_mp_rank_00_optim_states\.pt"):
+        read(tmp_path)
+
+
+def test_a_megatron_universal_folder_keeps_moments_in_step_with_weights(tmp_path: Path) -> None:
+    """Rows of exp_avg must be sorted as those of the weight are: here each is a multiple of it."""
+    layers = megatron_layers(their_model("llama", 2), "llama", 2, 1)
+    numbers = [1, 3, 4, 6, 7]
+    for number, (state,) in zip(numbers, layers, strict=True):
+        for name, tensor in state.items():
+            folder = tmp_path / "zero" / f"{number}.{name}"
+            folder.mkdir(parents=True)
+            for factor, file in ((1.0, "fp32"), (2.0, "exp_avg"), (3.0, "exp_avg_sq")):
+                torch.save({"param": (tensor * factor).detach().clone(), "cat_dim": 0}, folder / f"{file}.pt")
+    foreign = read(tmp_path, outputs.config_of(f"{LLAMA} --num-query-groups 2"))
+    assert foreign.kinds == ("weight", "exp_avg", "exp_avg_sq")
+    for name in foreign.shards:
+        weight = foreign.tensor(name)
+        torch.testing.assert_close(foreign.tensor(name, "exp_avg"), weight * 2.0, rtol=0, atol=0)
+        torch.testing.assert_close(foreign.tensor(name, "exp_avg_sq"), weight * 3.0, rtol=0, atol=0)
+    head = foreign.tensor("5.weight")
+    assert head.shape == (VOCABULARY, HIDDEN)
+
+
+def test_megatrons_drifted_norms_are_averaged_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layers = megatron_layers(their_model("bloom"), "bloom", 8, 2)
+    layers[1][1] = dict(layers[1][1])
+    layers[1][1]["input_layernorm.weight"] = layers[1][1]["input_layernorm.weight"] + 1.0
+    write_megatron(tmp_path, layers, 3, {"num_attention_heads": HEADS})
+    found = read(tmp_path).tensor("2.attention_norm.weight")
+    torch.testing.assert_close(found, layers[1][0]["input_layernorm.weight"] + 0.5)
+    assert "2.attention_norm.weight differs between tensor-parallel ranks; their mean is taken" in caplog.text
+
+
+def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:
+    layers = megatron_layers(their_model("bloom"), "bloom", 8, 2)
+    layers[-1][1] = {"word_embeddings.weight": layers[-1][1]["word_embeddings.weight"] + 1e-3}
+    write_megatron(tmp_path, layers, 3, {"num_attention_heads": HEADS})
+    with pytest.raises(CheckpointError, match=r"layer_07-model_00.* differs from 1\.word_embeddings\.weight"):
+        read(tmp_path).tensor("tied_modules.word_embedding.weight")
+
+
+def test_a_megatron_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    layers = megatron_layers(their_model("bloom"), "bloom", 8, 2)
+    write_megatron(tmp_path, layers, 3, {"num_attention_heads": HEADS})
+    with pytest.raises(CheckpointError, match="num_attention_heads=8, not 4"):
+        read(tmp_path, outputs.config_of(f"{BLOOM} --num-attention-heads 4"))
+    with pytest.raises(CheckpointError, match=r"layer_01.*fewer than vocab_size=1000"):
+        read(tmp_path, outputs.config_of(f"{BLOOM} --vocab-size 1000"))
+    with pytest.raises(CheckpointError, match=r"4\.attention\.dense\.bias as no parameter"):
+        read(tmp_path, outputs.config_of(f"{BLOOM} --num-layers 3"))
+    write_megatron(tmp_path, layers, 3, {})
+    with pytest.raises(CheckpointError, match="does not say how many attention heads"):
+        read(tmp_path)
+    (tmp_path / "layer_04-model_01-model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"layer_04-model_00.*rank 1 of 2 has no file"):
+        read(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad files
+
+
+@pytest.fixture
+def universal(tmp_path: Path) -> Path:
+    """A small universal folder of ours."""
+    shards = {
+        "0.weight": Shard((6, 4), dim=0, pieces=(6,)),
+        "2.attention.qkv.weight": Shard((8, 4), dim=0, pieces=(4, 2, 2)),
+        "2.attention_norm.weight": Shard((4,)),
+        "3.norm.weight": Shard((4,)),
+        "4.weight": Shard((6, 4), dim=0, pieces=(6,)),
+    }
+    fragments = [
+        Fragment(name, kind, shard, 0, 1, 0, torch.randn(shard.shape).flatten())
+        for name, shard in shards.items()
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+    ]
+    metadata = {"progress": {"iteration": 9, "consumed_samples": 72}, "optimizer": {"step": 8.0}}
+    checkpoint = Checkpoint(write_checkpoint(tmp_path / "native", "global_step9", fragments, metadata))
+    write(checkpoint, tmp_path / "universal")
+    return tmp_path / "universal"
+
+
+class Payload:
+    """A pickle that creates a file when an ordinary loader opens it."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.marker), "w")
+
+
+@pytest.mark.parametrize(
+    "place", ["zero/2.attention_norm.weight/fp32.pt", "zero/0.weight/step.pt", "mp_rank_00_model_states.pt"]
+)
+def test_a_malicious_pickle_is_refused_and_not_executed(universal: Path, place: str) -> None:
+    marker = universal.parent / "executed"
+    torch.save({"param": torch.ones(4), "args": Payload(marker)}, universal / place)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(place)} is refused: it names .*open"):
+        read(universal)
+    assert not marker.exists()
+
+
+def test_a_malicious_pickle_among_deepspeeds_shards_is_refused(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    for place in ("layer_00-model_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        folder = tmp_path / place
+        folder.mkdir()
+        torch.save({"module": None}, folder / "mp_rank_00_model_states.pt")
+        torch.save({"weight": Payload(marker)}, folder / place)
+        with pytest.raises(CheckpointError, match=rf"{place} is refused"):
+            recognise(folder)
+    assert not marker.exists()
+
+
+def test_a_sparse_or_integer_tensor_is_refused(universal: Path) -> None:
+    path = universal / "zero" / "2.attention_norm.weight" / "fp32.pt"
+    for tensor in (torch.eye(4).to_sparse(), torch.ones(4, dtype=torch.int64)):
+        torch.save({"param": tensor}, path)
+        with pytest.raises(CheckpointError, match=r"2\.attention_norm\.weight/fp32\.pt holds .* dense floating point"):
+            read(universal)
+
+
+def test_a_truncated_file_is_named(universal: Path) -> None:
+    path = universal / "zero" / "0.weight" / "exp_avg.pt"
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(CheckpointError, match=r"0\.weight/exp_avg\.pt cannot be read"):
+        read(universal).tensor("0.weight", "exp_avg")
+
+
+def test_a_flipped_bit_anywhere_in_a_tensor_is_found(universal: Path) -> None:
+    path = universal / "zero" / "0.weight" / "exp_avg.pt"
+    content = path.read_bytes()
+    place = content.index(torch.load(path, weights_only=True)["param"].numpy().tobytes())
+    foreign = read(universal)
+    foreign.verify()
+    for byte in range(place, place + 6 * 4 * 4, 5):
+        path.write_bytes(content[:byte] + bytes([content[byte] ^ 4]) + content[byte + 1 :])
+        with pytest.raises(CheckpointError, match=r"0\.weight/exp_avg\.pt is damaged"):
+            foreign.verify()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"param": torch.tensor(1.0)}, {"param": torch.ones(6)}, {"param": torch.ones(6, 4), "cat_dim": 7}, [1, 2], None],
+)
+def test_a_file_of_another_structure_is_refused(universal: Path, content: Any) -> None:
+    foreign = read(universal)
+    torch.save(content, universal / "zero" / "2.attention.qkv.weight" / "fp32.pt")
+    with pytest.raises(CheckpointError, match=r"2\.attention\.qkv\.weight/fp32\.pt"):
+        foreign.tensor("2.attention.qkv.weight")
+
+
+def test_shards_of_another_structure_are_refused(tmp_path: Path) -> None:
+    optimizer = tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"module": None, "param_shapes": [{"0.weight": (6, 4)}]}, tmp_path / "mp_rank_00_model_states.pt")
+    flat, places = torch.ones(24), {"0.weight": fragment_address(numel=24, start=0)}
+    states: list[Any] = [
+        None,
+        {},
+        {"base_optimizer_state": [], "single_partition_of_fp32_groups": [flat], "param_slice_mappings": [places]},
+        {"base_optimizer_state": {}, "single_partition_of_fp32_groups": [flat], "param_slice_mappings": [[1]]},
+        {"base_optimizer_state": {}, "single_partition_of_fp32_groups": [flat[:9]], "param_slice_mappings": [places]},
+        {"base_optimizer_state": {}, "single_partition_of_fp32_groups": [flat, flat], "param_slice_mappings": [places]},
+        {"optimizer_state_dict": {}, "fp32_flat_groups": [flat, flat]},
+    ]
+    for state in states:
+        torch.save({"optimizer_state_dict": state}, optimizer)
+        with pytest.raises(CheckpointError, match=str(tmp_path)):
+            read(tmp_path)
+
+
+def test_a_missing_moment_is_named(universal: Path) -> None:
+    (universal / "zero" / "0.weight" / "exp_avg.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks exp_avg of 0\.weight"):
+        read(universal)
+
+
+def test_a_moment_of_another_shape_is_named(universal: Path) -> None:
+    torch.save({"param": torch.ones(3, 4), "cat_dim": 0}, universal / "zero" / "0.weight" / "exp_avg.pt")
+    with pytest.raises(CheckpointError, match=r"exp_avg\.pt holds exp_avg of 0\.weight as \(3, 4\)"):
+        read(universal).tensor("0.weight", "exp_avg")
+
+
+def test_what_is_not_there_is_said(universal: Path) -> None:
+    foreign = read(universal)
+    with pytest.raises(CheckpointError, match=r"no weight of 9\.norm\.weight"):
+        foreign.tensor("9.norm.weight")
+    with pytest.raises(CheckpointError, match="no momentum_buffer of"):
+        foreign.tensor("0.weight", "momentum_buffer")
+
+
+@pytest.mark.parametrize("tag", ["../universal", "/etc", ".", "", "gone"])
+def test_a_pointer_that_leads_elsewhere_is_not_followed(universal: Path, tag: str) -> None:
+    folder = universal.parent / "run"
+    folder.mkdir()
+    (folder / "latest_universal").write_text(tag)
+    with pytest.raises(CheckpointError, match="latest_universal"):
+        read(folder)
+
+
+def test_the_newest_universal_folder_is_found_by_its_pointer(universal: Path) -> None:
+    point_latest(universal)
+    foreign = read(universal.parent)
+    assert foreign.folder == universal
+    assert (foreign.facts["iteration"], foreign.facts["consumed_samples"], foreign.facts["step"]) == (9, 72, 8)
+
+
+def test_a_folder_of_something_else_is_not_recognised(tmp_path: Path) -> None:
+    assert recognise(tmp_path) is None
+    assert recognise(tmp_path / "missing") is None
+    with pytest.raises(CheckpointError, match="holds no checkpoint of DeepSpeed's"):
+        read(tmp_path)
+
+
+def test_a_folder_that_exists_is_not_overwritten(universal: Path) -> None:
+    before = sorted(universal.rglob("*"))
+    with pytest.raises(CheckpointError, match="exists; give a new folder"):
+        write(read(universal), universal)
+    assert sorted(universal.rglob("*")) == before
+
+
+def test_a_write_that_fails_leaves_nothing(universal: Path) -> None:
+    foreign = read(universal)
+    shutil.rmtree(universal / "zero" / "4.weight")
+    with pytest.raises(CheckpointError, match="missing"):
+        write(foreign, universal.parent / "copy")
+    assert {path.name for path in universal.parent.iterdir()} == {"native", "universal"}
+
+
+def test_shards_without_their_config_or_with_another_are_refused(ranks: RankPools, tmp_path: Path) -> None:
+    _, flags = flags_of("llama_gqa", "112", "--zero-stage 1")
+    ranks(2)(deepspeed_runs.save_deepspeed, flags, str(tmp_path))
+    folder = tmp_path / TAG
+    with pytest.raises(CheckpointError, match=r"progress\.json"):
+        read(folder)
+    with pytest.raises(CheckpointError, match="another model or vocabulary"):
+        read(folder, config_of("llama_mha"))
+    smaller = read(folder, config_of("llama_gqa", "--vocab-size", "240"))
+    with pytest.raises(CheckpointError, match="behind the 240 of this model"):
+        smaller.tensor("0.weight")
+    (folder / "progress.json").write_text(json.dumps({"config": config_of("llama_gqa").to_dict()}))
+    assert read(folder).kinds == ("weight", "exp_avg", "exp_avg_sq")
+    (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"hold .* elements of"):
+        read(folder)

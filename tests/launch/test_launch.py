@@ -1,0 +1,820 @@
+"""The launcher refuses what cannot run, all faults at once and before anything starts; and it ends what it started."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.cli import launch
+from megatron.config.command_line import PRESETS_DIR
+from megatron.launch import hosts, preflight
+from megatron.launch.hl_requests import Request, from_environment
+from megatron.launch.hl_variables import REFUSED, VARIABLES, Script
+
+PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs go to a folder of the test; no HL_* variable of the tester is seen."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith("HL_") or name.endswith("VISIBLE_DEVICES"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> str:
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"corpus{ending}").write_bytes(b"some")
+    return str(tmp_path / "corpus")
+
+
+def hosts_of(tmp_path: Path, *lines: str) -> str:
+    path = tmp_path / "hosts"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def tiny(*flags: str, **request: Any) -> Request:
+    return Request(device="cpu", train_flags=["--config", "tiny_bloom", *flags], **request)
+
+
+# samples for every layout here
+ENOUGH = ("--global-batch-size", "128")
+
+
+def faults(request: Request) -> list[str]:
+    with pytest.raises(preflight.RefusedError) as refused:
+        preflight.preflight(request)
+    return refused.value.faults
+
+
+def translated(variables: dict[str, str], script: Script = "bloom13b", *passed_on: str) -> Request:
+    return from_environment(variables, script, list(passed_on))
+
+
+def flag_values(flags: tuple[str, ...] | list[str], flag: str) -> list[str]:
+    """What follows each occurrence of a flag."""
+    return [flags[place + 1] for place, word in enumerate(flags) if word == flag]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The hostsfile
+
+
+def test_hostsfile_skips_comments_and_blank_lines() -> None:
+    text = "# ours\n\n  worker-0 slots=8  # rack 1\n\tuser@10.0.0.2\tslots=4\n"
+    hosts, wrong = preflight.parse_hostsfile(text, "hosts")
+    assert not wrong
+    assert [(host.name, host.address, host.slots, host.line) for host in hosts] == [
+        ("worker-0", "worker-0", 8, 3),
+        ("user@10.0.0.2", "10.0.0.2", 4, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("worker-1", "is not `<host> slots=<n>`"),
+        ("worker-1 slots=8 slots=8", "is not `<host> slots=<n>`"),
+        ("worker-1 8", "is not `<host> slots=<n>`"),
+        ("worker-1 slots=", "slots must be a whole number above 0"),
+        ("worker-1 slots=0", "slots must be a whole number above 0"),
+        ("worker-1 slots=-1", "slots must be a whole number above 0"),
+        ("worker-1 slots=eight", "slots must be a whole number above 0"),
+        ("worker-0 slots=8", "repeats the host of line 1"),
+        ("-oProxyCommand=x slots=8", "starts with no host name"),
+        ("a,b slots=8", "starts with no host name"),
+    ],
+)
+def test_a_wrong_hostsfile_line_is_named(line: str, said: str) -> None:
+    hosts, wrong = preflight.parse_hostsfile(f"worker-0 slots=8\n# x\n{line}\n", "hosts")
+    assert len(hosts) == 1
+    assert len(wrong) == 1
+    assert wrong[0].startswith("hosts, line 3: ")
+    assert said in wrong[0]
+
+
+def test_every_wrong_line_is_reported() -> None:
+    assert len(preflight.parse_hostsfile("a\nb slots=0\nc slots=1\nc slots=1\n", "hosts")[1]) == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["w0 slots=8"], "lists 1 hosts for 2 nodes"),
+        (["w0 slots=8", "w1 slots=4"], "line 2: w1 has slots=4, fewer than the 8 devices"),
+        (["localhost slots=8", "w1 slots=8"], "line 1: localhost means another machine on every node"),
+        (["192.0.2.1 slots=8", "w1 slots=8"], "192.0.2.1 are example addresses"),
+        (["# none"], "lists 0 hosts for 2 nodes"),
+    ],
+)
+def test_hosts_that_cannot_run_are_refused(tmp_path: Path, dataset: str, lines: list[str], said: str) -> None:
+    request = tiny("--data-path", dataset, nodes=2, devices_per_node=8, hostsfile=hosts_of(tmp_path, *lines))
+    assert any(said in fault for fault in faults(request))
+
+
+def test_nodes_without_hostsfile_are_refused(dataset: str) -> None:
+    assert any("2 nodes need a hostsfile" in fault for fault in faults(tiny("--data-path", dataset, nodes=2)))
+
+
+def test_missing_and_unreadable_hostsfiles_are_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, said in ((tmp_path / "no", "does not exist"), (binary, "cannot be read"), (tmp_path, "cannot be read")):
+        assert any(said in fault for fault in faults(tiny(hostsfile=str(path))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Preflight
+
+
+def test_a_right_run_passes(dataset: str, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    plan = preflight.preflight(
+        tiny("--data-path", dataset, "--pipeline-model-parallel-size", "2", data_parallel_size=2)
+    )
+    assert (plan.nodes, plan.devices_per_node, plan.hosts) == (1, 4, ())
+    assert plan.environment["DS_ACCELERATOR"] == plan.config.parallel.device == "cpu"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("request_values", "said"),
+    [
+        ({"data_parallel_size": 3, "devices_per_node": 4}, "= 3 ranks, but nodes x devices = 1 x 4 = 4"),
+        ({"data_parallel_size": 2, "devices_per_node": 4}, "use a data-parallel size of 4, or 2 devices a node"),
+    ],
+)
+def test_layout_must_fill_the_devices(dataset: str, request_values: dict[str, Any], said: str) -> None:
+    assert said in "".join(faults(tiny("--data-path", dataset, **request_values)))
+
+
+def test_every_config_fault_comes_with_those_of_the_launch(tmp_path: Path) -> None:
+    request = tiny(
+        *("--lrr", "1", "--pipeline-model-parallel-size", "9", "--tensor-model-parallel-size", "3"),
+        *("--global-batch-size", "7", "--data-path", str(tmp_path / "nothing")),
+        nodes=2,
+        data_parallel_size=1,
+    )
+    text = "\n".join(faults(request))
+    for said in (
+        "unknown flag --lrr",
+        "pipeline_model_parallel_size=9 is larger than num_layers=4",
+        "tensor_model_parallel_size=3 does not divide num_attention_heads=4",
+        "global_batch_size=7",
+        "2 nodes need a hostsfile",
+        "27 ranks, but nodes x devices = 2 x 8 = 16",
+    ):
+        assert said in text
+
+
+def test_missing_and_empty_data_are_refused(tmp_path: Path) -> None:
+    missing, half, empty = (str(tmp_path / name) for name in ("missing", "half", "empty"))
+    Path(half + ".bin").write_bytes(b"x")
+    for ending in (".bin", ".idx"):
+        Path(empty + ending).touch()
+    text = "\n".join(faults(tiny("--data-path", "1", missing, "2", half, "3", empty)))
+    assert f"dataset {missing} lacks {missing}.bin and {missing}.idx" in text
+    assert f"dataset {half} lacks {half}.idx" in text
+    assert f"dataset {empty}: {empty}.bin and {empty}.idx is empty" in text
+
+
+def test_a_data_file_instead_of_its_prefix_is_explained(dataset: str) -> None:
+    assert f"share, {dataset}" in "".join(faults(tiny("--data-path", dataset + ".bin")))
+
+
+def test_a_missing_tokenizer_file_is_refused(dataset: str) -> None:
+    flags = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "no.json"]
+    assert "tokenizer_model=no.json does not exist" in "".join(faults(tiny("--data-path", dataset, *flags)))
+
+
+@pytest.mark.parametrize("option", ["results-dir", "tensorboard-dir", "save", "data-cache-path"])
+def test_a_folder_that_cannot_be_made_is_refused(option: str, dataset: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "below" / "deep"
+    (fault,) = faults(tiny("--data-path", dataset, f"--{option}", str(folder)))
+    assert f"{tmp_path / 'file'} is no folder" in fault
+    assert option.replace("-", "_") in fault
+
+
+def test_a_folder_without_permission_is_refused(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK and allowed(path, mode))
+    assert "no permission in" in "".join(faults(tiny("--data-path", dataset, "--save", str(tmp_path / "new" / "deep"))))
+
+
+def test_load_must_be_a_checkpoint_folder_an_empty_one_or_none(dataset: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    request = tiny("--data-path", dataset, "--load", str(folder))
+    preflight.preflight(request)  # missing: a new run
+    folder.mkdir()
+    preflight.preflight(request)  # empty: a new run
+    (folder / ".lock").touch()
+    preflight.preflight(request)  # as a run leaves it that was killed before its first checkpoint
+    (folder / "notes.txt").touch()
+    assert "holds no checkpoint" in faults(request)[0]
+    (folder / "latest").write_text("global_step1\n")
+    preflight.preflight(request)  # what it names, the run itself looks for
+    assert "is no folder" in faults(tiny("--data-path", dataset, "--load", dataset + ".bin"))[0]
+
+
+def test_a_contradicting_deepspeed_json_is_refused(dataset: str, tmp_path: Path) -> None:
+    (tmp_path / "extra.json").write_text('{"train_batch_size": 7}')
+    request = tiny("--data-path", dataset, "--deepspeed-config", str(tmp_path / "extra.json"))
+    assert "train_batch_size" in "".join(faults(request))
+
+
+def test_too_few_accelerators_are_refused(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    request = tiny("--data-path", dataset, "--global-batch-size", "64", data_parallel_size=8)
+    request.device = "cuda"
+    assert "8 cuda devices are needed, but this machine shows 2" in "".join(faults(request))
+
+
+def test_other_machines_find_their_device_themselves(tmp_path: Path) -> None:
+    hostsfile = hosts_of(tmp_path, "w0 slots=8", "w1 slots=8")
+    request = tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True, data_parallel_size=16)
+    request.device = "auto"
+    plan = preflight.preflight(request)
+    assert plan.config.parallel.device == "auto"
+    assert "DS_ACCELERATOR" not in plan.environment
+
+
+def test_remote_runs_need_pdsh(tmp_path: Path, dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".deepspeed_env").write_text("A=1\n\n")
+    hostsfile = hosts_of(tmp_path, "w0 slots=8", "w1 slots=8")
+    text = "\n".join(faults(tiny("--data-path", dataset, "--save", "a%nb", nodes=2, hostsfile=hostsfile)))
+    assert "pdsh is not installed" in text
+    assert ".deepspeed_env, line 2: ''" in text
+    assert "'a%nb' holds a %" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# HL_* variables
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "flags"),
+    [
+        ("HL_NUM_LAYERS", "8", ["--num-layers", "8"]),
+        ("HL_SEQ_LEN", "256", ["--seq-length", "256"]),
+        ("HL_MICRO_BATCH", "2", ["--micro-batch-size", "2"]),
+        ("HL_GBS", "64", ["--global-batch-size", "64"]),
+        ("HL_TP", "4", ["--tensor-model-parallel-size", "4"]),
+        ("HL_PP", "2", ["--pipeline-model-parallel-size", "2"]),
+        ("HL_ZERO_STAGE", "0", ["--zero-stage", "0"]),
+        ("HL_EXIT_INTERVAL", "0", ["--exit-interval", "0"]),
+        ("HL_SAVE_INTERVAL", "5", ["--save-interval", "5"]),
+        ("HL_LOG_INTERVAL", "1", ["--log-interval", "1"]),
+        ("HL_EVAL_ITERS", "0", ["--eval-iters", "0"]),
+        ("HL_EVAL_INTERVAL", "7", ["--eval-interval", "7"]),
+        ("HL_TRAIN_ITERS", "9", ["--train-iters", "9", "--train-samples", "none"]),
+        ("HL_KILL_SWITCH", "/k", ["--kill-switch-path", "/k"]),
+        ("HL_TENSORBOARD_DIR", "tb", ["--tensorboard-dir", "tb"]),
+        ("HL_CKP_ACT", "0", ["--recompute-granularity", "none"]),
+        ("HL_CKP_ACT", "1", ["--recompute-granularity", "full"]),
+        ("HL_CKP_ACT", "2", ["--recompute-granularity", "selective"]),
+        ("HL_RAMPUP_BS", "1", ["--rampup-batch-size", "16", "16", "5000000"]),
+        ("HL_RAMPUP_BS", "0", ["--rampup-batch-size", "none"]),
+        ("HL_SEQ_PARALLEL", "1", ["--sequence-parallel", "true"]),
+        ("HL_SEQ_PARALLEL", "0", ["--sequence-parallel", "false"]),
+        ("HL_NO_PIPELINE_PARALLEL", "1", ["--no-pipeline-parallel", "true"]),
+        ("HL_OPTIMIZER", "fusedadamw", ["--optimizer", "fusedadamw"]),
+        ("HL_GRAD_ACCUM_DTYPE", "bf16", ["--grad-accum-dtype", "bf16"]),
+        ("HL_DROPOUT", "0.2", ["--hidden-dropout", "0.2", "--attention-dropout", "0.2"]),
+        ("HL_POSITION_EMBEDDING_TYPE", "rotary", ["--position-embedding-type", "rope"]),
+        ("HL_POSITION_EMBEDDING_TYPE", "alibi", ["--position-embedding-type", "alibi"]),
+        ("HL_USE_FUSED_SDPA", "0", ["--attention-backend", "sdpa"]),
+        ("HL_USE_FUSED_RMSNORM", "0", ["--use-fused-rmsnorm", "false"]),
+        ("HL_USE_FAST_SOFTMAX", "1", ["--use-fast-softmax", "true"]),
+        ("HL_USE_TORCH_COMPILE", "true", ["--torch-compile", "true"]),
+        ("HL_PROFILE", "pt", ["--profile", "true"]),
+        (
+            "HL_PROFILE",
+            "pt-full",
+            [
+                *("--profile", "true"),
+                *("--pytorch-profiler-collect-shapes", "true", "--pytorch-profiler-collect-callstack", "true"),
+            ],
+        ),
+        ("HL_PROFILE_STEPS", "3,4", ["--profile-steps", "3", "4"]),
+        ("HL_RESULTS_DIR", "r", ["--results-dir", "r"]),
+        ("HL_DATA_FILE_PREFIX", "/d/p", ["--data-path", "/d/p"]),
+        ("HL_DATA_IDX_DIR", "/c", ["--data-cache-path", "/c"]),
+        ("HL_DATA_CACHE_DIR", "/c", ["--data-cache-path", "/c"]),
+        ("HL_TOKENIZER_TYPE", "GPTSentencePieceTokenizer", ["--tokenizer-type", "SentencePieceTokenizer"]),
+        ("HL_TOKENIZER_MODEL", "t.json", ["--tokenizer-model", "t.json"]),
+    ],
+)
+def test_a_variable_becomes_its_flags(variable: str, value: str, flags: list[str]) -> None:
+    unset, request = translated({}), translated({variable: value})
+    assert not request.faults
+    assert not request.environment or variable == "HL_USE_TORCH_COMPILE"
+    added = list(request.train_flags)
+    for flag in unset.train_flags:
+        added.remove(flag)
+    assert added == flags
+
+
+@pytest.mark.parametrize(
+    ("variables", "attribute", "value"),
+    [
+        ({"HL_NUM_NODES": "4"}, "nodes", 4),
+        ({"HL_DP": "4"}, "data_parallel_size", 4),
+        ({"HL_NGPU_PER_NODE": "4"}, "devices_per_node", 4),
+        ({"HL_DEVICES_PER_NODE": "2"}, "devices_per_node", 2),
+        ({"HL_HOSTSFILE": "h"}, "hostsfile", "h"),
+        ({"HL_DRY_RUN": "1"}, "dry_run", True),
+        ({"HL_DRY_RUN": "0"}, "dry_run", False),
+        ({"HL_SAVE": "0"}, "save", False),
+        ({}, "save", True),
+        ({"HL_CHECKPOINTS_DIR": "c"}, "checkpoints_dir", "c"),
+        ({"HL_QNPU_DIR": "q"}, "activate_dir", "q"),
+        ({"HL_DEVICE": "cpu"}, "device", "cpu"),
+        ({"HL_USE_HPU": "1"}, "device", "hpu"),
+        ({"HL_USE_HPU": "0"}, "device", "no-hpu"),
+        ({}, "device", "auto"),
+        ({"HL_USE_LAZY_MODE": "0"}, "environment", {"PT_HPU_LAZY_MODE": "0"}),
+        ({"HL_USE_LAZY_MODE": "1"}, "environment", {"PT_HPU_LAZY_MODE": "1"}),
+        ({"HL_USE_TORCH_COMPILE": "1"}, "environment", {"PT_HPU_LAZY_MODE": "0"}),
+        ({"HL_RESULTS_DIR_PREFIX": "/r"}, "results_parent", "/r/out/bloom13b"),
+        ({"HL_CONFIG": "tiny_bloom"}, "results_parent", "out/tiny_bloom"),
+        ({"HL_CONFIG": "my/run.yaml"}, "results_parent", "out/run"),
+    ],
+)
+def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: str, value: object) -> None:
+    request = translated(variables)
+    assert not request.faults
+    assert getattr(request, attribute) == value
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"HL_GBS": "many"}, "HL_GBS='many' must be a whole number, 1 or more"),
+        ({"HL_TP": "0"}, "HL_TP='0' must be a whole number, 1 or more"),
+        ({"HL_DP": "2.5"}, "HL_DP='2.5' must be"),
+        ({"HL_SAVE": "yes"}, "HL_SAVE='yes' must be 0 or 1"),
+        ({"HL_RAMPUP_BS": "2"}, "HL_RAMPUP_BS='2' must be 0 or 1"),
+        ({"HL_CKP_ACT": "3"}, "HL_CKP_ACT='3' must be 0, 1 or 2 (3 belongs to Mixtral"),
+        ({"HL_PROFILE": "hltv"}, "HL_PROFILE='hltv' needs Habana's trace viewer"),
+        ({"HL_PROFILE_STEPS": "3"}, "HL_PROFILE_STEPS='3' must be two iterations"),
+        ({"HL_OPTIMIZER": "lamb"}, "must be adamw, adam, sgd or fusedadamw"),
+        ({"HL_DEVICE": "gpu"}, "HL_DEVICE='gpu' must be hpu, cuda or cpu"),
+        ({"HL_DEVICE": "cuda", "HL_USE_HPU": "1"}, "HL_USE_HPU=1 contradicts HL_DEVICE=cuda"),
+        ({"HL_DEVICE": "hpu", "HL_USE_HPU": "0"}, "HL_USE_HPU=0 contradicts HL_DEVICE=hpu"),
+        ({"HL_NGPU_PER_NODE": "8", "HL_DEVICES_PER_NODE": "4"}, "mean the same thing"),
+        ({"HL_DATA_IDX_DIR": "a", "HL_DATA_CACHE_DIR": "b"}, "mean the same thing"),
+        ({"HL_USE_LAZY_MODE": "1", "HL_USE_TORCH_COMPILE": "1"}, "exclude each other"),
+        ({"HL_DATA_DIR_ROOT": "/d"}, "needs HL_DATA_FILE_PREFIX"),
+        ({"HL_TOKENIZER_TYPE": "Llama3Tokenizer"}, "use HFTokenizer with its tokenizer.json"),
+        ({"HL_GSB": "8"}, "unknown variable HL_GSB=8; did you mean HL_GBS?"),
+        ({"HL_LLAMA_VER": "2"}, "it belongs to scripts/run_llama.sh"),
+    ],
+)
+def test_a_wrong_variable_is_one_fault(variables: dict[str, str], said: str) -> None:
+    (fault,) = translated(variables).faults
+    assert said in fault
+
+
+@pytest.mark.parametrize("name", sorted({name for refused in REFUSED for name in refused.names}))
+def test_an_unsupported_variable_is_refused_by_name_unless_off(name: str) -> None:
+    entry = next(refused for refused in REFUSED if name in refused.names)
+    spelled = name.replace("*", "NUM_EXPERTS")
+    (fault,) = translated({spelled: "7"}).faults
+    assert fault == f"{spelled}=7 is not supported: {entry.reason}"
+    for off in (*entry.off, ""):
+        assert not translated({spelled: off}).faults
+
+
+@pytest.mark.parametrize(
+    ("version", "size", "preset"),
+    [("1", "65", "llama1_65b"), ("2", "34", "llama2_34b"), ("3.1", "405", "llama31_405b"), ("3.2", "1", "llama32_1b")],
+)
+def test_llama_version_and_size_pick_the_preset(version: str, size: str, preset: str) -> None:
+    request = translated({"HL_LLAMA_VER": version, "HL_LLAMA_MODEL_SIZE": size}, "llama")
+    assert flag_values(request.train_flags, "--config") == [preset]
+    assert request.results_parent == f"out/llama{version}_{size}b"
+
+
+@pytest.mark.parametrize(("version", "size"), [("4", "8"), ("3.1", "7"), ("2", "65"), ("3.2", "8")])
+def test_a_llama_that_does_not_exist_is_refused(version: str, size: str) -> None:
+    (fault,) = translated({"HL_LLAMA_VER": version, "HL_LLAMA_MODEL_SIZE": size}, "llama").faults
+    assert "must be" in fault
+
+
+def test_arguments_win_over_variables() -> None:
+    plan = preflight.preflight(
+        translated(
+            {"HL_GBS": "32", "HL_DRY_RUN": "1", "HL_CONFIG": "tiny_bloom", "HL_DEVICE": "cpu"},
+            "bloom13b",
+            "--global-batch-size",
+            "64",
+        )
+    )
+    assert plan.config.training.global_batch_size == 64
+
+
+def test_gpt2_files_beside_the_data_are_its_tokenizer(tmp_path: Path) -> None:
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
+        (tmp_path / name).touch()
+    flags = translated({"HL_DATA_DIR_ROOT": str(tmp_path), "HL_DATA_FILE_PREFIX": "p"}).train_flags
+    assert flag_values(flags, "--tokenizer-type") == ["GPT2BPETokenizer"]
+    assert flag_values(flags, "--vocab-file") == [str(tmp_path / "gpt2-vocab.json")]
+
+
+def test_every_variable_is_known_once() -> None:
+    names = [variable.name for variable in VARIABLES] + [name for refused in REFUSED for name in refused.names]
+    assert len(names) == len(set(names))
+
+
+def test_the_results_folder_is_named_after_the_run(dataset: str) -> None:
+    root, prefix = os.path.split(dataset)
+    variables = {
+        "HL_DATA_DIR_ROOT": root,
+        "HL_DATA_FILE_PREFIX": prefix,
+        "HL_DEVICE": "cpu",
+        "HL_DP": "2",
+        "HL_TP": "4",
+    }
+    plan = preflight.preflight(translated(variables))
+    (results,) = flag_values(plan.train_flags, "--results-dir")
+    assert results.startswith("out/bloom13b/ds_z0_nl40_hs5120_gb1024_mb1_D2_T4_P1_devices8_")
+    assert (
+        flag_values(plan.train_flags, "--save") == flag_values(plan.train_flags, "--load") == [f"{results}/checkpoints"]
+    )
+
+
+def test_faults_are_explained_in_terms_of_the_variables(
+    capsys: pytest.CaptureFixture[str], dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"HL_CONFIG": "tiny_bloom", "HL_TP": "3", "HL_DP": "1", "HL_DEVICE": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.main(["--variables", "bloom13b", "--", "--data-path", dataset]) == 2
+    assert "HL_TP sets tensor_model_parallel_size" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dry run
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_dry_run_prints_the_plan_of_every_preset(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--dry-run", "--device", "hpu", "--devices-per-node", "4", "--", "--config", preset]
+    flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    assert launch.main(flags) == 0
+    shown = capsys.readouterr().out
+    for said in ("PP 2 x TP 2 x DP 1", "parameters", "bubble", "memory per rank", "-m megatron.train"):
+        assert said in shown
+    assert "warning: no dataset is given" in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shown_command_can_be_pasted(tmp_path: Path) -> None:
+    request = tiny("--save", str(tmp_path / "a b"), dry_run=True, results_parent="out")
+    shown = launch.command_text(preflight.preflight(request))
+    words = shlex.split(shown.split("\n", 1)[1])
+    assert flag_values(words, "--save") == [str(tmp_path / "a b")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launch
+
+
+def test_the_remote_command_names_the_first_host_and_carries_the_environment(tmp_path: Path) -> None:
+    hostsfile = hosts_of(tmp_path, "# node slots=8", "", "me@10.0.0.1 slots=8", "10.0.0.2 slots=8", "10.0.0.3 slots=8")
+    request = tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True, environment={"PT_HPU_LAZY_MODE": "0"})
+    command = hosts.remote_command(preflight.preflight(request))
+    assert command[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
+    assert flag_values(command, "--hostfile") == [hostsfile]
+    assert flag_values(command, "--master_addr") == ["10.0.0.1"]
+    assert flag_values(command, "--num_nodes") == ["2"]
+    assert flag_values(command, "--num_gpus") == ["8"]
+    assert "--force_multi" not in command
+    env = command[command.index("/usr/bin/env") :]
+    assert "DS_ACCELERATOR=cpu" in env
+    assert "PT_HPU_LAZY_MODE=0" in env
+    python, option, run, *module = env[env.index(sys.executable) :][:6]
+    assert (python, option, module) == (sys.executable, "-X", ["-u", "-m", "megatron.train"])
+    assert run.startswith("run=")
+
+
+def test_one_remote_host_is_not_run_here(tmp_path: Path) -> None:
+    remote = tiny(*ENOUGH, hostsfile=hosts_of(tmp_path, "10.0.0.1 slots=8"), dry_run=True)
+    assert "--force_multi" in hosts.remote_command(preflight.preflight(remote))
+    local = tiny(*ENOUGH, hostsfile=hosts_of(tmp_path, "localhost slots=8"), dry_run=True)
+    assert preflight.preflight(local).hosts == ()
+
+
+@pytest.mark.parametrize(
+    "word", ["plain", "a b", "it's", 'say "x y"', "$HOME", "$HOME `id` \\ x", "a;b|c&d*", "tab\there"]
+)
+def test_words_reach_the_remote_shell_unchanged(word: str) -> None:
+    # what DeepSpeed's PDSHRunner.parse_user_args does to each word
+    sent = hosts.for_pdsh(word)
+    if " " in sent:
+        sent = '"{}"'.format(sent.replace('"', '\\"'))
+    shown = subprocess.run(["/bin/sh", "-c", f"printf %s {sent}"], capture_output=True, text=True, check=True)
+    assert shown.stdout == word
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", "import os, signal, sys, time\n" + code]
+
+
+def environments(count: int) -> list[dict[str, str]]:
+    return [dict(os.environ) | {"RANK": str(rank)} for rank in range(count)]
+
+
+def test_the_status_is_that_of_the_first_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "FAILED_GRACE_S", 0.0)
+    assert hosts.run_processes(python("pass"), environments(2)) == 0
+    # the other one would wait for ever
+    code = "if os.environ['RANK'] == '1': sys.exit(17)\ntime.sleep(600)"
+    assert hosts.run_processes(python(code), environments(2)) == 17
+
+
+def test_a_rank_killed_by_a_signal_counts_as_a_shell_counts() -> None:
+    assert hosts.run_processes(python("os.kill(os.getpid(), signal.SIGKILL)"), environments(1)) == 128 + 9
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_once_another_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "FAILED_GRACE_S", 0.2)
+    monkeypatch.setattr(hosts, "TERMINATED_GRACE_S", 0.2)
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.environ['RANK'] == '0': time.sleep(600)\nsys.exit(3)"
+    assert hosts.run_processes(python(code), environments(2)) == 3
+
+
+def test_local_ranks_know_their_place_and_find_the_package(
+    dataset: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import megatron.config.options\n"
+        "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR DS_ACCELERATOR'.split()\n"
+        "os.write(1, (' '.join(os.environ[name] for name in names) + '\\n').encode())"
+    )
+    monkeypatch.setattr(hosts, "train_command", lambda plan: python(code))
+    plan = preflight.preflight(tiny("--data-path", dataset, data_parallel_size=2))
+    assert hosts.launch(plan) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 0 2 2 127.0.0.1 cpu", "1 1 2 2 127.0.0.1 cpu"]
+
+
+LAUNCHER = """
+import os, sys
+from megatron.launch import hosts
+code = sys.argv[1]
+environments = [dict(os.environ) | {"RANK": str(rank)} for rank in range(2)]
+sys.exit(hosts.run_processes([sys.executable, "-u", "-c", code], environments))
+"""
+
+# says its process id and that of a child, then waits; a signal ends it with status 0 after a moment
+RANK = """
+import os, signal, subprocess, sys, time
+def stop(number, frame):
+    time.sleep(0.3)
+    os.write(1, f"stopped {os.environ['RANK']} {number}\\n".encode())  # in one piece: two ranks share the pipe
+    sys.exit(0)
+for name in "TERM INT USR1 USR2 HUP XCPU".split():
+    number = getattr(signal, "SIG" + name)
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, stop)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+os.write(1, f"pids {os.getpid()} {child.pid}\\n".encode())
+time.sleep(600)
+"""
+
+
+def started(preexec_fn: Callable[[], object] | None = None) -> tuple[subprocess.Popen[str], list[int]]:
+    """A launcher with two ranks that are up, and the ids of their processes and their children's."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, RANK],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=hosts.IMPORT_ROOT,
+        preexec_fn=preexec_fn,
+    )
+    assert launcher.stdout is not None
+    pids = [int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()[1:]]
+    return launcher, pids
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline_s = time.monotonic() + 20
+    while any(map(running, pids)):
+        assert time.monotonic() < deadline_s, f"still running: {[pid for pid in pids if running(pid)]}"
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"])
+def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    number = getattr(signal, name)
+    launcher, pids = started()
+    launcher.send_signal(number)
+    shown, _ = launcher.communicate(timeout=30)
+    assert sorted(shown.splitlines()) == [f"stopped 0 {number}", f"stopped 1 {number}"]
+    assert launcher.returncode == 0
+    assert capfd.readouterr().err.startswith(f"{name}: the ranks were told")
+    wait_until_gone(pids)
+
+
+def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    # on a clock of its own, which a busy machine does not disturb
+    now_s, slept_s = time.monotonic(), 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept_s
+        slept_s += seconds
+        real_sleep(0.002)
+
+    real_sleep = time.sleep
+    clock = SimpleNamespace(monotonic=lambda: now_s + slept_s, sleep=sleep)
+    monkeypatch.setattr(hosts, "time", clock)
+    rank_0, rank_1 = (subprocess.Popen(python("time.sleep(600)")) for _ in range(2))
+    try:
+        rank_1.send_signal(signal.SIGSTOP)
+        rank_0.kill()
+        rank_0.wait()
+        assert hosts._wait([rank_0, rank_1], deque()) == 128 + signal.SIGKILL
+        assert rank_1.returncode == -signal.SIGKILL
+        assert slept_s < 4.5, "and half a second for the kernel"
+    finally:
+        rank_1.kill()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ranks_die_with_a_launcher_that_is_killed() -> None:
+    launcher, pids = started()
+    launcher.kill()
+    launcher.wait(timeout=30)
+    wait_until_gone(pids[::2])
+    for pid in pids[1::2]:
+        os.kill(pid, signal.SIGKILL)  # the ranks' own children are beyond the launcher's reach then
+    assert launcher.stdout is not None
+    launcher.stdout.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    launcher, pids = started(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.6)  # twice what a rank needs to end
+    assert all(map(running, pids))
+    launcher.send_signal(signal.SIGTERM)
+    shown, _ = launcher.communicate(timeout=30)
+    assert sorted(shown.splitlines()) == ["stopped 0 15", "stopped 1 15"]
+    wait_until_gone(pids)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several hosts, in place of which a fake pdsh runs its command here
+
+
+def over_two_hosts(tmp_path: Path) -> preflight.Plan:
+    hostsfile = hosts_of(tmp_path, "10.0.0.1 slots=8", "10.0.0.2 slots=8")
+    return preflight.preflight(tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True))
+
+
+@pytest.fixture
+def _fake_pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "pdsh").write_text('#!/bin/sh\nshift 4\nexec sh -c "$*"\n')
+    (folder / "pdsh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_the_ranks_of_a_run_are_known_by_their_command_line(tmp_path: Path) -> None:
+    plan, other = over_two_hosts(tmp_path), over_two_hosts(tmp_path)
+    pattern = hosts.rank_pattern(plan)
+    assert re.search(pattern, " ".join(hosts.train_command(plan)))
+    assert not re.search(pattern, " ".join(hosts.train_command(other)))
+    assert not re.search(pattern, " ".join(hosts.remote_command(plan)))
+    assert shlex.split(pattern) == [pattern]
+
+
+@pytest.mark.parametrize(("of_host", "status"), [(2, 2), (250, 128 + 6), (255, 255)])
+def test_the_first_host_that_fails_is_noted(of_host: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = (
+        b"10.0.0.2: about to fail\n"
+        b"pdsh@here: 10.0.0.2: ssh exited with exit code %d\n"
+        b"pdsh@here: me@10.0.0.1: ssh exited with exit code 7\n" % of_host
+    )
+    output = hosts.PdshOutput(io.BytesIO(shown))
+    output.run()
+    assert output.failed == ("10.0.0.2", status)
+    assert capsys.readouterr().err == shown.decode()
+
+
+# stands for DeepSpeed's launcher: starts a rank as `-X run=ID`, and ends when that has ended
+RUNNER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-X", "run=" + sys.argv[1], "-u", "-c", sys.argv[2]])
+sys.stderr.write(sys.argv[3])
+sys.stderr.flush()
+rank.wait()
+"""
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
+@pytest.mark.usefixtures("_fake_pdsh")
+def test_ranks_on_other_hosts_are_ended_once_one_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hosts, "FAILED_GRACE_S", 0.5)
+    monkeypatch.setattr(hosts, "TERMINATED_GRACE_S", 0.5)
+    plan = over_two_hosts(tmp_path)
+    rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    failed = "pdsh@here: 10.0.0.2: ssh exited with exit code 3\n"
+    command = [sys.executable, "-c", RUNNER, plan.run_id, rank, failed]
+    assert hosts.run_on_hosts(command, os.environ, plan) == 3
+    assert "host 10.0.0.2 ended with status 3; ending the ranks that still run" in capfd.readouterr().err
+    assert not hosts.signal_ranks(plan, signal.SIGKILL)
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
+@pytest.mark.usefixtures("_fake_pdsh")
+def test_the_ssh_of_a_host_that_is_gone_does_not_outlive_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for grace in ("FAILED_GRACE_S", "TERMINATED_GRACE_S", "UNREACHABLE_GRACE_S"):
+        monkeypatch.setattr(hosts, grace, 0.2)
+    told = tmp_path / "pid"
+    # as pdsh starts them: in a session of its own
+    ssh = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    runner = f"""
+import subprocess, sys, os, time
+subprocess.Popen([sys.executable, "-c", {ssh!r}], start_new_session=True)
+while not os.path.exists({str(told)!r}) or not open({str(told)!r}).read():
+    time.sleep(0.05)
+sys.stderr.write("pdsh@here: 10.0.0.2: ssh exited with exit code 4\\n")
+sys.stderr.flush()
+time.sleep(600)
+"""
+    assert hosts.run_on_hosts([sys.executable, "-c", runner], os.environ, over_two_hosts(tmp_path)) == 4
+    wait_until_gone([int(told.read_text())])
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
+@pytest.mark.usefixtures("_fake_pdsh")
+def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) -> None:
+    plan = over_two_hosts(tmp_path)
+    # the signal comes before there is a rank to take it
+    runner = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(1.5)\n{RUNNER}"
+    command = [sys.executable, "-c", runner, plan.run_id, "import time; time.sleep(600)", ""]
+    assert hosts.run_on_hosts(command, os.environ, plan) == 0
+    assert not hosts.signal_ranks(plan, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("own", "interval"), [(None, "30"), ("-oServerAliveInterval=5", "5")])
+def test_ssh_gives_up_a_host_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, interval: str
+) -> None:
+    given: list[Mapping[str, str]] = []
+
+    def keep(command: Sequence[str], environment: Mapping[str, str], plan: preflight.Plan) -> int:
+        given.append(environment)
+        return 0
+
+    monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
+    if own is not None:
+        monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", own)
+    monkeypatch.setattr(hosts, "run_on_hosts", keep)
+    hosts.launch(over_two_hosts(tmp_path))
+    options = given[0]["PDSH_SSH_ARGS_APPEND"].split()
+    # ssh keeps the first it is given
+    assert next(word for word in options if "ServerAliveInterval" in word) == f"-oServerAliveInterval={interval}"
+    assert options[-1] == "-oServerAliveCountMax=20"
+
+
+def test_the_network_interface_travels_to_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert "GLOO_SOCKET_IFNAME=ib0" in hosts.remote_command(over_two_hosts(tmp_path))

@@ -1,0 +1,183 @@
+"""run_bloom13b.sh and run_llama.sh: Habana's variables and defaults, and nothing that starts by mistake."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.launch.hl_variables import LLAMA_PRESETS, REFUSED, VARIABLES
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPTS = ["run_bloom13b.sh", "run_llama.sh", "run_sft.sh"]
+SHELLCHECK = shutil.which("shellcheck") or shutil.which(str(Path(sys.executable).parent / "shellcheck"))
+
+
+def run(script: str, folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HL_")}
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / script), *arguments],
+        cwd=folder,
+        env=environment | {"PYTHON": sys.executable} | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="needs shellcheck")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_is_shellcheck_clean(script: str) -> None:
+    checked = subprocess.run([str(SHELLCHECK), "-x", str(ROOT / "scripts" / script)], capture_output=True, text=True)
+    assert checked.stdout == ""
+    assert checked.returncode == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_can_be_called(script: str) -> None:
+    path = ROOT / "scripts" / script
+    assert os.access(path, os.X_OK)
+    assert path.read_text().startswith("#!/usr/bin/env bash\n")
+
+
+def test_the_readme_command_prints_its_plan_and_writes_nothing(tmp_path: Path) -> None:
+    hostsfile = str(ROOT / "scripts" / "hostsfile")
+    layout = {"HL_NUM_NODES": "4", "HL_PP": "2", "HL_TP": "4", "HL_DP": "4", "HL_HOSTSFILE": hostsfile}
+    plan = run("run_bloom13b.sh", tmp_path, HL_DRY_RUN="1", **layout)
+    assert plan.returncode == 0, plan.stderr
+    for said in (
+        "4 nodes x 8 devices = 32 ranks",
+        "PP 2 x TP 4 x DP 4",
+        "1024 samples = DP 4 x micro 1 x 256 microbatches",
+        "from 16 by 16 over 5,000,000 samples",
+        "12,855,592,960 in all",
+        "0.4% of a step",
+        "memory per rank",
+        "--master_addr 192.0.2.1",
+        "-m megatron.train",
+        "warning: dataset /data/bigscience/oscar-en/meg-gpt2_text_document lacks",
+    ):
+        assert said in plan.stdout
+    assert list(tmp_path.iterdir()) == []
+    eight_nodes = layout | {"HL_NUM_NODES": "8", "HL_DP": "8"}
+    assert run("run_bloom13b.sh", tmp_path, HL_DRY_RUN="1", **eight_nodes).returncode == 0
+
+
+def test_bloom_defaults_are_habanas(tmp_path: Path) -> None:
+    plan = run("run_bloom13b.sh", tmp_path, HL_DRY_RUN="1", HL_DEVICE="hpu").stdout
+    for said in (
+        *("1 node x 8 hpu devices", "PP 1 x TP 4 x DP 2", "40 layers, hidden 5120, 32 heads", "sequence 2048"),
+        *("1024 samples = DP 2 x micro 1", "300,000,000 samples", "learned positions", "bf16, recompute none"),
+        *("--rampup-batch-size 16 16 5000000", "out/bloom13b/ds_z0_nl40_hs5120_gb1024_mb1_D2_T4_P1_devices8_"),
+        *("--data-path /data/bigscience/oscar-en/meg-gpt2_text_document", "--save out/", "--load out/"),
+    ):
+        assert said in plan
+
+
+@pytest.mark.parametrize(
+    ("version", "size"), [(version, size) for version, sizes in LLAMA_PRESETS.items() for size in sizes]
+)
+def test_every_llama_prints_its_plan(version: str, size: str, tmp_path: Path) -> None:
+    plan = run(
+        "run_llama.sh", tmp_path, HL_DRY_RUN="1", HL_DEVICE="hpu", HL_LLAMA_VER=version, HL_LLAMA_MODEL_SIZE=size
+    )
+    assert plan.returncode == 0, plan.stderr
+    assert f"--config {LLAMA_PRESETS[version][size]}" in plan.stdout
+    assert "PP 2 x TP 2 x DP 2, sequence parallel" in plan.stdout
+    assert f"out/llama{version}_{size}b/ds_" in plan.stdout
+
+
+def test_another_preset_keeps_its_values(tmp_path: Path) -> None:
+    plan = run("run_bloom13b.sh", tmp_path, HL_DRY_RUN="1", HL_CONFIG="tiny_bloom", HL_DEVICE="cpu")
+    assert plan.returncode == 0, plan.stderr
+    assert "PP 1 x TP 1 x DP 1" in plan.stdout
+    assert "16 samples = DP 1 x micro 8" in plan.stdout
+    assert "--rampup-batch-size" not in plan.stdout
+    assert "warning: no dataset is given" in plan.stdout
+    changed = run("run_bloom13b.sh", tmp_path, HL_DRY_RUN="1", HL_CONFIG="tiny_bloom", HL_GBS="8", HL_NUM_LAYERS="2")
+    assert "8 samples = DP 1 x micro 8" in changed.stdout
+    assert "2 layers" in changed.stdout
+
+
+def test_all_faults_come_in_one_message_with_status_2(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node0 slots=8\nnode1\n")
+    refused = run(
+        "run_bloom13b.sh",
+        tmp_path,
+        "--global-batch-size=1023",
+        HL_HOSTSFILE="hosts",
+        HL_NUM_NODES="2",
+        HL_TP="3",
+        HL_PP="41",
+        HL_GSB="8",
+        HL_FP8_FORMAT="e5m2",
+        HL_RESULTS_DIR="hosts/out",
+        HL_DATA_DIR_ROOT=str(tmp_path),
+    )
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    for said in (
+        "unknown variable HL_GSB=8; did you mean HL_GBS?",
+        "HL_FP8_FORMAT=e5m2 is not supported",
+        "2 x tensor-parallel 3 x pipeline-parallel 41 = 246 ranks, but nodes x devices = 2 x 8 = 16",
+        "pipeline_model_parallel_size=41 is larger than num_layers=40",
+        "tensor_model_parallel_size=3 does not divide num_attention_heads=32",
+        "global_batch_size=1023 is no multiple",
+        "rampup_batch_size",
+        f"dataset {tmp_path}/meg-gpt2_text_document lacks",
+        "results_dir=hosts/out cannot be made",
+        "hosts, line 2: 'node1' is not `<host> slots=<n>`",
+        "HL_TP sets tensor_model_parallel_size",
+    ):
+        assert said in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
+
+
+def test_a_qnpu_folder_is_sourced_first(tmp_path: Path) -> None:
+    (tmp_path / "activate").write_text('echo "sourced $UNSET_NAME"\n')
+    plan = run("run_bloom13b.sh", tmp_path, HL_DRY_RUN="1", HL_DEVICE="hpu", HL_QNPU_DIR=str(tmp_path))
+    assert plan.returncode == 0, plan.stderr
+    assert plan.stdout.startswith("sourced")
+    missing = run("run_bloom13b.sh", tmp_path, HL_DRY_RUN="1", HL_QNPU_DIR=str(tmp_path / "no"))
+    assert "holds no file `activate`" in missing.stderr
+
+
+def test_help_lists_variables_and_flags(tmp_path: Path) -> None:
+    shown = run("run_llama.sh", tmp_path, "--help")
+    assert shown.returncode == 0
+    assert "HL_LLAMA_MODEL_SIZE" in shown.stdout
+    assert "--tensor-model-parallel-size" in shown.stdout
+
+
+def test_a_dry_run_loads_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['launch.py']; from tools import launch; "
+        "status = launch.main(['--variables', 'bloom13b', '--']); "
+        "print(status, sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    variables = {"HL_DRY_RUN": "1", "HL_CONFIG": "tiny_bloom", "PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HL_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment | variables, capture_output=True, text=True
+    )
+    assert ran.stdout.endswith("\n0 []\n"), ran.stderr
+
+
+def test_the_documentation_lists_every_variable() -> None:
+    documented = set(re.findall(r"HL_[A-Z0-9_]+\*?", (ROOT / "docs" / "launching.md").read_text()))
+    known = {variable.name for variable in VARIABLES} | {name for refused in REFUSED for name in refused.names}
+    assert known - documented == set()
+    assert documented - known == set()
+
+
+def test_the_example_hostsfile_has_a_line_for_each_node_of_the_readme() -> None:
+    from megatron.launch.preflight import parse_hostsfile
+
+    hosts, wrong = parse_hostsfile((ROOT / "scripts" / "hostsfile").read_text(), "hostsfile")
+    assert not wrong
+    assert [host.slots for host in hosts] == [8] * 8

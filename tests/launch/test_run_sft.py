@@ -1,0 +1,91 @@
+"""run_sft.sh: from a folder of transformers and a file of chats to such a folder again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+from tests.finetuning_files import write_chats, write_model
+from tests.launch.test_run_scripts import run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path / "base")
+    write_chats(tmp_path / "chats.jsonl")
+    return tmp_path
+
+
+TINY = {"HL_MODEL": "base", "HL_DEVICE": "cpu", "HL_SEQ_LEN": "128", "HL_MAX_BATCH_LEN": "256", "HL_GBS": "16"}
+
+
+def test_a_dry_run_takes_the_model_from_its_folder_and_writes_nothing(folder: Path) -> None:
+    plan = run("run_sft.sh", folder, HL_DRY_RUN="1", **TINY)
+    assert plan.returncode == 0, plan.stderr
+    for said in (
+        *("Plan of sft_llama; nothing was started or written", "PP 1 x TP 1 x DP 1", "2 layers, hidden 32, 4 heads"),
+        *("--config sft_llama", "--load base", "--tokenizer-model base", "--vocab-size 278", "--seq-length 128"),
+        *("--data-path out/sft_base/ds_", "--save-hf out/sft_base/ds_", "--max-batch-len 256"),
+    ):
+        assert said in plan.stdout
+    assert sorted(path.name for path in folder.iterdir()) == ["base", "chats.jsonl"]
+
+
+def refused(folder: Path, **variables: str) -> str:
+    done = run("run_sft.sh", folder, **variables)
+    assert done.returncode == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["base", "chats.jsonl"]
+    return done.stderr
+
+
+def test_everything_that_is_wrong_is_told_at_once(folder: Path) -> None:
+    said = refused(
+        folder,
+        **(TINY | {"HL_DATA": "none.jsonl", "HL_LLAMA_VER": "2", "HL_BUCKETING": "x", "HL_MAX_BATCH_LEN": "64"}),
+        HL_NUM_EPOCHS="0",
+    )
+    for fault in (
+        "HL_DATA=none.jsonl is no file",
+        "HL_LLAMA_VER=2 means nothing to this script; it belongs to scripts/run_llama.sh",
+        "HL_BUCKETING='x' must be auto, off, octave or optimal",
+        "HL_NUM_EPOCHS='0' must be a whole number, 1 or more",
+        "max_batch_len=64 is less than seq_length=128",
+    ):
+        assert fault in said
+
+
+def test_a_model_and_chats_are_needed(folder: Path) -> None:
+    assert "HL_MODEL is not set; set it to the folder" in refused(folder)
+    assert "HL_DATA is not set; set it to a JSONL file of chats" in refused(folder, **TINY)
+
+
+def test_a_variable_of_fine_tuning_means_nothing_to_pretraining(tmp_path: Path) -> None:
+    refused = run("run_llama.sh", tmp_path, HL_DRY_RUN="1", HL_NUM_EPOCHS="2")
+    assert "HL_NUM_EPOCHS=2 means nothing to this script; it belongs to scripts/run_sft.sh" in refused.stderr
+
+
+def test_a_run_tokenizes_trains_on_a_layout_and_exports(folder: Path) -> None:
+    done = run(
+        "run_sft.sh",
+        folder,
+        "--lr=1e-3",
+        **({"HL_DATA": "chats.jsonl", "HL_CHAT_TEMPLATE": "chatml", "HL_RESULTS_DIR": "results"} | TINY),
+        HL_NUM_EPOCHS="2",
+        HL_TP="2",
+        HL_SAVE_SAMPLES="30",
+    )
+    assert done.returncode == 0, done.stderr
+    results = folder / "results"
+    # steps of 16, 16, 8 samples in each epoch; 30 and 60 are passed by the second and the fifth, 40 ends an epoch
+    exports = sorted(path.name for path in (results / "hf_format").iterdir() if not path.name.startswith("."))
+    assert exports == ["samples_32", "samples_40", "samples_72", "samples_80"]
+    losses = [row["lm_loss"] for row in runs.rows(results)]
+    assert losses[-1] < losses[1]
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(results / "hf_format" / "samples_80")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(results / "hf_format" / "samples_80")
+    assert len(tokenizer) == model.config.vocab_size == 280  # <|im_start|> and <|im_end|> were added
+    assert (results / "data" / "data.json").is_file()
