@@ -42,6 +42,7 @@ FLOORS = {
 # The files that answer before anything heavy is loaded.
 LIGHT = (
     "config.options",
+    "config.plugins",
     "config.validation",
     "config.command_line",
     "accelerator",

@@ -1,0 +1,56 @@
+"""Model families and tasks by name: those of this package, and a user's own as `package.module:ATTRIBUTE`.
+
+A family or task is imported by the name that the config gives, so that this floor needs no import of a higher one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from megatron.config.options import ConfigError
+from megatron.files import IMPORT_ROOT
+
+Kind = Literal["architecture", "task"]
+
+
+class _Place(NamedTuple):
+    """The package whose files each define one plugin, and the attribute that holds it."""
+
+    package: str
+    attribute: str
+
+
+PLACES: dict[Kind, _Place] = {
+    "architecture": _Place("megatron.models.families", "FAMILY"),
+    "task": _Place("megatron.tasks", "TASK"),
+}
+
+
+def known_plugins(kind: Kind) -> list[str]:
+    """Return the names of this package's own plugins, sorted; nothing is imported."""
+    package, attribute = PLACES[kind]
+    files = (IMPORT_ROOT / package.replace(".", "/")).glob("*.py")
+    return sorted(path.stem for path in files if f"\n{attribute} = " in path.read_text(encoding="utf-8"))
+
+
+@cache
+def load_plugin(kind: Kind, name: str) -> Any:
+    """Return the object that `name` stands for: `bloom`, or `package.module:ATTRIBUTE`.
+
+    `kind` is the option's name. Raises ConfigError if there is no such plugin or its module cannot be imported.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        known = known_plugins(kind)
+        if name not in known:
+            raise ConfigError(
+                [f"{kind}={name!r} is unknown; use {', '.join(known)}, or your own as package.module:ATTRIBUTE"]
+            )
+        package, attribute = PLACES[kind]
+        module = f"{package}.{name}"
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError([f"{kind}={name!r} cannot be loaded: {error}; give package.module:ATTRIBUTE"]) from error
