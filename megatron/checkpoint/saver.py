@@ -1,6 +1,6 @@
 """The saves of a run: many ranks that agree by files, in the background if wanted, on a folder that is theirs alone.
 
-What is in the folder meanwhile is told in `store.py`.
+What is in the folder meanwhile is told in `format.py`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.reader import (
+from megatron.checkpoint.format import (
     ITEM_BYTES,
     LATEST,
     LEFTOVER,
     CheckpointError,
     Fragment,
     check_tag,
-    checkpoint_folders,
     hidden_path,
     iteration_of,
     rank_file,
 )
+from megatron.checkpoint.reader import checkpoint_folders
 from megatron.checkpoint.writer import (
-    Part,
+    ManifestEntries,
     Writer,
     anonymous_memory,
     commit,
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """How a save ended."""
 
     tag: str
@@ -100,7 +100,7 @@ class Saver:
         self._rank, self._world_size, self._asynchronous = rank, world_size, asynchronous
         self._keep_last, self._retain_interval, self._timeout_s = keep_last, retain_interval, timeout_s
         self._thread: threading.Thread | None = None
-        self._outcomes: deque[Outcome] = deque()  # a thread appends, `finished` takes
+        self._outcomes: deque[SaveResult] = deque()  # a thread appends, `finished` takes
         self._buffer = torch.empty(0)
         self._leftovers_are_dead = False
         self._failed: list[tuple[str, str]] = []  # tag and token of saves whose traces are still there
@@ -150,7 +150,7 @@ class Saver:
         if failed:
             raise CheckpointError("; ".join(str(outcome.error) for outcome in failed))
 
-    def finished(self) -> list[Outcome]:
+    def finished(self) -> list[SaveResult]:
         """The saves that ended since the last call, in their order. Returns at once."""
         outcomes = []
         while self._outcomes:
@@ -275,7 +275,7 @@ class _Job:
         self._failure = hidden_path(saver.folder, tag, "failed", token)
         self._retried: str | None = None
 
-    def run(self, fragments: Sequence[Fragment], metadata_text: str) -> Outcome:
+    def run(self, fragments: Sequence[Fragment], metadata_text: str) -> SaveResult:
         saver = self._saver
         if self._rank == 0:
             saver._remove_leftovers(self._token)
@@ -303,9 +303,9 @@ class _Job:
         else:
             # rank 0 gives up first, and says why
             self._await(lambda: self._is_committed(own_folder), 2 * saver._timeout_s)
-        return Outcome(self._tag, time.monotonic() - self._began_s, None, self._retried)
+        return SaveResult(self._tag, time.monotonic() - self._began_s, None, self._retried)
 
-    def fail(self, error: Exception) -> Outcome:
+    def fail(self, error: Exception) -> SaveResult:
         """Tell the other ranks, unless they have told us, and remove what was written."""
         saver = self._saver
         own = [self._partial / f"rank_{self._rank:05d}.{suffix}" for suffix in ("json", "tmp", "safetensors")]
@@ -334,9 +334,9 @@ class _Job:
             with contextlib.suppress(OSError):  # others' files are in it, or it has gone
                 os.rmdir(self._partial)
         assert isinstance(error, CheckpointError)
-        return Outcome(self._tag, time.monotonic() - self._began_s, error, self._retried)
+        return SaveResult(self._tag, time.monotonic() - self._began_s, error, self._retried)
 
-    def _write(self, fragments: Sequence[Fragment]) -> Part:
+    def _write(self, fragments: Sequence[Fragment]) -> ManifestEntries:
         try:
             return self._write_once(fragments)
         except OSError as error:
@@ -345,8 +345,8 @@ class _Job:
             self._raise_failure()
             return self._write_once(fragments)
 
-    def _write_once(self, fragments: Sequence[Fragment]) -> Part:
-        part = Part({}, {})
+    def _write_once(self, fragments: Sequence[Fragment]) -> ManifestEntries:
+        part = ManifestEntries({}, {})
         if not fragments:
             return part
         path = self._partial / rank_file(self._rank)

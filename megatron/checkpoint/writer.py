@@ -1,6 +1,6 @@
 """Writing checkpoints: one file, streamed (`Writer`); the manifest and the name (`commit`); all of it from one process.
 
-The format is `store.py`'s. A run's ranks save with `saver.Saver`.
+The format is `format.py`'s. A run's ranks save with `saver.Saver`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from typing import Any
 import torch
 from isal import isal_zlib
 
-from megatron.checkpoint.reader import (
+from megatron.checkpoint.format import (
     FORMAT,
     ITEM_BYTES,
     LATEST,
     MANIFEST,
     PIECE_BYTES,
     VERSION,
-    Checkpoint,
     CheckpointError,
     Fragment,
-    Stored,
+    StoredFragment,
     check_tag,
     hidden_path,
     rank_file,
     safetensors_header,
 )
+from megatron.checkpoint.reader import Checkpoint
 from megatron.files import sync_folder, write_durably
 
 BLOCK_BYTES = 4096
@@ -74,7 +74,7 @@ class Writer:
     def __init__(self, path: Path, *, tag: str, token: str, header_bytes: int):
         self.path, self._tag, self._token, self._header_bytes = path, tag, token, header_bytes
         self._free_header_bytes = header_bytes - 8 - _BARE_HEADER_BYTES - len(tag) - len(token)
-        self._fragments: list[Stored] = []
+        self._fragments: list[StoredFragment] = []
         self._offset = header_bytes
         self._memory = anonymous_memory(PIECE_BYTES)
         self._bytes = memoryview(self._memory)
@@ -106,7 +106,9 @@ class Writer:
             if end == len(self._piece):
                 self._flush()
         place = (fragment.tensor_rank, fragment.tensor_size, fragment.shard.padding, fragment.start, numel)
-        self._fragments.append(Stored(self.path.name, fragment.name, fragment.kind, *place, crc32, self._offset))
+        self._fragments.append(
+            StoredFragment(self.path.name, fragment.name, fragment.kind, *place, crc32, self._offset)
+        )
         self._offset += numel * ITEM_BYTES
         self._free_header_bytes -= _entry_bytes(fragment)
 
@@ -164,7 +166,7 @@ _BARE_HEADER_BYTES = len(safetensors_header("", "", "rank_0000000000.safetensors
 
 
 @dataclass
-class Part:
+class ManifestEntries:
     """What one rank adds to the manifest."""
 
     parameters: dict[str, Any]
@@ -196,7 +198,7 @@ def write_checkpoint(folder: str | Path, tag: str, fragments: Iterable[Fragment]
     text = json.dumps(metadata, allow_nan=False)
     make_folder(save)
     partial = hidden_path(save, tag, "partial", token)
-    part, writer, number = Part({}, {}), None, 0
+    part, writer, number = ManifestEntries({}, {}), None, 0
     try:
         os.mkdir(partial)
         for fragment in fragments:
@@ -237,7 +239,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split("([0-9]+)", name)]
 
 
-def _manifest_text(tag: str, token: str, part: Part, metadata_text: str) -> bytes:
+def _manifest_text(tag: str, token: str, part: ManifestEntries, metadata_text: str) -> bytes:
     def lines(mapping: Mapping[str, Any]) -> str:
         entries = [f"  {json.dumps(key)}: {json.dumps(mapping[key])}" for key in sorted(mapping, key=_natural)]
         return "{\n" + ",\n".join(entries) + "\n }"
@@ -249,7 +251,7 @@ def _manifest_text(tag: str, token: str, part: Part, metadata_text: str) -> byte
     return f'{body},\n "sha256": "{seal}"\n}}\n'.encode()
 
 
-def commit(save: Path, tag: str, token: str, part: Part, metadata_text: str) -> None:
+def commit(save: Path, tag: str, token: str, part: ManifestEntries, metadata_text: str) -> None:
     """Give a folder whose files are whole its manifest and its name, and point `latest` at it.
 
     Whatever fails, and at whichever moment the process dies, `latest` names a whole checkpoint, or the one it named is

@@ -135,7 +135,7 @@ class Model:
 
 def recognise(path: Path) -> str:
     """What `path` holds: hf, native, or a kind that universal.py knows. Raises CheckpointError."""
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
     from megatron.interop import universal
 
     if not path.is_dir():
@@ -156,7 +156,7 @@ def recognise(path: Path) -> str:
 
 def open_model(path: Path, preset: str | None = None) -> Model:
     """Open and check what is there. Raises CheckpointError or ConfigError."""
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
 
     kind = recognise(path)
     if kind not in ("hf", "native"):
@@ -195,7 +195,7 @@ def open_native(path: Path) -> Model:
 
 
 def open_foreign(path: Path, kind: str, preset: str | None) -> Model:
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
     from megatron.config.command_line import from_dict, read_preset
     from megatron.interop import universal
     from megatron.interop.native import count, matched
@@ -224,7 +224,7 @@ def open_foreign(path: Path, kind: str, preset: str | None) -> Model:
 
 def write(model: Model, folder: Path, arguments: argparse.Namespace) -> str:
     """Write the model into an empty folder, and say what there is to say of it."""
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
     from megatron.interop import universal
     from megatron.interop.huggingface import export_huggingface, tokenizer_files
 
@@ -258,7 +258,7 @@ def write(model: Model, folder: Path, arguments: argparse.Namespace) -> str:
 
 def write_native(model: Model, folder: Path) -> None:
     """Weights alone, as a run's first checkpoint."""
-    from megatron.checkpoint.reader import Fragment
+    from megatron.checkpoint.format import Fragment
     from megatron.checkpoint.writer import write_checkpoint
     from megatron.interop.huggingface import parameters_of
     from megatron.interop.huggingface_files import DTYPES as TORCH_DTYPES
@@ -324,7 +324,7 @@ def verify(source: Model, result: Model, precision: Precision, limit: int) -> st
 def compare_tensors(source: Model, result: Model, precision: Precision) -> int:
     import torch
 
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
     from megatron.interop.huggingface_files import DTYPES as TORCH_DTYPES
 
     dtype, compared = TORCH_DTYPES[precision], 0
@@ -348,7 +348,7 @@ def compare_logits(source: Model, result: Model, precision: Precision) -> str:
     """A forward of both in float32 on the CPU, over random tokens. Raises CheckpointError where the logits differ."""
     import torch
 
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
 
     model = source.config.model
     length = min(16, source.config.training.seq_length)
@@ -397,7 +397,7 @@ def their_logits(side: Model, tokens_BS: Tensor, precision: Precision) -> Tensor
     import torch
     import transformers
 
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
     from megatron.interop.huggingface_config import family_of
     from megatron.interop.huggingface_files import DTYPES as TORCH_DTYPES
 
@@ -426,7 +426,7 @@ def whole_folder(save: Path) -> Iterator[Path]:
 
     Raises CheckpointError if `save` holds something already.
     """
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
 
     save = Path(os.path.abspath(save))
     if os.path.lexists(save) and (save.is_symlink() or not save.is_dir() or any(save.iterdir())):
@@ -471,7 +471,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
     from megatron.config.options import ConfigError
 
     return exit_status(lambda: run(arguments), (CheckpointError, ConfigError), arguments.save)

@@ -55,7 +55,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def open_checkpoint(folder: Path, preset: str | None) -> Checkpoint | ForeignCheckpoint:
     """Ours or a foreign one, every checksum compared. Raises CheckpointError, ConfigError."""
-    from megatron.checkpoint.reader import Checkpoint, CheckpointError, newest_checkpoint
+    from megatron.checkpoint.format import CheckpointError
+    from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
     from megatron.config.command_line import from_dict, read_preset
     from megatron.interop.universal import read
 
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
 
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
     from megatron.config.options import ConfigError
 
     return exit_status(lambda: print(run(arguments)), (CheckpointError, ConfigError), arguments.output_folder)

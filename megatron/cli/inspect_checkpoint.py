@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.checkpoint.reader import MANIFEST, Checkpoint, CheckpointError, newest_checkpoint
+from megatron.checkpoint.format import MANIFEST, CheckpointError
+from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 
 CHUNK_NUMEL = 1 << 22
 """Elements of a tensor read at a time: memory does not grow with the model."""

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
 
     return exit_status(lambda: run(arguments), (CheckpointError,), arguments.load)
 

@@ -22,7 +22,7 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
-from megatron.checkpoint.reader import CheckpointError
+from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import Config, ModelConfig
 from megatron.files import sync_folder
 from megatron.interop.huggingface_config import OUTPUT, SPECIAL_TOKENS, Family, config_of, family_of, their_config

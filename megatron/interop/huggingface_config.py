@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.reader import CheckpointError
+from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import Config, ModelConfig, TrainingConfig
 from megatron.interop.huggingface_files import DTYPES, Precision, own_file, read_json
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.reader import CheckpointError, holds_checkpoints
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import holds_checkpoints
 from megatron.checkpoint.slices import Region, copy_overlap, regions
 from megatron.config.options import Config
 from megatron.interop.huggingface import CHUNK_BYTES, ImportedModel, Part, import_huggingface
@@ -31,7 +32,7 @@ def is_huggingface(folder: Path) -> bool:
 
 
 class HuggingFaceStart:
-    """The weights of a folder of transformers, read as `store.Checkpoint` is: `state.Readable`.
+    """The weights of a folder of transformers, read as `reader.Checkpoint` is: `state.Readable`.
 
     Where the run has a larger vocabulary, the rows that the folder lacks start as the mean of those it has: of the word
     embedding, and of an output projection of its own. Computed in float64, in the order of the rows, so that it is the
@@ -61,7 +62,7 @@ class HuggingFaceStart:
     def read(
         self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
     ) -> Tensor:
-        """Flat float32 [numel] of a local tensor, as `store.Checkpoint.read` gives it. Padding is zero.
+        """Flat float32 [numel] of a local tensor, as `reader.Checkpoint.read` gives it. Padding is zero.
 
         Reads the rows of theirs that it takes numbers from, and of these whole rows: of a matrix that tensor-parallel
         ranks cut by columns, all.

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.reader import Checkpoint, CheckpointError
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError
 from megatron.interop.huggingface import parameters_of

@@ -25,7 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.reader import Checkpoint, CheckpointError
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError
 from megatron.files import replacing, sync_file, sync_folder
@@ -407,7 +408,7 @@ class ForeignCheckpoint:
     def read(
         self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
     ) -> Tensor:
-        """Flat float32 [numel] of a local tensor, as `store.Checkpoint.read` gives it; the full one is read for it."""
+        """Flat float32 [numel] of a local tensor, as `reader.Checkpoint.read` gives it; the full one is read for it."""
         local = shard.take(self.tensor(name, kind), tensor_rank, tensor_size)
         return local.view(-1)[start : start + numel]
 

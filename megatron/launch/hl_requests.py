@@ -255,7 +255,7 @@ def _fine_tuning(given: Mapping[str, str], reader: _Reader) -> None:
     if model is None:
         request.faults.append("HL_MODEL is not set; set it to the folder of a model that transformers wrote")
         return
-    from megatron.checkpoint.reader import CheckpointError
+    from megatron.checkpoint.format import CheckpointError
     from megatron.interop.huggingface_config import preset_of  # it imports torch
 
     try:

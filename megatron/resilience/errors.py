@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megatron.accelerator import DeviceError
-from megatron.checkpoint.reader import CheckpointError
+from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
 from megatron.exit_codes import FAILED, GAVE_UP, REFUSED

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.reader import LATEST, MANIFEST, CheckpointError
+from megatron.checkpoint.format import LATEST, MANIFEST, CheckpointError
 from megatron.config.options import Config, ConfigError
 from megatron.data.indexed import DataError
 from megatron.parallel.context import ParallelContext

@@ -1,6 +1,6 @@
 """Saving and resuming a run: which checkpoint, what of it, and what becomes of a save.
 
-The format is `checkpoint/store.py`'s, what a rank owns is `state.py`'s; here they meet the run's options.
+The format is `checkpoint/format.py`'s, what a rank owns is `state.py`'s; here they meet the run's options.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
-from megatron.checkpoint.reader import MANIFEST, Checkpoint, CheckpointError, holds_checkpoints, newest_checkpoint
+from megatron.checkpoint.format import MANIFEST, CheckpointError
+from megatron.checkpoint.reader import Checkpoint, holds_checkpoints, newest_checkpoint
 from megatron.checkpoint.saver import Saver
 from megatron.config.options import CheckpointConfig, Config
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface

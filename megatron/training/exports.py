@@ -25,7 +25,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint.reader import LEFTOVER, Checkpoint, CheckpointError, hidden_path
+from megatron.checkpoint.format import LEFTOVER, CheckpointError, hidden_path
+from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.saver import take_lock
 from megatron.checkpoint.writer import make_folder, remove_checkpoint
 from megatron.config.options import Config

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.reader import CheckpointError
+from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import Config
 from megatron.data.blend import content_of
 

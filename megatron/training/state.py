@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.reader import Checkpoint, CheckpointError, Fragment
+from megatron.checkpoint.format import CheckpointError, Fragment
+from megatron.checkpoint.reader import Checkpoint
 from megatron.models.transformer import compute_dtype
 from megatron.parallel.shards import Shard, shard_of
 

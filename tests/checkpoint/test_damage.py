@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.reader import Checkpoint, CheckpointError, Fragment, newest_checkpoint
+from megatron.checkpoint.format import CheckpointError, Fragment
+from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.parallel.shards import Shard

@@ -25,10 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from megatron.checkpoint import reader as store
-from megatron.checkpoint import writer as writing
-from megatron.checkpoint.reader import Checkpoint, CheckpointError, Fragment, newest_checkpoint
-from megatron.checkpoint.saver import Outcome, Saver
+from megatron.checkpoint import reader, writer
+from megatron.checkpoint.format import CheckpointError, Fragment
+from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
+from megatron.checkpoint.saver import Saver, SaveResult
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.parallel.shards import Shard
 
@@ -193,7 +193,7 @@ def test_a_folder_holds_nothing_but_what_the_format_says(saved: dict[tuple[int, 
 
 
 def test_tensors_that_cross_many_pieces_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (writing, store):
+    for module in (writer, reader):
         monkeypatch.setattr(module, "PIECE_BYTES", 8192)
     shards = {f"{number}.weight": Shard((length,)) for number, length in enumerate([5000, 1, 2048, 0, 9000, 3, 2047])}
     values = {name: torch.randn(shard.shape) for name, shard in shards.items()}
@@ -220,7 +220,8 @@ def test_streaming_keeps_one_tensor_in_memory(tmp_path: Path) -> None:
     """24 tensors of 4 MB each, by a child whose memory may grow by half of that."""
     code = f"""
 import resource, torch
-from megatron.checkpoint.reader import Checkpoint, Fragment
+from megatron.checkpoint.format import Fragment
+from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.parallel.shards import Shard
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -480,7 +481,7 @@ def test_a_closed_saver_leaves_the_folder_to_another_process(tmp_path: Path) -> 
     assert os.waitpid(in_child(other), 0)[1] == 0
 
 
-def failures(outcomes: Sequence[Outcome]) -> list[str]:
+def failures(outcomes: Sequence[SaveResult]) -> list[str]:
     return [str(outcome.error) for outcome in outcomes]
 
 

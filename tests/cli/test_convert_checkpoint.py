@@ -243,7 +243,7 @@ def test_the_native_checkpoint_of_another_model_is_refused(tmp_path: Path, capsy
 
 
 def rewrite_metadata(checkpoint: Checkpoint, folder: Path, **model: Any) -> None:
-    from megatron.checkpoint.reader import Fragment
+    from megatron.checkpoint.format import Fragment
     from megatron.checkpoint.writer import write_checkpoint
 
     metadata = json.loads(json.dumps(checkpoint.metadata))

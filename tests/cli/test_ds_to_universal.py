@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.reader import Checkpoint, Fragment
+from megatron.checkpoint.format import Fragment
+from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.cli.ds_to_universal import main
 from megatron.config.command_line import parse_arguments

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.reader import Fragment
+from megatron.checkpoint.format import Fragment
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.cli import inspect_checkpoint
 from megatron.parallel.shards import Shard

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.checkpoint.reader import CheckpointError
+from megatron.checkpoint.format import CheckpointError
 from megatron.cli import model_config
 from megatron.config.command_line import from_dict, load_config
 from megatron.config.options import Config, options

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.reader import Fragment
+from megatron.checkpoint.format import Fragment
 from megatron.checkpoint.saver import Saver
 from megatron.interop.universal import universal_info
 from megatron.parallel.shards import Shard, shard_of

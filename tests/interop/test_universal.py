@@ -17,7 +17,8 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from megatron.checkpoint.reader import Checkpoint, CheckpointError, Fragment
+from megatron.checkpoint.format import CheckpointError, Fragment
+from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config.command_line import parse_arguments
 from megatron.config.options import Config

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.reader import CheckpointError
+from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import TrainingConfig
 from megatron.exit_codes import FAILED, REFUSED
 from megatron.parallel.context import ParallelContext

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron import files
-from megatron.checkpoint.reader import checkpoint_folders, iteration_of, newest_checkpoint
+from megatron.checkpoint.format import iteration_of
+from megatron.checkpoint.reader import checkpoint_folders, newest_checkpoint
 from megatron.cli import convert_checkpoint
 from megatron.interop.huggingface import import_huggingface
 from megatron.interop.huggingface_files import WeightsWriter

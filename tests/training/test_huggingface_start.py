@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.checkpoint.reader import Checkpoint, CheckpointError, newest_checkpoint
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.config.command_line import parse_arguments
 from megatron.interop.huggingface import import_huggingface
 from megatron.interop.huggingface_config import their_config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.reader import CheckpointError
+from megatron.checkpoint.format import CheckpointError
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config
 from megatron.data.gpt import open_datasets
