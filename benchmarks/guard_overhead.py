@@ -66,7 +66,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
 
     from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
-    from megatron.resilience.replica_check import Replicas
+    from megatron.resilience.replica_check import ReplicaCheck
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
 
@@ -106,7 +106,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
             engine.gate.losses = losses
             engine.gate.lets_step()
         judgement_s.append((time.perf_counter() - began_s) / JUDGEMENTS)
-    replicas, check_s = Replicas(engine), []
+    replicas, check_s = ReplicaCheck(engine), []
     for _ in range(options.rounds):
         began_s = time.perf_counter()
         replicas.check(0)

@@ -89,16 +89,16 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
     from megatron.observability.memory import MemoryLog
     from megatron.observability.metrics import MetricsLog
     from megatron.planning.schedule import Schedule
-    from megatron.resilience.shutdown import StopDecision
+    from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
     from megatron.training.loop import Loop
     from megatron.training.progress import Progress
 
-    class Turnstile(StopDecision):
-        def ask(self, progress: Progress | None = None) -> bool:
-            stops = super().ask(progress)
+    class Turnstile(Shutdown):
+        def decide(self, progress: Progress | None = None) -> bool:
+            stops = super().decide(progress)
             if progress is not None:
                 turns.after_step(name, progress.iteration)
             return stops

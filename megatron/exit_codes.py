@@ -6,7 +6,7 @@ FAILED = 1
 """A fault that nobody foresaw. Worth another try."""
 REFUSED = 2
 """A fault of the user's, told on stderr. The next try would meet it too."""
-GAVE_UP = 3
-"""The guard gave up: too many steps in a row were skipped, or the ranks' copies of a parameter differ."""
+ABORTED = 3
+"""The guard aborted training: too many steps in a row were skipped, or the ranks' copies of a parameter differ."""
 HUNG = 4
 """The watchdog saw no progress. Worth another try."""

@@ -44,7 +44,7 @@ def main(arguments: list[str], signals: Signals) -> None:
         accelerator.set_deterministic(device)
 
     from megatron.parallel.context import ParallelContext
-    from megatron.resilience.errors import together
+    from megatron.resilience.errors import raise_on_all_ranks
     from megatron.resilience.watchdog import Watchdog
 
     with Watchdog(config) as watchdog:
@@ -54,7 +54,7 @@ def main(arguments: list[str], signals: Signals) -> None:
             watchdog.connect(ctx)
             run(config, ctx, signals, watchdog)
             watchdog.phase("end", watchdog.step)
-            together(ctx, lambda: None)  # no rank leaves while another still needs it
+            raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
         except BaseException as error:
             to_tell = watchdog.fail(error)
             if to_tell is not error:
@@ -74,9 +74,9 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     from megatron.observability.memory import MemoryLog
     from megatron.observability.run_folder import RunFolder
     from megatron.planning.schedule import Schedule
-    from megatron.resilience.errors import together
+    from megatron.resilience.errors import raise_on_all_ranks
     from megatron.resilience.host_consistency import check_same_config, check_same_data
-    from megatron.resilience.shutdown import StopDecision
+    from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.registry import TASKS
     from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore, starting_options
@@ -87,25 +87,27 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     training = config.training
     watchdog = watchdog or Watchdog(config)  # one that nobody has started
     check_same_config(ctx, config)
-    with StopDecision(training, ctx, signals) as stop:
-        stop.leave_if_asked()
+    with Shutdown(training, ctx, signals) as shutdown:
+        shutdown.exit_if_requested()
         watchdog.phase("reading the checkpoint")
         start = starting_options(config.checkpoint, ctx)
         checkpoint = find_checkpoint(dataclasses.replace(config, checkpoint=start), ctx)
-        stop.leave_if_asked()
+        shutdown.exit_if_requested()
         progress, saved_data = Progress(), None
         if checkpoint is not None:
-            progress, saved_data = together(ctx, lambda: read_progress(checkpoint, start))
+            progress, saved_data = raise_on_all_ranks(ctx, lambda: read_progress(checkpoint, start))
         watchdog.phase("opening the data")
-        task = together(ctx, lambda: TASKS[training.task](config, ctx))
-        datasets = together(ctx, task.open_data)
-        stop.leave_if_asked()
+        task = raise_on_all_ranks(ctx, lambda: TASKS[training.task](config, ctx))
+        datasets = raise_on_all_ranks(ctx, task.open_data)
+        shutdown.exit_if_requested()
         check_same_data(ctx, config, datasets)
         fingerprint = datasets[0].fingerprint
-        if saved_data is not None and (change := together(ctx, lambda: check_data(saved_data, config, fingerprint))):
+        if saved_data is not None and (
+            change := raise_on_all_ranks(ctx, lambda: check_data(saved_data, config, fingerprint))
+        ):
             announce(ctx, f"allow_data_change: {change}")
         schedule = Schedule(training, config.optimizer, task.samples_per_epoch(datasets[0]))
-        if (described := together(ctx, lambda: task.describe(datasets[0]))) is not None:
+        if (described := raise_on_all_ranks(ctx, lambda: task.describe(datasets[0]))) is not None:
             announce(ctx, described)
         memory = MemoryLog(config.logging.log_memory_interval, ctx)
         memory.take("before_model", progress.iteration)
@@ -119,13 +121,13 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
             after_model=lambda: memory.take("after_model", progress.iteration),
         )
         memory.take("after_optimizer", progress.iteration)
-        stop.leave_if_asked()
+        shutdown.exit_if_requested()
         if checkpoint is not None:
             watchdog.phase("restoring")
-            restored = together(ctx, lambda: restore(engine, checkpoint, progress, start))
+            restored = raise_on_all_ranks(ctx, lambda: restore(engine, checkpoint, progress, start))
             announce(ctx, f"{restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
             memory.take("after_restore", progress.iteration)
-        stop.leave_if_asked()
+        shutdown.exit_if_requested()
         watchdog.open()
         # opened late: nothing is written before the data and what is resumed were found good
         beat = partial(watchdog.beat_of, "save")
@@ -134,12 +136,12 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         saving = Checkpoints(config, ctx, beat, source) if saves else contextlib.nullcontext()
         with (
             saving as checkpoints,
-            together(ctx, lambda: open_log(config, ctx, progress, schedule, task, datasets[0])) as log,
+            raise_on_all_ranks(ctx, lambda: open_log(config, ctx, progress, schedule, task, datasets[0])) as log,
             RunFolder(config, ctx, log, progress) as folder,
         ):
             memory.open(log)
-            Loop(engine, task, datasets, schedule, progress, log, stop, checkpoints, memory, watchdog).train()
-            folder.stopped = stop.reason
+            Loop(engine, task, datasets, schedule, progress, log, shutdown, checkpoints, memory, watchdog).train()
+            folder.stopped = shutdown.reason
 
 
 def open_log(
@@ -185,12 +187,12 @@ def start() -> int:
             print(error, file=sys.stderr)
         return REFUSED
     except Exception as error:
-        from megatron.resilience.errors import USER_FAULTS, GaveUp, PeerLostError, exit_status
+        from megatron.resilience.errors import USER_FAULTS, PeerLostError, TrainingAborted, exit_status
 
         rank = os.environ.get("RANK", "0")
-        if isinstance(error, GaveUp):
+        if isinstance(error, TrainingAborted):
             if rank == "0":  # equal on every rank
-                tell(f"gave up: {error}")
+                tell(f"training aborted: {error}")
         elif isinstance(error, PeerLostError):
             tell(str(error))
         elif isinstance(error, USER_FAULTS):

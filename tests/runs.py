@@ -16,7 +16,7 @@ from megatron.config.options import ConfigError, ParallelConfig
 from megatron.data.indexed import DataError, IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import host_consistency as sharing
-from megatron.resilience.errors import together
+from megatron.resilience.errors import raise_on_all_ranks
 from megatron.train import check_deepspeed, run
 
 TINY = (
@@ -88,7 +88,7 @@ def fail_on_rank_one() -> str:
             raise DataError("gone")
 
     try:
-        together(ctx, action)
+        raise_on_all_ranks(ctx, action)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

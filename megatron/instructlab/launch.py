@@ -15,7 +15,7 @@ from typing import IO
 
 import psutil
 
-from megatron.exit_codes import DONE, FAILED, GAVE_UP, HUNG, REFUSED
+from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED
 from megatron.files import IMPORT_ROOT
 from megatron.instructlab.arguments import TorchrunArgs
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals
@@ -24,7 +24,7 @@ from megatron.resilience.shutdown import SIGNALS
 MEANINGS = {
     FAILED: "a fault that nobody foresaw; another try may succeed",
     REFUSED: "refused: a fault of the options, the data, the model or the device, told above",
-    GAVE_UP: "gave up: too many steps in a row were skipped, or the ranks' copies of a parameter differ",
+    ABORTED: "aborted: too many steps in a row were skipped, or the ranks' copies of a parameter differ",
     HUNG: "hung: no progress was seen for too long; another try may succeed",
 }
 LOOK_S = 0.1

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, parent_process
 
-from megatron.exit_codes import DONE, FAILED, GAVE_UP, REFUSED
+from megatron.exit_codes import ABORTED, DONE, FAILED, REFUSED
 from megatron.files import IMPORT_ROOT
 from megatron.resilience.shutdown import SIGNALS
 
@@ -115,7 +115,7 @@ def run_rank(environment: Mapping[str, str], train_flags: Sequence[str]) -> None
 
 def is_failure(status: int) -> bool:
     """Whether a process that ended so is worth another try."""
-    return status not in (DONE, REFUSED, GAVE_UP)
+    return status not in (DONE, REFUSED, ABORTED)
 
 
 def shell_status(exitcode: int) -> int:

@@ -25,7 +25,7 @@ from megatron.resilience.shutdown import SIGNALS
 
 MASTER_PORT = 29500  # where the nodes meet, unless --master-port says otherwise: torch's and DeepSpeed's default
 # After one rank has failed the others wait in a collective for ever, and hold their devices: all are gone within 5 s.
-# Time to end by themselves: those that notice, on gloo or in `together`, report what they met within a second or two.
+# Time to end by themselves: on gloo and in `raise_on_all_ranks` they notice, and report, within a second or two.
 FAILED_GRACE_S = 3.0
 # After the watchdog of one rank has ended it: the others end by themselves, unless they are stopped or stuck.
 HUNG_GRACE_S = 1.5

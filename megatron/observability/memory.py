@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron import accelerator
 from megatron.observability.metrics import MetricsLog
-from megatron.observability.rank_stats import Spread, over_ranks
+from megatron.observability.rank_stats import RankStats, gather_stats
 from megatron.parallel.context import ParallelContext
 
 EVENTS = ("before_model", "after_model", "after_optimizer", "after_restore", "first_step", "interval")
@@ -23,7 +23,7 @@ class MemoryRecord:
 
     event: str
     iteration: int
-    values: dict[str, Spread]
+    values: dict[str, RankStats]
     """As `accelerator.memory_details` names them."""
 
 
@@ -44,7 +44,7 @@ class MemoryLog:
         assert event in EVENTS
         if self._interval == 0:
             return
-        values = over_ranks(accelerator.memory_details(), self._ctx)
+        values = gather_stats(accelerator.memory_details(), self._ctx)
         if self._ctx.rank != 0:
             return
         record = MemoryRecord(event, iteration, values)

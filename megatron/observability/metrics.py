@@ -24,9 +24,9 @@ import orjson
 from megatron.accelerator import MAX_ALLOCATED
 from megatron.config.options import Config
 from megatron.files import replacing
-from megatron.observability.rank_stats import Spread
-from megatron.observability.rank_times import OwnTimes
-from megatron.observability.run_totals import Totals
+from megatron.observability.rank_stats import RankStats
+from megatron.observability.rank_times import StragglerStats
+from megatron.observability.run_totals import RunTotals
 from megatron.observability.wandb_log import WandbLog
 from megatron.planning.estimate import flops_per_token
 
@@ -66,7 +66,7 @@ class StepMetrics:
     nan_iterations: int
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """As `accelerator.memory_stats` gives it."""
-    own_times: OwnTimes | None = None
+    straggler: StragglerStats | None = None
     """Over the ranks, where log_straggler is on."""
     compiled_graphs: int | None = None
     """By rank 0's HPU since the process began; None on other devices. It goes on growing where shapes keep changing."""
@@ -242,7 +242,7 @@ class MetricsLog:
             f" tokens: {num_tokens} |"
         )
 
-    def log_memory(self, event: str, iteration: int, values: Mapping[str, Spread]) -> None:
+    def log_memory(self, event: str, iteration: int, values: Mapping[str, RankStats]) -> None:
         """Write what all ranks held; `event` says when (training/memory.py)."""
         if not self._writes:
             return
@@ -256,7 +256,7 @@ class MetricsLog:
             iteration,
         )
 
-    def log_timers(self, iteration: int, consumed_samples: int, values: Mapping[str, Spread]) -> None:
+    def log_timers(self, iteration: int, consumed_samples: int, values: Mapping[str, RankStats]) -> None:
         """Tell what the steps since the last call went to (training/timers.py)."""
         if not self._writes or not values:
             return
@@ -281,8 +281,8 @@ class MetricsLog:
             self._bar.n = iteration
             self._bar.refresh()
 
-    def _no_totals(self) -> Totals:
-        return Totals(self._flops_per_token, self._peak_tflops, self._world_size)
+    def _no_totals(self) -> RunTotals:
+        return RunTotals(self._flops_per_token, self._peak_tflops, self._world_size)
 
     def _speed(self, step: StepMetrics) -> Speed:
         samples, steps = step.global_batch_size, 1
@@ -358,12 +358,12 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
         parts.append(f"memory (GB): {step.memory[MAX_ALLOCATED]:.2f}")
     if step.compiled_graphs is not None:
         parts.append(f"compiled graphs: {step.compiled_graphs}")
-    if step.own_times is not None:
-        parts.append(str(step.own_times))
+    if step.straggler is not None:
+        parts.append(str(step.straggler))
     return " | ".join(parts) + " |"
 
 
-def timer_lines(timers: Mapping[str, Spread]) -> str:
+def timer_lines(timers: Mapping[str, RankStats]) -> str:
     """Megatron's table of the log."""
     names = [(name.removesuffix(TIMER_SUFFIX) + " ").ljust(48, ".") for name in timers]
     rows = [
@@ -377,10 +377,10 @@ def _step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     row["iteration_time_s"] = row.pop("elapsed_s")
     memory = row.pop("memory")
-    own_times = row.pop("own_times")
+    straggler = row.pop("straggler")
     if step.compiled_graphs is None:
         del row["compiled_graphs"]
-    return {**row, **vars(speed), **memory, **({} if own_times is None else vars(own_times))}
+    return {**row, **vars(speed), **memory, **({} if straggler is None else vars(straggler))}
 
 
 def _step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
@@ -400,23 +400,23 @@ def _step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
         "memory/max_memory_allocated (GB)": step.memory.get(MAX_ALLOCATED),
         "compiled-graphs/compiled-graphs": step.compiled_graphs,
     }
-    if step.own_times is not None:
+    if step.straggler is not None:
         scalars |= {
-            "straggler/own time min": step.own_times.own_time_min_s,
-            "straggler/own time median": step.own_times.own_time_median_s,
-            "straggler/own time max": step.own_times.own_time_max_s,
-            "straggler/slowest rank": step.own_times.slowest_rank,
-            "straggler/slowest ratio": step.own_times.slowest_ratio,
-            "straggler/data wait max": step.own_times.data_wait_max_s,
+            "straggler/own time min": step.straggler.own_time_min_s,
+            "straggler/own time median": step.straggler.own_time_median_s,
+            "straggler/own time max": step.straggler.own_time_max_s,
+            "straggler/slowest rank": step.straggler.slowest_rank,
+            "straggler/slowest ratio": step.straggler.slowest_ratio,
+            "straggler/data wait max": step.straggler.data_wait_max_s,
         }
     return {tag: value for tag, value in scalars.items() if value is not None}
 
 
-def _nested(values: Mapping[str, Spread]) -> dict[str, dict[str, float]]:
+def _nested(values: Mapping[str, RankStats]) -> dict[str, dict[str, float]]:
     return {key: vars(spread) for key, spread in values.items()}
 
 
-def _supersede(folder: Path, resumed_iteration: int, totals: Totals) -> None:
+def _supersede(folder: Path, resumed_iteration: int, totals: RunTotals) -> None:
     """Move rows of iterations after `resumed_iteration`, and torn ones, from metrics.jsonl to SUPERSEDED_FILE; all of
     them for a run that starts at 0, which begins with a validation of its own. What stays is added to `totals`.
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spread:
+class RankStats:
     """Over the ranks that have the number."""
 
     min: float
@@ -22,7 +22,7 @@ class Spread:
     """The first that has the most."""
 
 
-def over_ranks(mine: Mapping[str, float], ctx: ParallelContext) -> dict[str, Spread]:
+def gather_stats(mine: Mapping[str, float], ctx: ParallelContext) -> dict[str, RankStats]:
     """What all ranks have under each key, on rank 0; nothing on the others. NaN: this rank has no such number.
 
     Collective, over the host's network: it waits for no device. Every rank passes the same keys in the same order. A
@@ -46,5 +46,5 @@ def over_ranks(mine: Mapping[str, float], ctx: ParallelContext) -> dict[str, Spr
         if had:
             most, holder = max(had, key=lambda each: each[0])
             values = [value for value, _ in had]
-            found[key] = Spread(min(values), sum(values) / len(values), most, holder)
+            found[key] = RankStats(min(values), sum(values) / len(values), most, holder)
     return found

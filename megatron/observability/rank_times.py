@@ -7,7 +7,7 @@ import statistics
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnTimes:
+class StragglerStats:
     """Over all ranks, seconds a step. Ranks are compared within their pipeline stage, which have the same to do."""
 
     own_time_min_s: float
@@ -42,7 +42,7 @@ class RankTimes:
     data_wait_s: float
 
 
-def own_times(times: list[RankTimes]) -> OwnTimes:
+def straggler_stats(times: list[RankTimes]) -> StragglerStats:
     """Of all ranks' times, in order of rank."""
     own = [each.own_s for each in times]
     medians = {
@@ -52,7 +52,7 @@ def own_times(times: list[RankTimes]) -> OwnTimes:
     ratios = [each.own_s / medians[each.stage] if medians[each.stage] > 0 else 1.0 for each in times]
     slowest = max(range(len(times)), key=ratios.__getitem__)
     waiting = max(range(len(times)), key=lambda rank: times[rank].data_wait_s)
-    return OwnTimes(
+    return StragglerStats(
         own_time_min_s=min(own),
         own_time_median_s=statistics.median(own),
         own_time_max_s=max(own),

@@ -30,7 +30,7 @@ from megatron.config.command_line import to_yaml
 from megatron.config.options import Config
 from megatron.files import IMPORT_ROOT, replacing
 from megatron.observability.metrics import MetricsLog
-from megatron.observability.run_totals import Best, Totals
+from megatron.observability.run_totals import Best, RunTotals
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import is_lost_peer
 from megatron.training.progress import Progress
@@ -132,7 +132,7 @@ class Summary:
     """What a run came to, from its starts, its counters and its rows."""
 
     def __init__(
-        self, config: Config, starts: list[dict[str, Any]], progress: Progress, consumed_tokens: int, totals: Totals
+        self, config: Config, starts: list[dict[str, Any]], progress: Progress, consumed_tokens: int, totals: RunTotals
     ) -> None:
         self._config, self._starts, self._progress, self._totals = config, starts, progress, totals
         self._tokens = consumed_tokens

@@ -18,7 +18,7 @@ class Best:
     iteration: int
 
 
-class Totals:
+class RunTotals:
     """Sums and extremes over every logged step. Steps after the last log line are in none of them."""
 
     def __init__(self, flops_per_token: float, peak_tflops: float | None, world_size: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.observability.rank_times import OwnTimes, RankTimes, own_times
+from megatron.observability.rank_times import RankTimes, StragglerStats, straggler_stats
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.training.engine import Engine
 
@@ -59,7 +59,7 @@ class Straggler:
         else:
             self._own_s += end - begin
 
-    def read(self) -> OwnTimes:
+    def read(self) -> StragglerStats:
         """The spread over all ranks since the last call. Collective; the device must have come to the last step."""
         for begin, end in self._pairs:
             self._own_s += begin.elapsed_time(end) / 1000
@@ -67,7 +67,7 @@ class Straggler:
         mine = RankTimes(self._ctx.stage, socket.gethostname(), self._own_s / steps, self._data_wait_s / steps)
         self._steps, self._own_s, self._data_wait_s = 0, 0.0, 0.0
         self._pairs.clear()
-        return own_times(self._ctx.gather_objects(mine))
+        return straggler_stats(self._ctx.gather_objects(mine))
 
 
 class _Begin:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron.observability.metrics import TIMER_SUFFIX
-from megatron.observability.rank_stats import Spread, over_ranks
+from megatron.observability.rank_stats import RankStats, gather_stats
 from megatron.parallel.context import ParallelContext
 
 COMMUNICATION = (
@@ -101,7 +101,7 @@ class StepTimers:
         else:
             engine.allreduce_gradients = self.timed("grads-all-reduce", engine.allreduce_gradients)
 
-    def read(self, num_steps: int, ctx: ParallelContext) -> dict[str, Spread]:
+    def read(self, num_steps: int, ctx: ParallelContext) -> dict[str, RankStats]:
         """Seconds of each phase since the last call, on rank 0; nothing on the others, or at level 0. Collective.
 
         Waits for the device to come to the end of the last step. Phases that no rank went through are left out.
@@ -115,7 +115,7 @@ class StepTimers:
         mine = {name: totals_s.get(name, math.nan) / num_steps for name in PER_STEP}
         mine |= {name: totals_s.get(name, math.nan) / max(self._calls[name], 1) for name in PER_CALL}
         self._calls = dict.fromkeys(PER_CALL, 0)
-        return {name + TIMER_SUFFIX: spread for name, spread in over_ranks(mine, ctx).items()}
+        return {name + TIMER_SUFFIX: spread for name, spread in gather_stats(mine, ctx).items()}
 
 
 # What DeepSpeed's pipeline schedule is made of (deepspeed.runtime.pipe.schedule), by the names of its instructions.

@@ -12,7 +12,7 @@ from megatron.accelerator import DeviceError
 from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
-from megatron.exit_codes import FAILED, GAVE_UP, REFUSED
+from megatron.exit_codes import ABORTED, FAILED, REFUSED
 from megatron.parallel.context import LayoutError, ParallelContext
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class OtherRankFailed(RuntimeError):
         self.status = status
 
 
-class GaveUp(RuntimeError):
+class TrainingAborted(RuntimeError):
     """The guard ends the run, on every rank alike: going on would waste the machine or spoil the checkpoints."""
 
 
@@ -43,14 +43,14 @@ def exit_status(error: Exception) -> int:
     """What a process ends with that met this fault: REFUSED where another try would meet it too."""
     if isinstance(error, OtherRankFailed):
         return error.status
-    if isinstance(error, GaveUp):
-        return GAVE_UP
+    if isinstance(error, TrainingAborted):
+        return ABORTED
     if isinstance(error, OSError) and error.errno in PASSING:
         return FAILED
     return REFUSED if isinstance(error, USER_FAULTS) else FAILED
 
 
-def together(ctx: ParallelContext, action: Callable[[], T]) -> T:
+def raise_on_all_ranks(ctx: ParallelContext, action: Callable[[], T]) -> T:
     """action() on every rank; if it raises on any, it raises on all. Collective, not for inside `action`.
 
     The ranks that met no fault raise OtherRankFailed, which names the first that did.

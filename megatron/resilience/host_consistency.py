@@ -20,7 +20,7 @@ from megatron.checkpoint.format import LATEST, MANIFEST, CheckpointError
 from megatron.config.options import Config, ConfigError
 from megatron.data.indexed import DataError
 from megatron.parallel.context import ParallelContext
-from megatron.resilience.errors import together
+from megatron.resilience.errors import raise_on_all_ranks
 
 SEEN_TIMEOUT_S = 10.0
 """How long what one host writes may take to be seen by another: network file systems remember what they looked up."""
@@ -83,7 +83,7 @@ def check_shared(ctx: ParallelContext, save: Path, token: str) -> None:
     """
     # should we be killed just now: the first save of a later run removes what is called like that
     sign = save / f".shared.partial-{token}"
-    together(ctx, lambda: sign.touch() if ctx.rank == 0 else None)
+    raise_on_all_ranks(ctx, lambda: sign.touch() if ctx.rank == 0 else None)
     seen, fault = _is_seen(sign), None
     if seen:
         try:

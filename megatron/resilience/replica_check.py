@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.shards import shard_of
-from megatron.resilience.errors import GaveUp
+from megatron.resilience.errors import TrainingAborted
 
 if TYPE_CHECKING:
     from megatron.training.engine import Engine
@@ -38,7 +38,7 @@ class Copy(NamedTuple):
     """Of ZeRO-3's stretches; 0 where every data-parallel rank holds the whole."""
 
 
-class Replicas:
+class ReplicaCheck:
     """Compares copies as often as it is asked. Made and used by all ranks together."""
 
     def __init__(self, engine: Engine) -> None:
@@ -53,7 +53,7 @@ class Replicas:
         self._copies = sorted(copy for copy, count in holders.items() if count > 1)
 
     def check(self, iteration: int) -> None:
-        """Raises GaveUp, on every rank, if copies differ: which rank's, of which tensor, by how much. Collective."""
+        """Raise TrainingAborted on every rank if copies differ. Collective."""
         if not self._copies:
             return
         # largest and smallest of all copies' checksums: one sum for all ranks, whatever each of them holds
@@ -74,7 +74,7 @@ class Replicas:
                 difference = self._difference(self._copies[index], odd, holder) if len(faults) < SHOWN else ""
                 faults.append(f"{self._copies[index].name} on rank {odd} ({everyones[odd][0]}) {verdict}{difference}")
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-        raise GaveUp(
+        raise TrainingAborted(
             f"the ranks' copies are not equal after iteration {iteration}: {'; '.join(faults[:SHOWN])}{more}. Nothing "
             "was saved since they were last found equal. A device that computes wrongly does this, or a change of the "
             "code that sums gradients; resume from the last checkpoint, without that host if it happens again"

@@ -43,7 +43,7 @@ LOOK_S = 5.0
 class Signals:
     """Notes the signals that ask for a stop, from where this context is entered on. Not collective.
 
-    The first one is noted for `StopDecision`. A second, the same or another, `REPEAT_S` or more after it ends the
+    The first one is noted for `Shutdown`. A second, the same or another, `REPEAT_S` or more after it ends the
     process at once, with the status 128 + n that a shell gives one that signal n killed. Not SIGXCPU: the kernel
     repeats it every second of processor time. What is ignored on entry (nohup, a job in the background) stays ignored.
     """
@@ -166,10 +166,10 @@ class KillSwitch:
 
 
 class _Left(BaseException):
-    """Leaves the block of a StopDecision."""
+    """Leaves the block of a Shutdown."""
 
 
-class StopDecision:
+class Shutdown:
     """Whether all ranks stop now. A context manager: signals are heeded inside it, unless they are noted already.
 
     Every rank must enter, or a signal would tear it out of a step that the others finish.
@@ -202,7 +202,7 @@ class StopDecision:
         self._own_signals = Signals() if signals is None else None
         self._signals = signals or self._own_signals
 
-    def __enter__(self) -> StopDecision:
+    def __enter__(self) -> Shutdown:
         if self._own_signals is not None:
             self._own_signals.__enter__()
         return self
@@ -214,14 +214,14 @@ class StopDecision:
             self._own_signals.__exit__(kind, error, trace)
         return isinstance(error, _Left)
 
-    def leave_if_asked(self) -> None:
+    def exit_if_requested(self) -> None:
         """Leave the `with` block, on every rank, if any is asked to stop. Collective; for before the training."""
-        if self.ask():
+        if self.decide():
             if self._ctx.rank == 0:
                 print(self.reason, flush=True)
             raise _Left
 
-    def ask(self, progress: Progress | None = None) -> bool:
+    def decide(self, progress: Progress | None = None) -> bool:
         """Whether all ranks stop for what any of them sees. Collective until the answer is yes, which stands."""
         if self.reason is not None:
             return True
@@ -242,7 +242,7 @@ class StopDecision:
             self.reason = f"Received {signal.Signals(code - SIGNAL).name} on rank {size - 1 - place}, {where}. Exiting"
         return True
 
-    def count(self, progress: Progress) -> bool:
+    def check_exit_interval(self, progress: Progress) -> bool:
         """Whether all ranks stop, be it for the exit interval. Not collective: every rank counts alike."""
         if self.reason is None and self._exit_interval and progress.iteration % self._exit_interval == 0:
             self.reason = (

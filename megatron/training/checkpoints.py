@@ -22,9 +22,9 @@ from megatron.checkpoint.saver import Saver
 from megatron.config.options import CheckpointConfig, Config
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.parallel.context import ParallelContext
-from megatron.resilience.errors import together
+from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start, check_shared
-from megatron.resilience.replica_check import Replicas
+from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training import state
 from megatron.training.engine import Engine
 from megatron.training.exports import Exports, is_due
@@ -70,7 +70,7 @@ def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> Checkpo
         saved = {} if newest is None else newest.metadata.get("config", {}).get("checkpoint", {})
         return all(saved.get(name, _DEFAULTS[name]) == getattr(options, name) for name in HOW_IT_STARTS) and bool(saved)
 
-    return own if ctx.broadcast_object(together(ctx, has_saved)) else options
+    return own if ctx.broadcast_object(raise_on_all_ranks(ctx, has_saved)) else options
 
 
 def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
@@ -86,12 +86,12 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
         return None
     folder = Path(options.load)
     if options.universal_checkpoint:
-        opened = together(ctx, lambda: _opened_universal(folder, config, ctx))
+        opened = raise_on_all_ranks(ctx, lambda: _opened_universal(folder, config, ctx))
         check_same_start(ctx, folder, opened.folder)
         return opened
-    if ctx.broadcast_object(together(ctx, lambda: ctx.rank == 0 and is_huggingface(folder))):
+    if ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: ctx.rank == 0 and is_huggingface(folder))):
         check_same_start(ctx, folder, folder)
-        return together(ctx, lambda: _opened_huggingface(folder, config))
+        return raise_on_all_ranks(ctx, lambda: _opened_huggingface(folder, config))
     damaged: list[str] = []
     tag = None if options.ckpt_step is None else f"{TAG}{options.ckpt_step}"
     while True:
@@ -102,11 +102,11 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
             found = newest_checkpoint(folder, tag=tag, fall_back=options.load_fallback, excluding=damaged)
             return None if found is None else found.folder
 
-        chosen = ctx.broadcast_object(together(ctx, choose))
+        chosen = ctx.broadcast_object(raise_on_all_ranks(ctx, choose))
         check_same_start(ctx, folder, chosen)
         if chosen is None:
             return None
-        checkpoint, damage = together(ctx, lambda: _opened(chosen, ctx))  # noqa: B023 - used at once
+        checkpoint, damage = raise_on_all_ranks(ctx, lambda: _opened(chosen, ctx))  # noqa: B023 - used at once
         # all ranks must pass it over, or none
         damages = [told for told in ctx.gather_objects(damage) if told]
         if not damages:
@@ -218,8 +218,8 @@ def checkpoint_before(sample: int, config: Config, ctx: ParallelContext) -> Chec
                     return path
         return None
 
-    while (chosen := ctx.broadcast_object(together(ctx, choose))) is not None:
-        checkpoint, damage = together(ctx, lambda: _opened(chosen, ctx))
+    while (chosen := ctx.broadcast_object(raise_on_all_ranks(ctx, choose))) is not None:
+        checkpoint, damage = raise_on_all_ranks(ctx, lambda: _opened(chosen, ctx))
         damages = [told for told in ctx.gather_objects(damage) if told]
         if not damages:
             return checkpoint
@@ -239,7 +239,7 @@ def _is_before(folder: Path, sample: int) -> bool:
 
 def restore_whole(engine: Engine, checkpoint: Checkpoint, progress: Progress) -> None:
     """Put a running engine back to where one of its own checkpoints was saved. Collective."""
-    together(engine.ctx, lambda: state.restore(engine, checkpoint, checkpoint.metadata["optimizer"]))
+    raise_on_all_ranks(engine.ctx, lambda: state.restore(engine, checkpoint, checkpoint.metadata["optimizer"]))
     state.gather_again(engine)
     engine.dropout_seed = checkpoint.metadata["rng"]["seed"]
     _count_from(engine, progress)
@@ -273,7 +273,7 @@ class Checkpoints:
         self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
         self._count = 0
         self._saved_tag: str | None = None
-        self._saver = together(
+        self._saver = raise_on_all_ranks(
             ctx,
             lambda: Saver(
                 Path(options.save),  # type: ignore[arg-type]
@@ -289,7 +289,7 @@ class Checkpoints:
         try:
             check_shared(ctx, self._saver.folder, self._token)
             if options.save_hf is not None:
-                self._exports = together(ctx, lambda: Exports(config, ctx.rank))
+                self._exports = raise_on_all_ranks(ctx, lambda: Exports(config, ctx.rank))
         except BaseException:
             self._saver.close()
             raise
@@ -313,10 +313,10 @@ class Checkpoints:
         """Begin a save, or carry it out. Every rank calls it. What fails is told by `report`, and by `finish`.
 
         `to_export`: `export` comes next. Noted in the checkpoint, for the run that resumes if this one is killed.
-        Raises GaveUp if verify_checkpoint finds copies that differ.
+        Raises TrainingAborted if verify_checkpoint finds copies that differ.
         """
         if engine.config.checkpoint.verify_checkpoint:
-            Replicas(engine).check(progress.iteration)
+            ReplicaCheck(engine).check(progress.iteration)
         with_optimizer = not engine.config.checkpoint.no_save_optim
         content = {
             "progress": dataclasses.asdict(progress),
@@ -397,14 +397,14 @@ class Checkpoints:
             self._saver.wait()
             return self.report()
 
-        return together(self._ctx, wait)
+        return raise_on_all_ranks(self._ctx, wait)
 
     def finish(self, say: Callable[[str], None]) -> None:
         """Wait for the save under way, and say what became of it. Collective.
 
         Raises CheckpointError if the last save failed: the run's end is then nowhere.
         """
-        for line in together(self._ctx, self._end):
+        for line in raise_on_all_ranks(self._ctx, self._end):
             say(line)
 
     def _end(self) -> list[str]:

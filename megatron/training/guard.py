@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron.data.batches import Plan
 from megatron.observability.metrics import MetricsLog
-from megatron.resilience.errors import GaveUp
-from megatron.resilience.replica_check import Replicas
+from megatron.resilience.errors import TrainingAborted
+from megatron.resilience.replica_check import ReplicaCheck
 from megatron.tasks.task import Task
 from megatron.training.checkpoints import Checkpoints, checkpoint_before, restore_whole
 from megatron.training.engine import Engine, StepResult
@@ -54,7 +54,7 @@ class Guard:
     ) -> None:
         self._engine, self._progress, self._task, self._dataset, self._plan = engine, progress, task, dataset, plan
         self._log, self._checkpoints, self._config = log, checkpoints, engine.config
-        self._replicas = Replicas(engine) if engine.config.guard.check_replicas_interval else None
+        self._replicas = ReplicaCheck(engine) if engine.config.guard.check_replicas_interval else None
         self._checked_at: int | None = None
         self._spikes: list[str] = []
         self._skipped: list[str] = []  # the steps of the row that is being skipped
@@ -84,7 +84,7 @@ class Guard:
     def after_step(self, result: StepResult, begin: int) -> bool:
         """Tell of the step, whose samples begin at `begin`; `progress` is beyond it. Collective.
 
-        Whether the run was rolled back: `progress` then is that of the checkpoint. Raises GaveUp.
+        Whether the run was rolled back: `progress` then is that of the checkpoint. Raises TrainingAborted.
         """
         spikes, self._spikes = self._spikes, []
         scale, self._loss_scale = self._loss_scale, self._engine.loss_scale
@@ -120,7 +120,7 @@ class Guard:
         self._tell(f"{told}The step was skipped ({in_a_row} in a row, of at most {most})", row | {"action": "skipped"})
         self._skipped.append(where)
         if in_a_row >= most:
-            raise GaveUp(
+            raise TrainingAborted(
                 f"{in_a_row} steps in a row were skipped, max_skipped_in_a_row={most}: "
                 f"{'; '.join([*(['...'] if in_a_row > SHOWN_STEPS else []), *self._skipped[-SHOWN_STEPS:]])}. The "
                 f"last one: {'; '.join(reasons)}. The weights are those of before these steps. Look at the data and "
@@ -159,7 +159,7 @@ class Guard:
     def _roll_back(self, begin: int, told: str, row: dict[str, Any]) -> bool:
         """Go back to before the samples around the spike, and leave them out from now on. Collective.
 
-        False, and nothing is changed, where no checkpoint is as old as that. Raises GaveUp.
+        False, and nothing is changed, where no checkpoint is as old as that. Raises TrainingAborted.
         """
         engine, progress, options = self._engine, self._progress, self._config.guard
         assert self._checkpoints is not None, "rules.py demands save"
@@ -174,7 +174,7 @@ class Guard:
             )
             return False
         if progress.rollbacks >= options.max_rollbacks:
-            raise GaveUp(
+            raise TrainingAborted(
                 f"iteration {progress.iteration} (samples {begin} to {end - 1}): {row['reason']}. "
                 f"{progress.rollbacks} rollbacks, max_rollbacks={options.max_rollbacks}, have brought the run past no "
                 f"new checkpoint. Samples left out so far: {_ranges(progress.left_out)}. Lower the learning rate, look "
@@ -198,7 +198,7 @@ class Guard:
         return True
 
     def before_save(self) -> None:
-        """Compare the copies; and beyond what the run left out, rollbacks count anew. Collective. Raises GaveUp."""
+        """Compare the copies; reset the rollback count beyond left-out samples. Collective. Raises TrainingAborted."""
         self.check_replicas(always=True)
         if all(end <= self._progress.consumed_samples for _, end in self._progress.left_out):
             self._progress.rollbacks = 0
@@ -206,7 +206,7 @@ class Guard:
     # Copies
 
     def check_replicas(self, *, always: bool = False) -> None:
-        """Compare the ranks' copies where that is due. Collective. Raises GaveUp."""
+        """Compare the ranks' copies where that is due. Collective. Raises TrainingAborted."""
         iteration = self._progress.iteration
         is_due = always or (self._replicas is not None and iteration % self._config.guard.check_replicas_interval == 0)
         if self._replicas is not None and is_due and self._checked_at != iteration:

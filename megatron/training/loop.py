@@ -21,7 +21,7 @@ from megatron.observability.profiling import Profile
 from megatron.observability.straggler import Straggler
 from megatron.parallel.context import ParallelContext
 from megatron.planning.schedule import Schedule
-from megatron.resilience.shutdown import StopDecision
+from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.task import Microbatch, Task
 from megatron.training.checkpoints import Checkpoints
@@ -92,7 +92,7 @@ class Loop:
     progress: Progress
     """Where to begin; moves on."""
     log: MetricsLog
-    stop: StopDecision
+    shutdown: Shutdown
     checkpoints: Checkpoints | None
     """None: nothing is saved."""
     memory: MemoryLog
@@ -118,8 +118,8 @@ class Loop:
         self._straggler = Straggler(self.engine) if config.logging.log_straggler else None
 
     def train(self) -> None:
-        """To the end of the configured samples, or until `stop` says so."""
-        config, progress, stop = self.engine.config, self.progress, self.stop
+        """To the end of the configured samples, or until `shutdown` says so."""
+        config, progress, shutdown = self.engine.config, self.progress, self.shutdown
         if self.checkpoints is not None:
             self.checkpoints.reserve(self.engine)
             self.watchdog.phase("save", progress.iteration)
@@ -130,7 +130,7 @@ class Loop:
             self._interval.restart()
         profile = Profile(config.logging, rank=self.engine.ctx.rank, iteration=progress.iteration)
         with self._batches, profile:
-            while stop.reason is None and not self._is_complete():
+            while shutdown.reason is None and not self._is_complete():
                 consumed_before = progress.consumed_samples
                 if self._step():
                     continue  # from where the run was rolled back to
@@ -139,14 +139,14 @@ class Loop:
                 self._guard.check_replicas()
                 self.watchdog.started()
                 self.watchdog.phase("agreeing on whether to stop", progress.iteration)
-                stop.ask(progress)
+                shutdown.decide(progress)
                 paused_s = time.perf_counter()
                 if progress.iteration % config.data.eval_interval == 0:
                     self._evaluate("valid")
                 self._save_where_due(consumed_before)
                 self._interval.pause(time.perf_counter() - paused_s)
                 if not self._is_complete():
-                    stop.count(progress)
+                    shutdown.check_exit_interval(progress)
         self._end()
 
     def _is_complete(self) -> bool:
@@ -220,7 +220,7 @@ class Loop:
                 nan_iterations=progress.nan_iterations,
                 memory=accelerator.memory_stats(),
                 compiled_graphs=accelerator.recompile_count(),
-                own_times=None if self._straggler is None else self._straggler.read(),
+                straggler=None if self._straggler is None else self._straggler.read(),
             )
         )
         timers = engine.timers.read(interval.steps, engine.ctx)
@@ -239,7 +239,7 @@ class Loop:
             self._save(and_export=is_export)
             self._timer.restart()
             # a save may take minutes: no further step, and no second save, after a signal
-            self.stop.ask(self.progress)
+            self.shutdown.decide(self.progress)
         for line in self.checkpoints.report():
             self.log.message(line)
 
@@ -268,8 +268,8 @@ class Loop:
     def _end(self) -> None:
         """Say why, save and export what is not yet, and evaluate a run that is complete."""
         progress = self.progress
-        if self.stop.reason is not None:
-            self.log.message(self.stop.reason)
+        if self.shutdown.reason is not None:
+            self.log.message(self.shutdown.reason)
         if self._is_complete():
             self.log.message(
                 f"Training is complete, iteration={progress.iteration}, {progress.consumed_samples} samples"
@@ -281,7 +281,7 @@ class Loop:
             else:
                 self._export()
             self.checkpoints.finish(self.log.message)
-        if self.stop.reason is None:
+        if self.shutdown.reason is None:
             if progress.iteration % self.engine.config.data.eval_interval:
                 self._evaluate("valid")
             self._evaluate("test")
@@ -289,8 +289,8 @@ class Loop:
             self.checkpoints.finish_exports()
 
     def _evaluate(self, split: Literal["valid", "test"]) -> None:
-        """Loss over the first eval_iters global batches of the split: the same samples each time. Nothing once `stop`
-        says so, which is asked before each batch: an evaluation may take longer than the time that a signal leaves.
+        """Loss over the first eval_iters global batches of the split: the same samples each time. Nothing once
+        `shutdown` says so, checked before each batch: an evaluation may take longer than the time that a signal leaves.
         """
         dataset, num_batches = (
             self.datasets[("train", "valid", "test").index(split)],
@@ -301,7 +301,7 @@ class Loop:
 
         def stops() -> bool:
             self.watchdog.beat()
-            return self.stop.ask(self.progress)
+            return self.shutdown.decide(self.progress)
 
         self.watchdog.phase("evaluation", self.progress.iteration)
         with self.engine.timers.on_host("evaluate"):

@@ -47,7 +47,7 @@ def test_torchrun_is_told_where_the_nodes_meet(given: dict[str, Any], meeting: l
     [
         (1, "another try may succeed"),
         (2, "refused"),
-        (3, "gave up"),
+        (3, "aborted"),
         (4, "hung"),
         (137, "SIGKILL ended it"),
         (99, "no"),

@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks import chaos
 from megatron.cli import launch
-from megatron.exit_codes import FAILED, GAVE_UP, HUNG, REFUSED
+from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
 from megatron.launch import agent as supervise
 from megatron.launch import elastic, hosts, preflight
 from megatron.launch.hl_requests import Request, from_environment
@@ -180,7 +180,7 @@ def leaves_with(*statuses: int) -> Rank:
         ([HUNG, FAILED], 1, FAILED, 1),
         ([-signal.SIGKILL], 1, 128 + signal.SIGKILL, 1),
         ([REFUSED], 3, REFUSED, 0),
-        ([FAILED, GAVE_UP], 3, GAVE_UP, 1),
+        ([FAILED, ABORTED], 3, ABORTED, 1),
     ],
 )
 def test_only_what_may_go_better_is_tried_again(
@@ -437,7 +437,7 @@ def test_the_pods_of_the_kubernetes_job_are_nodes_of_one_run(tmp_path: Path) -> 
     assert service["spec"]["clusterIP"] == "None"
     assert job["spec"]["completionMode"] == "Indexed"
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(variables["HL_NUM_NODES"])
-    assert job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [REFUSED, GAVE_UP]
+    assert job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [REFUSED, ABORTED]
     (command,) = container["command"]
     ran = subprocess.run(
         [str(ROOT / command)],

@@ -12,7 +12,7 @@ from megatron import accelerator
 from megatron.config.options import Config, LoggingConfig, ParallelConfig, TrainingConfig
 from megatron.observability.memory import MemoryLog, MemoryRecord, memory_line
 from megatron.observability.metrics import MetricsLog
-from megatron.observability.rank_stats import Spread, over_ranks
+from megatron.observability.rank_stats import RankStats, gather_stats
 from megatron.parallel.context import ParallelContext
 from tests import runs
 from tests.ranks import RankPools
@@ -20,18 +20,18 @@ from tests.ranks import RankPools
 FIRST_THREE = ("memory_allocated (GB)", "max_memory_allocated (GB)", "total_memory_available (GB)")
 
 
-def gathered_by_rank() -> dict[str, Spread]:
+def gathered_by_rank() -> dict[str, RankStats]:
     ctx = ParallelContext.build(ParallelConfig(), "cpu")
     mine = {"rank": ctx.rank + 0.5, "one rank's": 7.0 if ctx.rank == 2 else math.nan, "nobody's": math.nan}
-    return over_ranks({**mine, "equal": 3.0}, ctx)
+    return gather_stats({**mine, "equal": 3.0}, ctx)
 
 
 def test_spread_is_over_the_ranks_that_have_the_number(ranks: RankPools) -> None:
     first, *others = ranks(4)(gathered_by_rank)
     assert first == {
-        "rank": Spread(0.5, 2.0, 3.5, 3),
-        "one rank's": Spread(7.0, 7.0, 7.0, 2),
-        "equal": Spread(3.0, 3.0, 3.0, 0),
+        "rank": RankStats(0.5, 2.0, 3.5, 3),
+        "one rank's": RankStats(7.0, 7.0, 7.0, 2),
+        "equal": RankStats(3.0, 3.0, 3.0, 0),
     }
     assert others == [{}, {}, {}]
 
@@ -92,7 +92,7 @@ def test_interval_0_takes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_line_names_the_fullest_rank_where_they_differ() -> None:
-    values = {"memory_allocated (GB)": Spread(1.0, 1.5, 2.25, 3), "num_alloc_retries": Spread(0.0, 0.0, 0.0, 0)}
+    values = {"memory_allocated (GB)": RankStats(1.0, 1.5, 2.25, 3), "num_alloc_retries": RankStats(0.0, 0.0, 0.0, 0)}
     assert memory_line(MemoryRecord("first_step", 7, values)) == (
         " memory at iteration 7, first step | memory_allocated (GB): 1 / 1.500 / 2.250 on rank 3 |"
         " num_alloc_retries: 0 |"

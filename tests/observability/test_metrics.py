@@ -19,8 +19,8 @@ import pytest
 
 from megatron.config.options import Config, LoggingConfig, TrainingConfig
 from megatron.observability.metrics import MetricsLog, StepMetrics
-from megatron.observability.rank_stats import Spread
-from megatron.observability.rank_times import RankTimes, own_times
+from megatron.observability.rank_stats import RankStats
+from megatron.observability.rank_times import RankTimes, straggler_stats
 from megatron.planning.estimate import flops_per_token
 
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
@@ -265,7 +265,7 @@ def test_totals_of_a_resumed_run_are_of_the_whole_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory and timers
 
-SPREAD = Spread(min=1.0, mean=1.5, max=2.5, max_rank=3)
+SPREAD = RankStats(min=1.0, mean=1.5, max=2.5, max_rank=3)
 
 
 def test_memory_row_has_every_key_over_the_ranks(tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_the_spread_over_the_ranks_is_in_line_and_row(tmp_path: Path, capsys: py
     times = [RankTimes(0, "a", 1.0, 0.0), RankTimes(0, "b", 1.1, 0.5), RankTimes(1, "c", 3.0, 0.0)]
     times.append(RankTimes(1, "d", 3.9, 0.0))
     with open_log(config_for(tmp_path)) as log:
-        log.log_step(at(1, own_times=own_times(times)))
+        log.log_step(at(1, straggler=straggler_stats(times)))
     # rank 3 is slow for its stage, the second one of which all have more to do
     told = "own time (ms): min 1000.0, median 2050.0, max 3900.0 | slowest: rank 3 on d, 1.13 x its stage"
     assert told in capsys.readouterr().out

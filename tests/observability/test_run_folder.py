@@ -15,7 +15,7 @@ from megatron.config.options import CheckpointConfig, Config, LoggingConfig, Tra
 from megatron.observability import run_folder
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.run_folder import RunFolder
-from megatron.observability.run_totals import Best, Totals
+from megatron.observability.run_totals import Best, RunTotals
 from megatron.parallel.context import ParallelContext
 from megatron.training.progress import Progress
 from tests import runs
@@ -152,7 +152,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def test_commit_and_changes_of_the_code_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "ROOT", tmp_path)
+    monkeypatch.setattr(run_folder, "IMPORT_ROOT", tmp_path)
     assert run_folder._project()["commit"] is None
     git(tmp_path, "init")
     (tmp_path / "code").write_text("1")
@@ -164,7 +164,7 @@ def test_commit_and_changes_of_the_code_are_told(tmp_path: Path, monkeypatch: py
     (tmp_path / "code").write_text("2")
     assert run_folder._project()["dirty"] is True
     (tmp_path / "inside").mkdir()
-    monkeypatch.setattr(run_folder, "ROOT", tmp_path / "inside")
+    monkeypatch.setattr(run_folder, "IMPORT_ROOT", tmp_path / "inside")
     assert run_folder._project()["commit"] is None, "another repository's commit is not ours"
 
 
@@ -178,7 +178,7 @@ def train_row(iteration: int, **values: Any) -> dict[str, Any]:
 
 
 def test_totals_weigh_by_time_and_keep_the_lowest_loss() -> None:
-    totals = Totals(flops_per_token=1e9, peak_tflops=10.0, world_size=2)
+    totals = RunTotals(flops_per_token=1e9, peak_tflops=10.0, world_size=2)
     totals.add(train_row(10, lm_loss=2.0))
     totals.add(train_row(20, lm_loss=2.5, iteration_time_s=1.5, tokens_per_second=2000.0))
     totals.add({"kind": "valid", "iteration": 20, "lm_loss": None})
@@ -190,7 +190,7 @@ def test_totals_weigh_by_time_and_keep_the_lowest_loss() -> None:
 
 
 def test_totals_know_the_fullest_rank() -> None:
-    totals = Totals(1.0, None, 1)
+    totals = RunTotals(1.0, None, 1)
     totals.add(train_row(10, **{"max_memory_allocated (GB)": 4.0, "total_memory_available (GB)": 96.0}))
     spread = {"min": 1.0, "mean": 2.0, "max": 5.5, "max_rank": 3}
     record = {"max_memory_allocated (GB)": spread, "total_memory_available (GB)": {"max": 128.0}}
@@ -201,7 +201,7 @@ def test_totals_know_the_fullest_rank() -> None:
 
 
 def test_totals_of_nothing() -> None:
-    totals = Totals(1.0, 1.0, 1)
+    totals = RunTotals(1.0, 1.0, 1)
     assert (totals.tokens_per_second, totals.tflops_per_device, totals.mfu, totals.peak_memory_gb) == (None,) * 4
 
 

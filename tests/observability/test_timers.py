@@ -14,7 +14,7 @@ import torch
 from megatron.config.command_line import load_config
 from megatron.observability import timers as module
 from megatron.observability.metrics import timer_lines
-from megatron.observability.rank_stats import Spread
+from megatron.observability.rank_stats import RankStats
 from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import PretrainTask
@@ -153,7 +153,7 @@ def test_devices_are_timed_by_events_and_waited_for_once_a_reading(monkeypatch: 
 
 
 def test_table_is_megatrons() -> None:
-    table = timer_lines({"forward-compute-time": Spread(0.0101, 0.02, 0.0305, 1)})
+    table = timer_lines({"forward-compute-time": RankStats(0.0101, 0.02, 0.0305, 1)})
     assert table == (
         "(min, max) time across ranks (ms):\n    forward-compute ................................: (10.10, 30.50)"
     )
@@ -163,7 +163,7 @@ def test_table_is_megatrons() -> None:
 # Against a step's own time
 
 
-def timed_steps(arguments: str) -> tuple[float, float, dict[str, Spread]]:
+def timed_steps(arguments: str) -> tuple[float, float, dict[str, RankStats]]:
     """Seconds a step by the clock outside, seconds that a slowed loss adds, and what the timers said, on rank 0."""
     config = load_config([*runs.TINY.split(), "--data-path", "none", "--train-iters", "9", *arguments.split()])
     ctx = ParallelContext.build(config.parallel, "cpu")

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.config.options import Config, ConfigError, LoggingConfig, TrainingConfig
 from megatron.observability.metrics import MetricsLog, StepMetrics
-from megatron.observability.rank_stats import Spread
+from megatron.observability.rank_stats import RankStats
 from megatron.observability.wandb_log import check_wandb
 
 
@@ -97,8 +97,8 @@ def test_it_gets_tensorboards_values_by_iteration(tmp_path: Path, wandb: Wandb) 
     with open_log(config_of(tmp_path / "run 1")) as log:
         log.log_step(STEP)
         log.log_validation(10, 80, 4.0, 512)
-        log.log_memory("interval", 10, {"memory_allocated (GB)": Spread(1.0, 1.5, 2.0, 1)})
-        log.log_timers(10, 80, {"optimizer-time": Spread(0.25, 0.5, 0.75, 1)})
+        log.log_memory("interval", 10, {"memory_allocated (GB)": RankStats(1.0, 1.5, 2.0, 1)})
+        log.log_timers(10, 80, {"optimizer-time": RankStats(0.25, 0.5, 0.75, 1)})
     events = EventAccumulator(str(tmp_path / "run 1" / "tensorboard"))
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if not tag.endswith(" vs samples")]

@@ -27,7 +27,7 @@ from megatron.exit_codes import FAILED, REFUSED
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import shutdown as stop
 from megatron.resilience.errors import OtherRankFailed, exit_status
-from megatron.resilience.shutdown import KillSwitch, Signals, StopDecision
+from megatron.resilience.shutdown import KillSwitch, Shutdown, Signals
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.progress import Progress
 from tests import runs
@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 
 
-def alone(**options: Any) -> StopDecision:
-    return StopDecision(TrainingConfig(**options), ParallelContext.single(), looks=True)
+def alone(**options: Any) -> Shutdown:
+    return Shutdown(TrainingConfig(**options), ParallelContext.single(), looks=True)
 
 
 def at(iteration: int) -> Progress:
@@ -65,14 +65,14 @@ class World:
         return SimpleNamespace(rank=rank, world_size=len(self.numbers), largest=largest)
 
 
-def ask_all(decisions: list[StopDecision], progress: Progress | None = None) -> list[bool]:
+def ask_all(decisions: list[Shutdown], progress: Progress | None = None) -> list[bool]:
     with ThreadPoolExecutor(len(decisions)) as threads:
-        return list(threads.map(lambda decision: decision.ask(progress), decisions))
+        return list(threads.map(lambda decision: decision.decide(progress), decisions))
 
 
-def of_world(world: World, **options: Any) -> list[StopDecision]:
+def of_world(world: World, **options: Any) -> list[Shutdown]:
     size = len(world.numbers)
-    return [StopDecision(TrainingConfig(**options), world.context(rank), Signals(), looks=True) for rank in range(size)]
+    return [Shutdown(TrainingConfig(**options), world.context(rank), Signals(), looks=True) for rank in range(size)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,20 +82,25 @@ def of_world(world: World, **options: Any) -> list[StopDecision]:
 def test_kill_switch_stops_with_the_contracts_text(tmp_path: Path) -> None:
     path = tmp_path / "kill"
     decision = alone(kill_switch_path=str(path))
-    assert not decision.ask()
-    assert not decision.ask(at(6))
+    assert not decision.decide()
+    assert not decision.decide(at(6))
     path.touch()
-    assert decision.ask(at(7))
+    assert decision.decide(at(7))
     assert decision.reason == f"Detected kill switch at {path}, iteration=7. Exiting"
     assert path.exists(), "the kill switch is the user's file; it is not removed"
 
 
 def test_exit_interval_stops_at_its_multiples_only() -> None:
-    assert [number for number in range(1, 21) if alone(exit_interval=5).count(at(number))] == [5, 10, 15, 20]
+    assert [number for number in range(1, 21) if alone(exit_interval=5).check_exit_interval(at(number))] == [
+        5,
+        10,
+        15,
+        20,
+    ]
     decision = alone(exit_interval=5)
-    decision.count(at(5))
+    decision.check_exit_interval(at(5))
     assert decision.reason == "Reached exit_interval=5, iteration=5, consumed_samples=40. Exiting"
-    assert not any(alone(exit_interval=0).count(at(number)) for number in range(1, 100))
+    assert not any(alone(exit_interval=0).check_exit_interval(at(number)) for number in range(1, 100))
 
 
 def test_exit_duration_counts_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +108,11 @@ def test_exit_duration_counts_from_the_start_of_the_process(monkeypatch: pytest.
     now_s = 5000.0
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now_s))
     decision = alone(exit_duration_in_mins=12.5)
-    assert not decision.ask(at(1))
+    assert not decision.decide(at(1))
     now_s += 149
-    assert not decision.ask(at(2))
+    assert not decision.decide(at(2))
     now_s += 1
-    assert decision.ask(at(3))
+    assert decision.decide(at(3))
     assert decision.reason == "Reached exit_duration_in_mins=12.5, iteration=3, consumed_samples=24. Exiting"
 
 
@@ -123,10 +128,10 @@ def test_the_age_of_the_process_is_known() -> None:
 
 def test_a_decision_stands() -> None:
     decision = alone(exit_duration_in_mins=1e-6, exit_interval=1)
-    assert decision.ask(at(1))
+    assert decision.decide(at(1))
     reason = decision.reason
-    assert decision.ask(at(2))
-    assert decision.count(at(2))
+    assert decision.decide(at(2))
+    assert decision.check_exit_interval(at(2))
     assert decision.reason == reason
 
 
@@ -135,18 +140,18 @@ def test_a_signal_lets_the_step_finish(name: str) -> None:
     number = getattr(signal, name)
     before = signal.getsignal(number)
     with alone() as decision:
-        assert not decision.ask(at(1))
+        assert not decision.decide(at(1))
         signal.raise_signal(number)
-        assert decision.ask(at(2))
+        assert decision.decide(at(2))
         assert decision.reason == f"Received {name} on rank 0, iteration=2, consumed_samples=16. Exiting"
     assert signal.getsignal(number) is before
 
 
 def test_before_the_training_a_request_leaves_the_block(capsys: pytest.CaptureFixture[str]) -> None:
     with alone() as decision:
-        decision.leave_if_asked()
+        decision.exit_if_requested()
         signal.raise_signal(signal.SIGUSR2)
-        decision.leave_if_asked()
+        decision.exit_if_requested()
         pytest.fail("not left")
     assert capsys.readouterr().out == "Received SIGUSR2 on rank 0, before the first iteration. Exiting\n"
 
@@ -165,7 +170,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     try:
         with alone() as decision:
             signal.raise_signal(signal.SIGHUP)
-            assert not decision.ask(at(1))
+            assert not decision.decide(at(1))
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -174,7 +179,7 @@ def test_enters_outside_the_main_thread_without_handlers() -> None:
     def train() -> bool:
         stops = False
         with alone(exit_interval=1) as decision:
-            stops = decision.ask(at(1)) or decision.count(at(1))
+            stops = decision.decide(at(1)) or decision.check_exit_interval(at(1))
         return stops
 
     with ThreadPoolExecutor(1) as threads:
@@ -241,7 +246,7 @@ def test_one_rank_a_node_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     for local_rank, looks in (("0", True), ("1", False), ("7", False)):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         training = TrainingConfig(kill_switch_path=str(path))
-        assert StopDecision(training, ParallelContext.single()).ask(at(1)) == looks
+        assert Shutdown(training, ParallelContext.single()).decide(at(1)) == looks
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -326,9 +331,9 @@ def stopped_run(arguments: str, folder: Path, happens: dict[tuple[int, int], lis
     rank = int(os.environ["RANK"])
     went: dict[str, Any] = {"saves": 0, "reason": None, "steps": 0}
     mine = {iteration: list(events) for (of, iteration), events in happens.items() if of == rank}
-    ask, save = StopDecision.ask, Checkpoints.save
+    decide, save = Shutdown.decide, Checkpoints.save
 
-    def ask_after_event(self: StopDecision, progress: Progress | None = None) -> bool:
+    def decide_after_event(self: Shutdown, progress: Progress | None = None) -> bool:
         iteration = -1 if progress is None else progress.iteration
         event = mine[iteration].pop(0) if mine.get(iteration) else ""
         if event.startswith("SIG"):
@@ -337,9 +342,9 @@ def stopped_run(arguments: str, folder: Path, happens: dict[tuple[int, int], lis
             Path("kill").touch()
         elif event == "late":
             self._began_s -= 7200
-        told = ask(self, progress)
+        stops = decide(self, progress)
         went["reason"], went["steps"] = self.reason, max(0, iteration)
-        return told
+        return stops
 
     def counted_save(self: Checkpoints, *arguments: Any, **options: Any) -> None:
         went["saves"] += 1
@@ -349,7 +354,7 @@ def stopped_run(arguments: str, folder: Path, happens: dict[tuple[int, int], lis
     node.mkdir(exist_ok=True)
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
-        patch.setattr(StopDecision, "ask", ask_after_event)
+        patch.setattr(Shutdown, "decide", decide_after_event)
         patch.setattr(Checkpoints, "save", counted_save)
         patch.setenv("LOCAL_RANK", "0")  # as on four nodes
         os.chdir(node)
@@ -440,10 +445,10 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience import shutdown as stop
 from megatron.training.progress import Progress
 stop.REPEAT_S = float(sys.argv[1])
-with stop.StopDecision(TrainingConfig(), ParallelContext.single()) as decision:
+with stop.Shutdown(TrainingConfig(), ParallelContext.single()) as decision:
     for name in sys.argv[2:]:
         signal.raise_signal(getattr(signal, name))
-    decision.ask(Progress(3, 24))
+    decision.decide(Progress(3, 24))
 print(decision.reason)
 """
 

@@ -226,7 +226,7 @@ def test_too_many_in_a_row_end_the_run_with_their_samples(ranks: RankPools, tmp_
     flags = f"--data-path {data} --train-iters 20 --max-skipped-in-a-row 3 --save {tmp_path / 'a'} --save-interval 2"
     told = ranks(2)(planted.run, flags, "nan_from", 32)
     for message in told:
-        assert message.startswith("GaveUp: 3 steps in a row were skipped, max_skipped_in_a_row=3: ")
+        assert message.startswith("TrainingAborted: 3 steps in a row were skipped, max_skipped_in_a_row=3: ")
         assert (
             "iteration 5 (samples 32 to 39); iteration 6 (samples 40 to 47); iteration 7 (samples 48 to 55)" in message
         )
@@ -242,7 +242,7 @@ def test_giving_up_exits_with_3(data: Path) -> None:
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "DS_ACCELERATOR": "cpu"}
     )
     assert run.returncode == 3, run.stderr
-    assert "gave up: 3 steps in a row were skipped" in run.stderr
+    assert "training aborted: 3 steps in a row were skipped" in run.stderr
     assert "Traceback" not in run.stderr
 
 
@@ -265,7 +265,7 @@ def test_drift_of_one_rank_is_named_within_one_check(
     flags = f"--data-path {data} --train-iters 12 --check-replicas-interval 2 --save {tmp_path / 'a'} --save-interval 1"
     told = ranks(4)(planted.run, f"{flags} {LAYOUTS[layout]}", "drift", rank, name, 32)
     assert len(set(told)) == 1
-    assert "GaveUp: the ranks' copies are not equal after iteration 5" in told[0]
+    assert "TrainingAborted: the ranks' copies are not equal after iteration 5" in told[0]
     # of two copies nothing tells which is right: the first is taken
     assert f"{name} on rank {rank} (" in told[0]
     assert "differs from its copy on rank" in told[0] or "differs from its copies on 3 other ranks" in told[0]
