@@ -1,4 +1,4 @@
-"""What the comparisons share: sides that run in turn, medians and ratios, and a peer in an interpreter of its own.
+"""Shared parts of the comparisons: sides that run in turn, medians and ratios, and a peer in an interpreter of its own.
 
 megatron-core owns the package name `megatron`, as this project does, so the two never live in one interpreter. The peer
 runs in an environment that holds megatron-core and not this project:
@@ -46,7 +46,7 @@ class PeerError(Exception):
 
 
 def alternate(sides: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: bool = True) -> dict[str, list[float]]:
-    """What each side returned, usually its seconds, round by round.
+    """Results of each side, usually seconds, round by round.
 
     The order is reversed from round to round: whichever goes first may find colder caches. `warm_up` runs a round
     before that is not counted.
@@ -73,7 +73,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def quotients(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Round by round, so that a slow minute of the machine meets both sides."""
+    """Round by round, so that a slow minute of the machine affects both sides."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 

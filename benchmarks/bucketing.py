@@ -1,4 +1,4 @@
-"""How much padding length buckets cost: the optimal edges against the rule that InstructLab documents.
+"""Padding cost of length buckets: the optimal edges against the rule that InstructLab documents.
 
     MEGATRON_TEST_DATA=... python benchmarks/bucketing.py [--samples 1000000]
 
@@ -53,8 +53,8 @@ def compare(distribution: str, samples: int) -> bool:
     print(f"{distribution}: {samples} samples of {len(np.unique(lengths))} distinct lengths")
     print(f"  the rule       {by_rule:.2%} of padding, {len(rule)} shapes")
     print(f"  optimal edges  {by_edges:.2%} of padding, {len(edges)} shapes, found in {elapsed_ms:.0f} ms")
-    print(f"  waste {by_edges / by_rule:.3f} of the rule's, at most {MOST_WASTE} asked;", end=" ")
-    print(f"its waste with {shapes} shapes, {shapes / len(rule):.3f} of its own, at most {MOST_SHAPES} asked")
+    print(f"  waste {by_edges / by_rule:.3f} of the rule's, at most {MOST_WASTE}, the target;", end=" ")
+    print(f"its waste with {shapes} shapes, {shapes / len(rule):.3f} of its own, at most {MOST_SHAPES}, the target")
     return by_edges <= MOST_WASTE * by_rule or shapes <= MOST_SHAPES * len(rule)
 
 

@@ -1,4 +1,4 @@
-"""How long the index of a large dataset takes: document, sample and shuffle index, ours against megatron-core's.
+"""Time to build the index of a large dataset: document, sample and shuffle index, ours against megatron-core's.
 
     python benchmarks/build_index.py --peer-python peer/bin/python [--documents 20000000] [--epochs 1 2] [--rounds 5]
 
@@ -64,7 +64,7 @@ def digest(array: NDArray[Any]) -> str:
 def compare(
     peer: MegatronCore, data: IndexedDataset, num_tokens: int, num_epochs: int, seq_length: int, rounds: int
 ) -> bool:
-    """Whether both gave the same arrays, and ours fast enough."""
+    """Return True if both built the same arrays and ours was fast enough."""
     num_samples = (num_epochs * num_tokens - 1) // seq_length
     digests: dict[str, dict[str, str]] = {}
 
@@ -89,7 +89,7 @@ def compare(
     print(f"{num_epochs} epochs, {num_samples} samples, {rounds} rounds: median (from to)")
     for name, times in seconds.items():
         print(f"  {name:14s} {spread(times)} s")
-    print(f"  ratio          {spread(ratios, 2)}, at least {LIMIT:g} asked")
+    print(f"  ratio          {spread(ratios, 2)}, at least {LIMIT:g} wanted")
     print(f"  arrays         {'identical' if equal else 'DIFFERENT'}")
     if not equal:
         for name, found in digests["ours"].items():

@@ -1,4 +1,4 @@
-"""What failures cost a supervised run: ranks are killed at random, and the time that trained is set against all of it.
+"""Cost of failures: ranks are killed at random, and the effective training time is compared with the elapsed time.
 
     python benchmarks/chaos.py [--kills 4] [--every-s 30] [--seed 0]
     python benchmarks/chaos.py --kills 100 --every-s 2        the same as a stress test
@@ -60,7 +60,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What became of a disturbed run."""
+    """Result of a disturbed run."""
 
     status: int
     failures: list[Failure] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Disturbed:
                 last.stepped_s = last.stepped_s or now_s
 
     def ranks(self) -> list[int]:
-        """The processes of the ranks that have not been told off by an earlier kill: each leads a session."""
+        """Process ids of the running ranks, those of earlier kills left out: each leads a session."""
         return [pid for pid in session_leaders(self.process.pid) if pid not in self._old]
 
     def await_ranks(self) -> list[int]:
@@ -125,7 +125,7 @@ class Disturbed:
         return []
 
     def kill(self, pid: int) -> bool:
-        """Whether it was there to be killed: the run may be just ending."""
+        """Return False if the rank had ended already: the run may be about to finish."""
         ranks, killed_s = self.ranks(), time.monotonic()
         try:
             os.kill(pid, signal.SIGKILL)
@@ -159,7 +159,7 @@ def disturb(
     """Run, and kill a random rank at each of the moments: functions that return True when it has come.
 
     A moment is looked for from the instant at which all ranks of a try are there. `stop`: when the run has recovered
-    from the last, ask it to stop and save, rather than wait for its end.
+    from the last, make it stop and save, rather than wait for its end.
     """
     generator = random.Random(seed)
     run = Disturbed(train_flags, max_restarts)
@@ -197,7 +197,7 @@ def after(seconds: float) -> Callable[[Disturbed], bool]:
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """What is not equal, bit by bit, in the newest checkpoints of two folders."""
+    """Differences, bit by bit, between the newest checkpoints of two folders."""
     first, second = _newest(one), _newest(other)
     if first.metadata["progress"] != second.metadata["progress"]:
         return [f"progress {first.metadata['progress']} and {second.metadata['progress']}"]

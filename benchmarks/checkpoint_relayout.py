@@ -53,7 +53,7 @@ PHASES = ("kept", "built", "peak")
 
 @dataclass(frozen=True)
 class Resumed:
-    """What one rank tells of its start."""
+    """Report of one rank on its start."""
 
     ready_s: float
     """By the machine's monotonic clock."""
@@ -131,7 +131,7 @@ def memory_bytes(field: str) -> int:
 
 
 def kept_bytes(optimizer: Any, module: Any) -> int:
-    """Of parameters, and of the float32 weights and moments behind them."""
+    """Bytes of the parameters and of their float32 weights and moments."""
     inner = optimizer.optimizer
     tensors = [*module.parameters(), *(tensor for group in inner.param_groups for tensor in group["params"])]
     tensors += [value for state in inner.state.values() for value in state.values() if hasattr(value, "numel")]
@@ -186,14 +186,14 @@ def main() -> int:
     print(f"  ours       {spread(seconds['ours'], 2)} s")
     print(f"  DeepSpeed  {spread(seconds['DeepSpeed'], 2)} s, {spread(conversions, 2)} s of it ds_to_universal")
     ratios = quotients(seconds["DeepSpeed"], seconds["ours"])
-    print(f"  ratio      {spread(ratios, 2)}, at least {SPEED_LIMIT:g} asked")
+    print(f"  ratio      {spread(ratios, 2)}, at least {SPEED_LIMIT:g} wanted")
     for name, ranks in resumed.items():
         kept, built, peak = (max(getattr(rank, f"{what}_bytes") for rank in ranks) / 1e9 for what in PHASES)
         print(
             f"  memory of a rank, {name:9s} keeps {kept:.2f} GB; engine built {built:.2f}, most in restoring {peak:.2f}"
         )
     peak = max(rank.peak_bytes / rank.kept_bytes for rank in resumed["ours"])
-    print(f"  our peak   {peak:.2f} times what is kept, at most {MEMORY_LIMIT:g} asked")
+    print(f"  our peak   {peak:.2f} times what is kept, at most {MEMORY_LIMIT:g} wanted")
     losses = {name: ranks[0].loss for name, ranks in resumed.items()}
     equal = math.isclose(losses["ours"], losses["DeepSpeed"], rel_tol=1e-6)
     print(f"  next loss  {losses['ours']:.7f} and {losses['DeepSpeed']:.7f}: {'equal' if equal else 'DIFFERENT'}")

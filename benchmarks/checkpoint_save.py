@@ -1,4 +1,4 @@
-"""How long a checkpoint takes, and how long training waits for it: ours against torch's and DeepSpeed's.
+"""Time of a checkpoint, and the time that training waits for it: ours against torch's and DeepSpeed's.
 
     python benchmarks/checkpoint_save.py [--gigabytes 1] [--rounds 5] [--folder PATH] [FLAGS of megatron.train]
 
@@ -83,29 +83,6 @@ def durable_saves(engine: Engine, folder: Path, rounds: int) -> tuple[Times, dic
     rank, world_size = engine.ctx.rank, engine.ctx.world_size
     written: dict[str, int] = {}
 
-    def durable(name: str, save: Callable[[Path, int], None]) -> Callable[[], float]:
-        turn = 0
-
-        def side() -> float:
-            nonlocal turn
-            turn += 1
-            if rank == 0:
-                os.sync()  # what removing the last one left to do
-            dist.barrier()
-            began_s = time.perf_counter()
-            save(folder / name, turn)
-            dist.barrier()
-            seconds = time.perf_counter() - began_s
-            if rank == 0:
-                written[name] = num_bytes(folder / name)
-                for path in (folder / name).iterdir():
-                    if path.is_dir():
-                        shutil.rmtree(path)
-            dist.barrier()
-            return seconds
-
-        return side
-
     checkpoints = checkpoints_in(engine, folder / "ours", asynchronous=False)
 
     def ours(_: Path, turn: int) -> None:
@@ -133,7 +110,34 @@ def durable_saves(engine: Engine, folder: Path, rounds: int) -> tuple[Times, dic
             fsync(place)
 
     sides = {"ours": ours, "torch": torchs, "DeepSpeed": deepspeeds}
-    return alternate({name: durable(name, save) for name, save in sides.items()}, rounds), written
+    return alternate({name: timed(save, folder / name, rank, written) for name, save in sides.items()}, rounds), written
+
+
+def timed(save: Callable[[Path, int], None], place: Path, rank: int, written: dict[str, int]) -> Callable[[], float]:
+    """Return a function that saves into `place`, removes the save, and returns its seconds. Collective."""
+    import torch.distributed as dist
+
+    turn = 0
+
+    def side() -> float:
+        nonlocal turn
+        turn += 1
+        if rank == 0:
+            os.sync()  # finishes the removal of the previous save
+        dist.barrier()
+        began_s = time.perf_counter()
+        save(place, turn)
+        dist.barrier()
+        seconds = time.perf_counter() - began_s
+        if rank == 0:
+            written[place.name] = num_bytes(place)
+            for path in place.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+        dist.barrier()
+        return seconds
+
+    return side
 
 
 def blocking_saves(engine: Engine, folder: Path, rounds: int) -> Times:
@@ -172,7 +176,7 @@ def blocking_saves(engine: Engine, folder: Path, rounds: int) -> Times:
 
 
 def checkpoints_in(engine: Engine, folder: Path, *, asynchronous: bool) -> Checkpoints:
-    """What a run with `--save folder` saves with. Collective."""
+    """Checkpoints object of a run with `--save folder`. Collective."""
     from megatron.training.checkpoints import Checkpoints
 
     options = dataclasses.replace(engine.config.checkpoint, save=str(folder), async_save=asynchronous)
@@ -203,7 +207,7 @@ def main() -> int:
         print(f"  durable save, {name:10s} {spread(times)} s, {written[name] / 1e9:.2f} GB, {speed:.2f} GB/s")
     for name in ("torch", "DeepSpeed"):
         ratios = quotients(saved[name], saved["ours"])
-        print(f"  ratio to {name:15s} {spread(ratios, 2)}, at least {DURABLE_LIMIT:g} asked")
+        print(f"  ratio to {name:15s} {spread(ratios, 2)}, at least {DURABLE_LIMIT:g} wanted")
         passed &= statistics.median(ratios) >= DURABLE_LIMIT
     blocked = {
         name: [max(turn) for turn in zip(*(result[1][name] for result in results), strict=True)]
@@ -212,7 +216,7 @@ def main() -> int:
     print(f"  asynchronous save waits  {spread(blocked['ours'])} s")
     print(f"  memcpy                   {spread(blocked['memcpy'])} s")
     ratios = quotients(blocked["ours"], blocked["memcpy"])
-    print(f"  ratio                    {spread(ratios, 2)}, at most {BLOCKING_LIMIT:g} asked")
+    print(f"  ratio                    {spread(ratios, 2)}, at most {BLOCKING_LIMIT:g} wanted")
     return 0 if passed and statistics.median(ratios) <= BLOCKING_LIMIT else 1
 
 

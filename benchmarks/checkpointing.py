@@ -1,4 +1,4 @@
-"""What the checkpoint benchmarks share: gloo ranks in processes of their own, a Llama to save, and a folder on a disk.
+"""Shared parts of the checkpoint benchmarks: gloo ranks in their own processes, a Llama to save, a folder on a disk.
 
 Linux only: memory and file systems are looked up in /proc.
 """
@@ -42,7 +42,7 @@ def ffn_hidden_size(hidden_size: int) -> int:
 
 
 def num_parameters(hidden_size: int, num_layers: int, vocab_size: int) -> int:
-    """Of `llama`, without its norms."""
+    """Number of parameters of `llama`, without its norms."""
     per_layer = 4 * hidden_size**2 + 3 * hidden_size * ffn_hidden_size(hidden_size)
     return num_layers * per_layer + 2 * vocab_size * hidden_size
 
@@ -129,7 +129,7 @@ def add_folder_option(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def work_folder(parent: str, needed_bytes: int) -> Iterator[Path]:
-    """A new folder in `parent`, removed at the end. Exits if that is no disk, or has too little room."""
+    """A new folder in `parent`, removed at the end. Exits if that is not on a disk, or has too little space."""
     kind = file_system(Path(parent))
     if kind in MEMORY_FILE_SYSTEMS:
         raise SystemExit(f"error: --folder {parent} is on {kind}, in memory; give a folder on a disk")

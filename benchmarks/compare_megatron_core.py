@@ -42,7 +42,7 @@ DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "int64", "float32", "floa
 VOCAB_SIZE = 1000
 LARGEST_SAMPLE_COUNT = 200_000
 SMALLEST_SHARE = 0.02
-"""Of a split in a blend, so that every member has samples for it without being large."""
+"""Share of a split in a blend, chosen so that every member has samples for it without being large."""
 WHOLE = 10**9
 """More samples than any blend has: all of them, once."""
 KINDS = ("single", "weighted", "by size", "single", "per split", "exhaustive")
@@ -51,7 +51,7 @@ KINDS = ("single", "weighted", "by size", "single", "per split", "exhaustive")
 
 @dataclass
 class Findings:
-    """What was compared, by kind, and what differed."""
+    """Number of comparisons by kind, and their differences."""
 
     compared: Counter[str] = field(default_factory=Counter)
     differing: Counter[str] = field(default_factory=Counter)
@@ -242,7 +242,7 @@ class Generator:
     """Makes random configurations, their files included, that megatron-core is able to build.
 
     It loops for ever on a split that holds documents by its share and none by rounding, and fails on an unweighted
-    blend with a member shorter than a sample: those are drawn anew.
+    blend with a member shorter than a sample: those are drawn again.
     """
 
     def __init__(self, folder: Path, random: np.random.Generator):

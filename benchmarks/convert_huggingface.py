@@ -1,4 +1,4 @@
-"""How fast a model goes from Hugging Face to our format and back, against a plain copy of the files.
+"""Speed of converting a model from Hugging Face to our format and back, against a plain copy of the files.
 
     python benchmarks/convert_huggingface.py [--gigabytes 2] [--dtype bfloat16] [--rounds 3] [--folder PATH]
 

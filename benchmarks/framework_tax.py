@@ -1,4 +1,4 @@
-"""What the engine costs: a training step through it against a bare PyTorch loop over the same layers.
+"""Cost of the engine: a training step through it against a bare PyTorch loop over the same layers.
 
     python benchmarks/framework_tax.py [--config tiny_bloom] [--rounds 9] [--steps 10] [FLAGS of megatron.train]
 

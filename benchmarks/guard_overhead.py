@@ -1,10 +1,10 @@
-"""What judging each step costs: training steps with the gate against free ones, and a check of the copies.
+"""Cost of checking each step: training steps with the gate against ungated ones, and a check of the copies.
 
     python benchmarks/guard_overhead.py [--config tiny_bloom] [--ranks 1] [--rounds 9] [--steps 10] [FLAGS of a run]
 
 Each rank is a process of this machine, over gloo. "Free" steps answer the optimizer at once, without a look at loss and
 norm and without the all-reduce. Prints how much longer a step takes, in which the ranks' waiting for each other is most
-of the noise; the time of a judgement alone, one after the other, and its share of a step of 50 ms; and the time of a
+of the noise; the time of one step check alone, one after the other, and its share of a step of 50 ms; and the time of a
 check of all copies. Exit status 1 if the share is above 0.5 %.
 """
 
@@ -31,7 +31,7 @@ JUDGEMENTS = 100
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Cost of judging each step.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Cost of checking each step.", allow_abbrev=False)
     parser.add_argument("--config", default="tiny_bloom", help="preset (default: tiny_bloom)")
     parser.add_argument("--ranks", type=positive, default=1, help="processes (default: 1)")
     parser.add_argument("--rounds", type=positive, default=9, help="alternations (default: 9)")
@@ -45,16 +45,16 @@ def main() -> int:
     processes = [spawn.Process(target=rank, args=(r, port, options, flags, results)) for r in range(options.ranks)]
     for process in processes:
         process.start()
-    measured, judgement_s, check_s = results.get()
+    measured, check_step_s, check_s = results.get()
     for process in processes:
         process.join()
-    added_s = [judged - free for judged, free in zip(measured["judged"], measured["free"], strict=True)]
-    share = statistics.median(judgement_s) / STEP_S
+    added_s = [checked - free for checked, free in zip(measured["checked"], measured["free"], strict=True)]
+    share = statistics.median(check_step_s) / STEP_S
     print(f"{options.config}: {options.ranks} ranks, {options.rounds} rounds of {options.steps} steps")
     for name, times in measured.items():
         print(f"{name:7s} {spread([s * 1000 for s in times])} ms a step")
     print(f"added   {spread([s * 1000 for s in added_s])} ms a step")
-    print(f"a judgement alone: {spread([s * 1e6 for s in judgement_s], 0)} us, {share:.2%} of {STEP_S * 1000:.0f} ms")
+    print(f"a step check alone: {spread([s * 1e6 for s in check_step_s], 0)} us, {share:.2%} of {STEP_S * 1000:.0f} ms")
     print(f"a check of the copies: {spread([s * 1000 for s in check_s])} ms")
     return 0 if share <= LIMIT else 1
 
@@ -96,23 +96,23 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
             )
         return (time.perf_counter() - began_s) / options.steps
 
-    measured = alternate({"judged": lambda: steps(True), "free": lambda: steps(False)}, options.rounds)
+    measured = alternate({"checked": lambda: steps(True), "free": lambda: steps(False)}, options.rounds)
     engine.gate._observe = observe  # type: ignore[method-assign]
-    losses, judgement_s = engine.gate.losses, []
+    losses, check_step_s = engine.gate.losses, []
     for _ in range(options.rounds):
         began_s = time.perf_counter()
         for _ in range(JUDGEMENTS):
             engine.gate.begin_step()
             engine.gate.losses = losses
             engine.gate.lets_step()
-        judgement_s.append((time.perf_counter() - began_s) / JUDGEMENTS)
+        check_step_s.append((time.perf_counter() - began_s) / JUDGEMENTS)
     replicas, check_s = ReplicaCheck(engine), []
     for _ in range(options.rounds):
         began_s = time.perf_counter()
         replicas.check(0)
         check_s.append(time.perf_counter() - began_s)
     if number == 0:
-        results.put((measured, judgement_s, check_s))
+        results.put((measured, check_step_s, check_s))
     ctx.gather_objects(None)
     results.close()
     results.join_thread()

@@ -1,4 +1,4 @@
-"""How long it takes to open a dataset of 100 million documents.
+"""Time to open a dataset of 100 million documents.
 
     python benchmarks/open_dataset.py [--documents 100000000] [--opens 11] [--folder FOLDER]
 

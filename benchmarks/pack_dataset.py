@@ -1,4 +1,4 @@
-"""How long packing a dataset takes, and how many packs it needs: ours against TRL's strategy "bfd".
+"""Time to pack a dataset, and the number of packs: ours against TRL's strategy "bfd".
 
     MEGATRON_TEST_DATA=... python benchmarks/pack_dataset.py --peer-python tuning/bin/python [--samples 5000000]
 
@@ -33,7 +33,7 @@ from megatron.data.packing import Packs, pack_dataset
 
 LIMIT = 200.0
 MOST_PACKS = 1.0005
-"""Of the lower bound."""
+"""Most packs, as a multiple of the lower bound."""
 
 
 def is_right(packs: Packs, lengths: NDArray[np.int64]) -> bool:
@@ -43,7 +43,7 @@ def is_right(packs: Packs, lengths: NDArray[np.int64]) -> bool:
 
 
 def compare(peer: TuningPeer, distribution: str, samples: int, peer_samples: int, rounds: int, folder: Path) -> bool:
-    """Whether ours was fast enough and its packs few and right."""
+    """Return True if ours was fast enough and its packs are few and correct."""
     lengths = draw(distribution, samples, np.random.default_rng(0))
     file = folder / f"{distribution}.npy"
     np.save(file, lengths[:peer_samples])
@@ -71,8 +71,8 @@ def compare(peer: TuningPeer, distribution: str, samples: int, peer_samples: int
     print(f"{distribution}: {samples} samples, {shared} of them for TRL, {rounds} rounds: median (from to)")
     for name, values in rates.items():
         print(f"  {name:10s} {spread([value / 1e6 for value in values])} million lengths/s")
-    print(f"  ratio      {spread(ratios, 0)}, at least {LIMIT:g} asked")
-    print(f"  packs      {made['ours']}, {made['ours'] / bound:.6f} of the bound {bound}, at most {MOST_PACKS} asked")
+    print(f"  ratio      {spread(ratios, 0)}, at least {LIMIT:g} wanted")
+    print(f"  packs      {made['ours']}, {made['ours'] / bound:.6f} of the bound {bound}, at most {MOST_PACKS} wanted")
     print(f"  of TRL's samples {shared_packs} packs, TRL {made['theirs']}")
     if not right:
         print("  WRONG: a sample is missing or twice, or a pack is above its capacity")

@@ -1,4 +1,4 @@
-"""How many microbatches a global batch needs, and how long it takes to find out: ours against InstructLab's sampler.
+"""Number of microbatches of a global batch, and the time to plan them: ours against InstructLab's sampler.
 
     MEGATRON_TEST_DATA=... python benchmarks/pack_steps.py --peer-python tuning/bin/python [--batches 100]
 
@@ -48,7 +48,7 @@ def totals(plan: StepPlan, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def compare(peer: TuningPeer, distribution: str, num_batches: int, rounds: int, folder: Path) -> bool:
-    """Whether ours was fast enough and at the bound often enough."""
+    """Return True if ours was fast enough and reached the bound often enough."""
     generator = np.random.default_rng(0)
     batches = draw(distribution, num_batches * SAMPLES, generator).reshape(num_batches, SAMPLES)
     file = folder / f"{distribution}.npy"
@@ -82,7 +82,7 @@ def compare(peer: TuningPeer, distribution: str, num_batches: int, rounds: int, 
             f"  {name:12s} {spread(milliseconds[name])} ms a batch; {at_bound[name]:.1%} of the batches at the bound; "
             f"{sum(found)} microbatches, the bound is {sum(bounds)}"
         )
-    print(f"  ratio        {spread(ratios, 1)}, at least {SPEED_LIMIT:g} asked")
+    print(f"  ratio        {spread(ratios, 1)}, at least {SPEED_LIMIT:g} wanted")
     print(f"  the fullest cell is {statistics.median(above)} tokens above the mean, at most {max(above)}")
     if distribution != "lognormal":
         return True

@@ -13,7 +13,7 @@ megabyte, some 2.5 million in a gigabyte, as many as the originals' own growth p
 Ours is `tools/preprocess_data.py --append-eod --workers 2`. The usual way (benchmarks/peers/preprocess_data.py) is a
 Pool of 2 workers with the tokenizers library, or sentencepiece, that feeds megatron-core's IndexedDatasetBuilder. Both
 are timed as commands, from start to exit, in turn; their files must be equal byte for byte. With `--peer-megabytes`
-the peer, which takes minutes for a gigabyte, gets the beginning of the corpus only: its time for the whole is reckoned
+the peer, which takes minutes for a gigabyte, gets the beginning of the corpus only: its time for the whole is estimated
 from the rate at which it took that, with its start, timed on a single line, counted once; and the bytes are compared on
 the beginning. Peak memory is that of all processes of the command together, sampled 20 times a second.
 
@@ -252,7 +252,7 @@ class Comparison:
         return self.our_runs[-1].seconds
 
     def their_turn(self) -> float:
-        """Seconds for the whole corpus, reckoned where the peer gets its beginning."""
+        """Seconds for the whole corpus, estimated where the peer gets its beginning."""
         self.their_runs.append(self.theirs(self.beginning))
         seconds = self.their_runs[-1].seconds
         if self.whole:
@@ -263,7 +263,7 @@ class Comparison:
         return start_s + (seconds - start_s) * self.corpus.stat().st_size / self.beginning.stat().st_size
 
     def identical(self) -> bool:
-        """Whether every run gave the same files."""
+        """Return True if every run wrote the same files."""
         compared = self.our_runs if self.whole else [self.ours(self.beginning)]
         same = len({one.digests for one in self.our_runs}) == 1
         return same and len({one.digests for one in (*compared, *self.their_runs)}) == 1
@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("--tokenizer", choices=tuple(LIMITS), default="gpt2", help="default: gpt2")
     parser.add_argument("--megabytes", type=positive, default=1000, metavar="N", help="of the corpus (default: 1000)")
     parser.add_argument(
-        "--peer-megabytes", type=positive, metavar="N", help="the peer gets the first N only, and the rest is reckoned"
+        "--peer-megabytes", type=positive, metavar="N", help="the peer gets the first N only, and the rest is estimated"
     )
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="alternations (default: 5)")
     parser.add_argument("--corpus", type=Path, metavar="PATH", help="keep the corpus there, or find it there")
@@ -315,10 +315,10 @@ def main() -> int:
     report("the usual way", seconds["the usual way"], comparison.their_runs, megabytes)
     if not comparison.whole:
         measured = spread([one.seconds for one in comparison.their_runs], 2)
-        print(f"    reckoned from {measured} s for the first {their_megabytes:.0f} MB")
+        print(f"    estimated from {measured} s for the first {their_megabytes:.0f} MB")
     ratios = quotients(seconds["the usual way"], seconds["ours"])
     limit = LIMITS[options.tokenizer]
-    print(f"  ratio          {spread(ratios, 1)}, at least {limit:g} asked")
+    print(f"  ratio          {spread(ratios, 1)}, at least {limit:g} wanted")
     print(f"  .bin and .idx  {'identical' if identical else 'DIFFERENT'}, on {their_megabytes:.0f} MB")
     peak_gib = max(one.peak_gib for one in comparison.our_runs)
     return 0 if identical and statistics.median(ratios) >= limit and peak_gib <= MEMORY_LIMIT_GIB else 1

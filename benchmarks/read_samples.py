@@ -1,10 +1,10 @@
-"""How fast samples are read that the page cache holds, in random order.
+"""Speed of reading samples that the page cache holds, in random order.
 
     python benchmarks/read_samples.py --peer-python peer/bin/python [--megabytes 400] [--samples 20000] [--rounds 7]
 
 A sample at a time: `GPTDataset[i]` of ours against megatron-core's, with the configuration a training run gives it
 (memory-mapped, causal mask made once and cached). Ours gives the 2,049 ids as int64, from which training makes batches;
-theirs a dictionary of tokens, labels, masks and positions. So that nobody takes the difference for the reading alone,
+theirs a dictionary of tokens, labels, masks and positions. The difference is not due to reading alone, so
 the ids that theirs makes it from are timed, too. The ids read are checked against each other.
 
 Many at once: `get_batch` of 64 and of 512 samples, int64 [B, 2049], against bare slices at random places of the file,
@@ -95,7 +95,7 @@ def compare_single(peer: MegatronCore, dataset: GPTDataset, folder: Path, sample
     report(seconds, samples)
     ratios = quotients(seconds["megatron-core"], seconds["ours"])
     alone = quotients(seconds["megatron-core, its ids alone"], seconds["ours"])
-    print(f"  ratio {spread(ratios, 2)}, at least {SINGLE_LIMIT:g} asked; to its ids alone {spread(alone, 2)}")
+    print(f"  ratio {spread(ratios, 2)}, at least {SINGLE_LIMIT:g} wanted; to its ids alone {spread(alone, 2)}")
     print(f"  samples {'equal' if equal else 'DIFFERENT'}")
     return equal and statistics.median(ratios) >= SINGLE_LIMIT
 
@@ -134,7 +134,7 @@ def compare_batches(dataset: GPTDataset, prefix: Path, batch_size: int, samples:
     ratios = {name: quotients(seconds["get_batch"], times) for name, times in seconds.items() if name != "get_batch"}
     for name, values in ratios.items():
         print(f"  ratio to {name:35s} {spread(values, 2)}")
-    print(f"  at most {BATCH_LIMIT:g} asked of the first")
+    print(f"  at most {BATCH_LIMIT:g} wanted for the first")
     return statistics.median(ratios["slices of the numpy.memmap"]) <= BATCH_LIMIT
 
 

@@ -1,15 +1,14 @@
-"""What telling and guarding cost: steps of a run that logs every one of them and records memory, against one that does
-neither.
+"""Cost of logging and of the guard: steps of a run that logs each step and records memory, against a run without.
 
     python benchmarks/reliability_overhead.py [--rounds 40] [--block 4] [--on "FLAGS"] [--off "FLAGS"] [FLAGS]
 
 Two runs of the real training loop, each with its own engine, data, log and results folder, take turns in one process,
-`--block` steps at a time, so a slow minute of the machine meets both. Their model is small and their steps are about
+`--block` steps at a time, so a slow minute of the machine affects both. Their model is small and their steps are about
 50 ms, which is short: what is added to a step weighs the more.
 
-    on     logs every step to the log line, metrics.jsonl and TensorBoard, and the memory every 10th, judges each step
+    on     logs every step to the log line, metrics.jsonl and TensorBoard, and the memory every 10th, checks each step
            for spikes before it is applied, and is watched; and `--on`
-    off    one log line at the end, no memory log, no TensorBoard, no judgement, no watchdog; and `--off`
+    off    one log line at the end, no memory log, no TensorBoard, no step check, no watchdog; and `--off`
 
 FLAGS are those of megatron.train; `--on "--timing-log-level 2"` adds to what is on. Prints the median of a step on each
 side, and of their ratio block by block. Exit status 1 if that is above 1.01.
@@ -69,7 +68,7 @@ class Turns:
         self._began_s, self._cpu_began_s = time.perf_counter(), time.process_time()
 
     def after_step(self, name: str, iteration: int) -> None:
-        """Hand over at the end of a block."""
+        """Give the turn to the other side at the end of a block."""
         if iteration % self._block:
             return
         self.seconds[name].append((time.perf_counter() - self._began_s) / self._block)

@@ -48,7 +48,7 @@ Side = Callable[[Path], float]
 
 
 def write_model(folder: Path, data: Path) -> None:
-    """GPT-2's tokenizer with ChatML's markers, as both sides load it; the peer also asks for a config.json."""
+    """GPT-2's tokenizer with ChatML's markers, as both sides load it; the peer also needs a config.json."""
     preset = PRESETS["chatml"]
     tokenizer = tokenizers.Tokenizer.from_file(str(data / "tokenizers" / "gpt2" / "tokenizer.json"))
     tokenizer.add_special_tokens(list(preset.special_tokens))

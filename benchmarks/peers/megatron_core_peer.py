@@ -37,12 +37,12 @@ warnings.filterwarnings("ignore", message=".*writable.*|.*pad token id.*")
 
 
 class Vocabulary:
-    """What GPTDataset asks of a tokenizer: a size, and ids for the end of a document and for padding."""
+    """Stand-in tokenizer with all that GPTDataset reads: a size, and the ids of end of document and padding."""
 
     vocab_size = 50257
     eod = 50256
     pad = -1  # in no dataset: GPTDataset masks padding wherever it finds this id
-    unique_identifiers = {"class": "Vocabulary"}  # noqa: RUF012  (megatron-core reads it, nobody writes)
+    unique_identifiers = {"class": "Vocabulary"}  # noqa: RUF012  (megatron-core only reads it)
 
 
 def versions() -> str:
@@ -135,7 +135,7 @@ def build_datasets(
 # Speed
 
 opened: dict[str, Any] = {}
-"""What a request opened for the timed ones that follow."""
+"""Datasets opened by a request, for the timed ones that follow."""
 
 
 def open_index(prefix: str) -> None:
@@ -210,11 +210,11 @@ REQUESTS = {
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not mix with the answers
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            answer = {"answer": REQUESTS[asked["request"]](**asked["arguments"])}
+            answer = {"answer": REQUESTS[request["request"]](**request["arguments"])}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")

@@ -61,11 +61,11 @@ REQUESTS = {function.__name__: function for function in (versions, pack_dataset,
 
 
 def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not mix with the answers
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            answer = {"answer": REQUESTS[asked["request"]](**asked["arguments"])}
+            answer = {"answer": REQUESTS[request["request"]](**request["arguments"])}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
