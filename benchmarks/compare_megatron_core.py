@@ -31,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.alternating import PEER_HELP, MegatronCore, PeerError, positive
-from megatron.config.options import DataConfig, parse_split
+from megatron.config.data import parse_split
+from megatron.config.options import DataConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset, build_datasets
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder

@@ -187,16 +187,16 @@ def holders(module: ast.AST) -> dict[str, str]:
 def option_readers() -> Iterator[tuple[str, str]]:
     """(section, option) of every `config.model.num_layers`, `model.num_layers` and the like.
 
-    In options.py only the dataclasses' own properties count, and validation.py does not count: a rule alone uses an
-    option for nothing.
+    In the files that declare the sections only the dataclasses' own properties count, and validation.py does not
+    count: a rule alone uses an option for nothing.
     """
+    classes = {cls.__name__: section for section, cls in sections().items()} | {"Config": ""}
     for path in sources("megatron", "tools"):
         if path == ROOT / "megatron" / "config" / "validation.py":
             continue
         tops: list[tuple[ast.AST, dict[str, str]]] = [(tree(path), holders(tree(path)))]
-        if path == ROOT / "megatron" / "config" / "options.py":
-            classes = {cls.__name__: section for section, cls in sections().items()} | {"Config": ""}
-            nodes = [node for node in tree(path).body if isinstance(node, ast.ClassDef) and node.name in classes]
+        nodes = [node for node in tree(path).body if isinstance(node, ast.ClassDef) and node.name in classes]
+        if nodes:
             tops = [(node, holders(node) | {"self": classes[node.name]}) for node in nodes]
         for top, names in tops:
             for node in ast.walk(top):

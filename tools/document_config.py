@@ -1,4 +1,4 @@
-"""Print docs/configuration.md from the dataclasses of megatron/config.py.
+"""Print docs/configuration.md from the dataclasses of megatron/config.
 
 python tools/document_config.py > docs/configuration.md
 """
@@ -17,12 +17,13 @@ from megatron.planning.estimate import count_parameters
 
 HEADER = """# Configuration
 
-<!-- Written by tools/document_config.py from megatron/config.py: change the dataclasses, not this page. -->
+<!-- Written by tools/document_config.py from megatron/config/: change the dataclasses, not this page. -->
 
-A value comes from three places, later ones winning: the option's default, the preset (`--config tiny_bloom`, or
-`--config path/to/file.yaml`), the command line. Several presets are laid over each other, a later one winning option by
-option: `--config llama32_1b --config sft_llama`. In a preset an option stands under its section, in underscores; on the
-command line it is a flat flag, in dashes or underscores:
+```
+python -m megatron.train --config bloom_13b --num-layers 40 --rampup-batch-size 16 16 5000000
+```
+
+The same options in a preset, a YAML file, are grouped by section:
 
 ```yaml
 model:
@@ -31,27 +32,30 @@ training:
   rampup_batch_size: [16, 16, 5000000]
 ```
 
-```
-python -m megatron.train --config bloom_13b --num-layers 40 --rampup-batch-size 16 16 5000000
-```
+**Precedence.** The command line overrides the presets, and the presets override the defaults. Give a preset by name
+(`--config tiny_bloom`) or by path (`--config path/to/file.yaml`). With several presets, a later one overrides an
+earlier one, option by option: `--config llama32_1b --config sft_llama`.
 
-A BOOL flag alone means true, `--no-FLAG` means false, and `none` unsets an option that can be unset. `--print-config`
-prints the resolved config as YAML, and the run keeps it beside its checkpoints. Every fault of a config is reported at
-once, before any process group starts.
+**Flags.** Dashes and underscores are equivalent. A boolean flag alone means true, `--no-FLAG` means false. `none`
+unsets an option that can be unset.
+
+**Checking.** `--print-config` prints the resolved config as YAML; a run saves it as `config.yaml` in its results
+folder. All errors of a config are reported together, before any process group starts.
 """
 
 PRESETS = """
 ## Presets
 
-Parameters are counted with the vocabulary padded for one tensor-parallel rank. Recipes describe no model, and are laid
-over a preset that does: [`sft_llama`](../megatron/presets/sft_llama.yaml), for [fine-tuning](finetuning.md).
+Parameters are counted with the vocabulary padded for one tensor-parallel rank. A recipe has no model section and is
+combined with a preset that has one: [`sft_llama`](../megatron/presets/sft_llama.yaml), for
+[fine-tuning](finetuning.md).
 """
 
 BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
 
 
 def type_text(hint: Any) -> str:
-    """A type as a reader of the table wants it: `int > 0`, `fp32 \\| bf16`, `3 x int > 0`."""
+    """Describe a type for the table: `int > 0`, `fp32 \\| bf16`, `3 x int > 0`."""
     if hasattr(hint, "__metadata__"):
         plain, *notes = get_args(hint)
         found = [part for note in notes for part in getattr(note, "metadata", [note])]
@@ -69,7 +73,7 @@ def type_text(hint: Any) -> str:
 
 
 def presets_table() -> str:
-    """The size of each preset, by family and size; its source is in the comment that heads the file."""
+    """Return the table of preset sizes, sorted by family and size."""
     columns = ["preset", "parameters", "layers", "hidden", "heads", "KV heads", "positions", "vocabulary", "sequence"]
     found = []
     for path in PRESETS_DIR.glob("*.yaml"):
@@ -88,6 +92,7 @@ def presets_table() -> str:
 
 
 def section_table(section: str, cls: type) -> str:
+    """Return the heading and the table of one section."""
     purpose = (cls.__doc__ or "").strip()
     rows = [f"## {section}", "", purpose, "", "| flag | type | default | meaning |", "|---|---|---|---|"]
     for name, hint in get_type_hints(cls, include_extras=True).items():
@@ -97,7 +102,7 @@ def section_table(section: str, cls: type) -> str:
 
 
 def document() -> str:
-    """The whole page."""
+    """Return the whole page."""
     tables = [section_table(section, cls) for section, cls in sections().items()]
     return "\n".join([HEADER, "\n\n".join(tables), PRESETS, presets_table()]) + "\n"
 

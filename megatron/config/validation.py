@@ -9,7 +9,8 @@ import math
 import os
 from collections.abc import Iterator
 
-from megatron.config.options import Config, batch_sizes, options, parse_data_path, parse_split
+from megatron.config.data import parse_data_path, parse_split
+from megatron.config.options import Config, batch_sizes, options
 
 # options that do nothing without another one
 SAVING = (

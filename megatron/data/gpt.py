@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.config.options import Config, DataConfig, parse_data_path, parse_split
+from megatron.config.data import parse_data_path, parse_split
+from megatron.config.options import Config, DataConfig
 from megatron.data.blend import TokenDataset, blend_by_size, blend_by_weight, digest
 from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths
 from megatron.data.indexed import DataError, IndexedDataset

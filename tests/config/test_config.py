@@ -26,6 +26,7 @@ from megatron.config.command_line import (
     read_preset,
     to_yaml,
 )
+from megatron.config.data import parse_split
 from megatron.config.options import (
     Config,
     ConfigError,
@@ -34,7 +35,6 @@ from megatron.config.options import (
     batch_sizes,
     option_doc,
     options,
-    parse_split,
     sections,
 )
 from megatron.config.validation import check, divisors
@@ -345,8 +345,8 @@ def test_unknown_flags_do_not_hide_the_rules() -> None:
 
 
 def test_the_error_lists_its_faults_one_a_line() -> None:
-    assert str(ConfigError(["a", "b"])) == "2 faults in the configuration:\n  - a\n  - b"
-    assert str(ConfigError(["a"])) == "1 fault in the configuration:\n  - a"
+    assert str(ConfigError(["a", "b"])) == "2 errors in the configuration:\n  - a\n  - b"
+    assert str(ConfigError(["a"])) == "1 error in the configuration:\n  - a"
 
 
 @pytest.mark.parametrize("value", ["--lr", "--save", "--config", "--rampup-batch-size", "--save=", "--split="])

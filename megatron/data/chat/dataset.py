@@ -16,7 +16,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.options import Config, parse_data_path, parse_split
+from megatron.config.data import parse_data_path, parse_split
+from megatron.config.options import Config
 from megatron.data import helpers
 from megatron.data.blend import digest
 from megatron.data.gpt import SPLITS, check_vocabulary

@@ -1,0 +1,83 @@
+"""Options of the model's architecture."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from megatron.config.types import STRICT, Positive, PositiveFloat, Probability
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """Architecture of the model."""
+
+    architecture: Literal["bloom", "llama"] = "bloom"
+    """Model family. `bloom`: LayerNorm, GELU, biases. `llama`: RMSNorm, SwiGLU, no biases."""
+    num_layers: Positive = 2
+    """Number of transformer layers."""
+    hidden_size: Positive = 64
+    """Width of the residual stream."""
+    ffn_hidden_size: Positive | None = None
+    """Intermediate width of the MLP (for llama: of the gate and of the up projection each). Unset: 4 x hidden_size."""
+    num_attention_heads: Positive = 4
+    """Number of query heads."""
+    num_query_groups: Positive | None = None
+    """Number of key and value heads (GQA). Unset: one for each query head (MHA)."""
+    kv_channels: Positive | None = None
+    """Size of one head. Unset: hidden_size / num_attention_heads."""
+    vocab_size: Positive = 50257
+    """Vocabulary size of the tokenizer, before padding. Padded rows are excluded from the softmax."""
+    make_vocab_size_divisible_by: Positive = 128
+    """Pad the embedding to a multiple of this number times the tensor-parallel size."""
+    max_position_embeddings: Positive | None = None
+    """Rows of the learned position table. Unset: seq_length."""
+    position_embedding_type: Literal["learned", "alibi", "rope"] = "learned"
+    """Position encoding: a learned table, ALiBi's linear bias, or rotary embedding."""
+    rotary_base: PositiveFloat = 10000.0
+    """Base of the rotary frequencies (theta)."""
+    rope_scaling_factor: PositiveFloat | None = None
+    """Factor of Llama 3.1's frequency scaling. Unset: no scaling."""
+    rope_scaling_low_freq_factor: PositiveFloat = 1.0
+    """Divide wavelengths above original length / this number by rope_scaling_factor."""
+    rope_scaling_high_freq_factor: PositiveFloat = 4.0
+    """Keep wavelengths below original length / this number unchanged."""
+    rope_scaling_original_length: Positive = 8192
+    """Context length of the original training, for Llama 3.1's scaling."""
+    embed_layernorm: bool = False
+    """Apply a LayerNorm to the word embedding, as in BLOOM-176B."""
+    untie_embeddings_and_output_weights: bool = False
+    """Use separate weights for the word embedding and the output layer."""
+    norm_epsilon: PositiveFloat = 1e-5
+    """Value added to the variance in every normalisation."""
+    hidden_dropout: Probability = 0.1
+    """Dropout after the embedding, the attention output and the MLP output."""
+    attention_dropout: Probability = 0.1
+    """Dropout of the attention probabilities."""
+    init_method_std: PositiveFloat = 0.02
+    """Standard deviation of the normal initialisation; for residual projections it is divided by sqrt(2 num_layers)."""
+    attention_backend: Literal["auto", "sdpa", "flex", "fused_hpu"] = "auto"
+    """Attention kernel. `sdpa`: torch's. `flex`: flex_attention, CUDA only. `fused_hpu`: Habana's FusedSDPA. `auto`:
+    fused_hpu on HPU, flex on CUDA for ALiBi or packed documents, otherwise sdpa."""
+    use_fast_softmax: bool = False
+    """Use the fast softmax of Habana's FusedSDPA. HPU only."""
+    use_fused_rmsnorm: bool = True
+    """Use Habana's FusedRMSNorm on HPU; no effect on other devices."""
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Rows of the embedding over all tensor-parallel ranks."""
+        multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple

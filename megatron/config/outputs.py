@@ -1,0 +1,104 @@
+"""Options of checkpoints, exports, logs and profiles."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from megatron.config.types import STRICT, NonNegative, Positive, PositiveFloat
+
+
+@dataclass(frozen=True, config=STRICT)
+class CheckpointConfig:
+    """Saving, loading and exporting."""
+
+    save: str | None = None
+    """Folder for checkpoints. Unset: none are saved. The same command, run again, resumes from the newest one there."""
+    save_interval: Positive = 1000
+    """Steps between two checkpoints."""
+    save_interval_in_mins: PositiveFloat | None = None
+    """Minutes between two checkpoints, in addition to save_interval."""
+    async_save: bool = True
+    """Write in the background: training waits only while its state is copied, which takes as much host memory."""
+    save_samples: Positive | None = None
+    """Save at the first step that reaches or passes each multiple of this many samples, in addition to save_interval;
+    also export if save_hf is given."""
+    save_at_epoch: bool = False
+    """sft: save at the end of each epoch; also export if save_hf is given."""
+    save_hf: str | None = None
+    """Folder for Hugging Face exports, made from the checkpoints of save_samples, of save_at_epoch and of the end of
+    the run: `samples_<consumed samples>`, with the files of tokenizer_model, or of the Hugging Face model in load.
+    Unset: no exports."""
+    save_hf_last_only: bool = False
+    """Export to one folder, `last_epoch`, which replaces the previous export."""
+    save_hf_keep_last: Positive | None = None
+    """Number of newest exports to keep. Unset: keep all."""
+    keep_last: Positive | None = None
+    """Number of newest checkpoints to keep. Unset: keep all."""
+    save_retain_interval: Positive | None = None
+    """Never remove checkpoints whose iteration is a multiple of this, despite keep_last."""
+    no_save_optim: bool = False
+    """Save the weights only, without the optimizer state."""
+    verify_checkpoint: bool = False
+    """Before saving, check that all ranks' copies of a parameter are bitwise equal."""
+    load: str | None = None
+    """Folder to start from, until the run has saved a checkpoint of its own: checkpoints of a run, or a Hugging Face
+    model, of which only the weights are loaded. A missing or empty folder starts a new run; any other folder without a
+    checkpoint is an error."""
+    ckpt_step: NonNegative | None = None
+    """Iteration of the checkpoint to load. Unset: the newest."""
+    load_fallback: bool = True
+    """If the newest checkpoint is damaged, load the newest one that is intact."""
+    universal_checkpoint: bool = False
+    """Read `load` as a folder in DeepSpeed's universal format, or as a checkpoint of DeepSpeed or Megatron-DeepSpeed;
+    its `latest_universal` or `latest` file may name the folder."""
+    finetune: bool = False
+    """Load the weights only and start at iteration 0."""
+    no_load_optim: bool = False
+    """Start with a new optimizer state."""
+    no_load_rng: bool = False
+    """Seed dropout with this run's seed instead of the checkpoint's."""
+    allow_data_change: bool = False
+    """Resume even if the data, or the order of its samples, differs from that of the checkpoint."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoggingConfig:
+    """Logs, metrics and profiles."""
+
+    results_dir: str | None = None
+    """Folder of the run: `metrics.jsonl`, `config.yaml`, `run.json`, `summary.txt`. Unset: not written."""
+    tensorboard_dir: str | None = None
+    """Folder of the TensorBoard events. Unset: `tensorboard/` in results_dir."""
+    log_interval: Positive = 10
+    """Steps between two log lines."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of one device, for the MFU. Unset: taken from a table of known devices."""
+    profile: bool = False
+    """Write a torch.profiler trace of profile_steps to results_dir, for each rank in profile_ranks."""
+    profile_steps: tuple[Positive, Positive] = (3, 4)
+    """First and last iteration of the trace."""
+    profile_ranks: tuple[NonNegative, ...] = (0,)
+    """Ranks that write a trace."""
+    pytorch_profiler_collect_shapes: bool = False
+    """Record the input shapes of every operator in the trace."""
+    pytorch_profiler_collect_callstack: bool = False
+    """Record the Python stack and the allocations of every operator in the trace."""
+    log_memory_interval: NonNegative = 100
+    """Steps between two reports of every rank's memory; startup and the first step are always reported. 0: no
+    reports."""
+    timing_log_level: Annotated[int, Field(ge=0, le=2)] = 0
+    """Time the phases of a step. 1: data, forward, backward, communication, optimizer, saves and evaluations. 2: also
+    each kind of communication. 0: no timing."""
+    wandb_project: str | None = None
+    """Weights & Biases project to log to, from rank 0. Unset: no wandb."""
+    wandb_entity: str | None = None
+    """wandb: owner of the project. Unset: the account's default."""
+    wandb_exp_name: str | None = None
+    """wandb: name of the run. Unset: the name of the results folder."""
+    wandb_save_dir: str | None = None
+    """wandb: folder of its own files. Unset: results_dir."""
+    log_straggler: bool = False
+    """Measure the time that each rank spends on its own work, and log the spread and the slowest rank."""

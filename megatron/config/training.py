@@ -1,0 +1,165 @@
+"""Options of the layout, the training run, the optimizer and the guard."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from megatron.config.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
+
+
+@dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """Layout over devices. The data-parallel size is the number of ranks / (tensor x pipeline)."""
+
+    tensor_model_parallel_size: Positive = 1
+    """Number of ranks that share each layer."""
+    pipeline_model_parallel_size: Positive = 1
+    """Number of pipeline stages."""
+    sequence_parallel: bool = False
+    """Shard activations along the sequence between the tensor-parallel regions."""
+    no_pipeline_parallel: bool = False
+    """Use the sequential engine instead of DeepSpeed's pipeline. Implied by zero_stage 2, 3 and by offload."""
+    pipeline_partition_method: Literal["parameters", "uniform", "type:TransformerLayer"] = "parameters"
+    """Balance pipeline stages by number of parameters, number of layers, or number of transformer layers."""
+    device: Literal["auto", "hpu", "cuda", "cpu"] = "auto"
+    """Device type. `auto`: the first available of hpu, cuda, cpu."""
+    distributed_timeout_minutes: PositiveFloat = 30.0
+    """Timeout of collectives; one that waits longer fails the run."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class TrainingConfig:
+    """Task, batch sizes, length and precision of training."""
+
+    task: Literal["pretrain", "sft"] = "pretrain"
+    """Training objective. `pretrain`: next-token prediction on documents. `sft`: supervised fine-tuning on the answers
+    in chats, as written by tools/preprocess_chat.py."""
+    micro_batch_size: Positive = 1
+    """Samples per forward pass of one data-parallel rank."""
+    global_batch_size: Positive = 8
+    """Samples per optimizer step, over all data-parallel ranks and microbatches."""
+    rampup_batch_size: tuple[Positive, Positive, Positive] | None = None
+    """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT, evenly over SAMPLES samples."""
+    seq_length: Positive = 128
+    """Sequence length in tokens."""
+    train_samples: Positive | None = None
+    """Number of training samples. Give this or train_iters."""
+    train_iters: Positive | None = None
+    """Number of optimizer steps. Give this or train_samples."""
+    num_epochs: Positive | None = None
+    """sft: number of epochs, instead of train_samples and train_iters. Each epoch is shuffled separately, and no global
+    batch spans two epochs."""
+    exit_interval: NonNegative = 0
+    """Save and exit when the iteration is a multiple of this. 0: never."""
+    kill_switch_path: str | None = None
+    """Save and exit when this file exists; one rank per node checks. A run does not start while the file exists."""
+    seed: NonNegative = 1234
+    """Random seed of the initial weights, the dropout and the data order."""
+    bf16: bool = False
+    """Train in bfloat16 with float32 master weights and gradient accumulation."""
+    fp16: bool = False
+    """Train in float16 with dynamic loss scaling. Without bf16 and fp16: float32."""
+    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of gradient accumulation over microbatches."""
+    initial_loss_scale: PositiveFloat = 65536.0
+    """fp16: initial loss scale."""
+    min_loss_scale: PositiveFloat = 1.0
+    """fp16: smallest loss scale."""
+    loss_scale_window: Positive = 1000
+    """fp16: steps without overflow before the loss scale doubles."""
+    hysteresis: Positive = 2
+    """fp16: overflows before the loss scale is halved."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activations to recompute in the backward pass: none, the attention core, or whole transformer layers."""
+    torch_compile: bool = False
+    """Compile each layer with torch.compile."""
+    deterministic: bool = False
+    """Use deterministic algorithms of torch and of the HPU."""
+    deepspeed_config: str | None = None
+    """JSON file to merge into the DeepSpeed configuration. A key that contradicts this config is an error."""
+    exit_duration_in_mins: PositiveFloat | None = None
+    """Save and exit after the first step that ends this many minutes or more after the process started, by the clock of
+    rank 0. Leave time for one more step and a save before a scheduler's limit."""
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimizerConfig:
+    """Optimizer, learning rate schedule and ZeRO."""
+
+    optimizer: Literal["adamw", "adam", "sgd", "fusedadamw"] = "adamw"
+    """Optimizer. `adamw` decouples the weight decay, `adam` adds it to the gradient. Adam runs fused where the device
+    supports it; `fusedadamw` is Habana's name for that."""
+    lr: PositiveFloat = 1e-4
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"
+    """Shape of the decay after the warm-up. `WSD` stays at the peak, then decays over its last part."""
+    lr_decay_samples: Positive | None = None
+    """Samples until min_lr is reached, warm-up included. Unset: the whole training."""
+    lr_decay_iters: Positive | None = None
+    """lr_decay_samples, in steps."""
+    lr_warmup_samples: NonNegative = 0
+    """Samples over which the learning rate rises linearly from 0."""
+    lr_warmup_iters: NonNegative = 0
+    """lr_warmup_samples, in steps."""
+    lr_wsd_decay_samples: Positive | None = None
+    """Samples of WSD's last, decaying part."""
+    lr_wsd_decay_iters: Positive | None = None
+    """lr_wsd_decay_samples, in steps."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential"] = "exponential"
+    """Shape of WSD's last part."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay of matrices; biases and normalisation weights never decay."""
+    adam_beta1: Probability = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Probability = 0.999
+    """Decay of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Value added to the square root of the second moment."""
+    sgd_momentum: Probability = 0.9
+    """Momentum of SGD."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Maximum norm of the whole model's gradient. 0: no clipping."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """ZeRO stage. Shard over data-parallel ranks: 1 optimizer states, 2 + gradients, 3 + parameters. In bf16 and fp16
+    the optimizer states are always sharded. 2 and 3 run without a pipeline."""
+    offload_optimizer: bool = False
+    """Keep and update the optimizer states in host memory."""
+    offload_param: bool = False
+    """Keep the parameters in host memory. Requires zero_stage 3."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class GuardConfig:
+    """Handling of bad steps and of hanging ranks. A loss or gradient that is not finite is never applied."""
+
+    spike_action: Literal["off", "log", "skip", "rollback"] = "log"
+    """Action on a loss or gradient norm far above its running estimate. `log`: log the batch. `skip`: also skip the
+    update. `rollback`: return to a checkpoint from before the spike and leave out the samples around it."""
+    spike_threshold: PositiveFloat = 6.0
+    """Standard deviations above the running mean at which a loss, or the logarithm of a gradient norm, is a spike."""
+    spike_window: Annotated[int, Field(ge=2)] = 128
+    """Time constant, in steps, of the exponential running mean and deviation. No spike is detected before this many
+    steps."""
+    max_skipped_in_a_row: Positive = 10
+    """Abort with exit status 3 after this many skipped steps in a row. An fp16 overflow counts only when the loss scale
+    is already at its minimum."""
+    rollback_skip_steps: Positive = 10
+    """Steps whose samples a rollback leaves out: the spike and the steps before it, because the damaging update comes
+    before the loss that shows it."""
+    max_rollbacks: Positive = 3
+    """Abort after this many rollbacks without a new checkpoint between them."""
+    check_replicas_interval: NonNegative = 0
+    """Steps between two checks that all copies of a parameter are bitwise equal; also before each save. 0: never."""
+    watchdog_timeout_s: NonNegativeFloat | None = None
+    """Seconds without progress after which the run is aborted with the stacks of all ranks. Until the first step is
+    done, distributed_timeout_minutes applies instead. 0: no watchdog. Unset: 600, or distributed_timeout_minutes if
+    that is shorter."""
