@@ -91,7 +91,7 @@ def _missing_hpu() -> str:
     try:
         hpu = importlib.import_module("habana_frameworks.torch.hpu")
     except ImportError:
-        return "habana_frameworks is not installed; pip install -r requirements-hpu.txt on a Gaudi host"
+        return "habana_frameworks is not installed; pip install '.[hpu]' on a Gaudi host"
     if not hpu.is_available() or hpu.device_count() == 0:
         return "habana_frameworks sees no Gaudi; hl-smi shows which are there and who holds them"
     return ""

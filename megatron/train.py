@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.config.command_line import load_config
 from megatron.config.options import Config, ConfigError
@@ -210,7 +210,7 @@ def tell(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def leave(status: int) -> None:
+def leave(status: int) -> NoReturn:
     """End the process here, without Python's own finalization.
 
     gloo's threads release the tensors of the last collective after it has returned. One that does so while the
@@ -222,5 +222,10 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
-if __name__ == "__main__":
+def process() -> NoReturn:
+    """Run the process of a rank: the command `megatron-train`."""
     leave(start())
+
+
+if __name__ == "__main__":
+    process()

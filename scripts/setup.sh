@@ -6,24 +6,22 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-requirements="requirements.txt"
-case "${1:-}" in
-    "") ;;
-    convert) requirements="requirements-convert.txt" ;;
-    test) requirements="requirements-test.txt" ;;
+extra="${1:-run}"
+case "$extra" in
+    run) package="." ;;
+    convert | test) package=".[$extra]" ;;
     *) echo "usage: scripts/setup.sh [convert | test]" >&2; exit 2 ;;
 esac
 python="${PYTHON:-python3}"
 
 # What the installation depends on. The folder is part of it: an editable installation points at it.
 fingerprint() {
-    { echo "$PWD"; cat requirements.txt requirements-convert.txt requirements-test.txt constraints.txt setup.py pyproject.toml megatron/data/native/*; } \
-        | sha256sum | cut -d " " -f 1
+    { echo "$PWD"; cat constraints.txt setup.py pyproject.toml megatron/data/native/*; } | sha256sum | cut -d " " -f 1
 }
 
 is_current() {
     local stamp
-    for stamp in ".venv/setup-$requirements" .venv/setup-requirements-test.txt; do
+    for stamp in ".venv/setup-$extra" .venv/setup-test; do
         [[ -f $stamp && $(<"$stamp") == "$1" ]] && compgen -G "megatron/data/helpers.*.so" > /dev/null && return
     done
     return 1
@@ -55,10 +53,10 @@ if [[ ! -x .venv/bin/python ]]; then
     "$python" -m venv .venv
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check -qq)
-rm -f .venv/setup-requirements*.txt
+rm -f .venv/setup-*
 # torch first: building deepspeed looks for it
 echo "setup: installing torch"
 "${pip[@]}" install -c constraints.txt torch
-echo "setup: installing $requirements and building the extension"
-"${pip[@]}" install -c constraints.txt -r "$requirements" -e .
-echo "$wanted" > ".venv/setup-$requirements"
+echo "setup: installing the package${1:+ and what \"$1\" adds}, and building the extension"
+"${pip[@]}" install -c constraints.txt -e "$package"
+echo "$wanted" > ".venv/setup-$extra"

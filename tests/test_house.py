@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from megatron.config.options import options, sections
 
@@ -22,6 +23,7 @@ FLOORS = {
     "accelerator": 1,
     "exit_codes": 1,
     "files": 1,
+    "command_names": 1,
     "parallel": 2,
     "planning": 3,
     "models": 4,
@@ -50,6 +52,7 @@ LIGHT = (
     "planning.estimate",
     "exit_codes",
     "files",
+    "command_names",
     "planning.schedule",
 )
 
@@ -296,9 +299,11 @@ IMPORT_NAMES = {"google-crc32c": "google_crc32c", "pyyaml": "yaml"}
 UNIMPORTED = {"regex"}
 
 
-def required(file: str) -> set[str]:
-    lines = (line.split("#")[0].strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines())
-    return {re.split(r"[<>=!~ \[]", line)[0] for line in lines if line and not line.startswith("-")}
+def required(*extras: str) -> set[str]:
+    """Distributions that the package needs, and those of its extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    return {re.split(r"[<>=!~ \[]", line)[0] for line in lines} - {project["name"]}
 
 
 def imported() -> set[str]:
@@ -312,13 +317,13 @@ def imported() -> set[str]:
 
 
 def test_every_requirement_is_imported() -> None:
-    names = {package: IMPORT_NAMES.get(package, package) for package in required("requirements.txt") - UNIMPORTED}
+    names = {package: IMPORT_NAMES.get(package, package) for package in required() - UNIMPORTED}
     assert sorted(package for package, name in names.items() if name not in imported()) == []
 
 
 def test_every_import_is_required() -> None:
-    declared = {IMPORT_NAMES.get(package, package) for package in required("requirements.txt")}
-    # transformers: an extra, imported where Hugging Face's own files are read; habana_frameworks: requirements-hpu.txt
+    declared = {IMPORT_NAMES.get(package, package) for package in required()}
+    # transformers: an extra, imported where Hugging Face's own files are read; habana_frameworks: the extra hpu
     declared |= {"megatron", "tools", "benchmarks", "transformers", "habana_frameworks"}
     declared |= {"trl", "instructlab"}  # in the environment of benchmarks/peers/tuning_peer.py, never in ours
     top = {module for module in imported() if "." not in module and module not in sys.stdlib_module_names}
@@ -332,7 +337,7 @@ def test_every_requirement_is_pinned_to_the_tested_version() -> None:
         for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         if line and not line.startswith("#")
     )
-    assert sorted((required("requirements.txt") | required("requirements-test.txt")) - set(pins)) == []
+    assert sorted(required("convert", "test") - set(pins)) == []
 
 
 def test_the_license_is_apache_2_whole() -> None:

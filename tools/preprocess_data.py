@@ -1,11 +1,11 @@
-"""Command line of megatron/cli/preprocess_data.py, runnable from a checkout without installing the package."""
+"""Run megatron-preprocess from a checkout."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.cli.preprocess_data import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -19,8 +19,8 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of optional packages that the datasets do not use
-    import megatron.core as megatron_core  # type: ignore[import-not-found]
-    from megatron.core.datasets import (  # type: ignore[import-not-found]
+    import megatron.core as megatron_core
+    from megatron.core.datasets import (
         blended_dataset,
         blended_megatron_dataset_builder,
         gpt_dataset,

@@ -61,7 +61,7 @@ def main() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages that the builder does not use
-        from megatron.core.datasets import indexed_dataset  # type: ignore[import-not-found]
+        from megatron.core.datasets import indexed_dataset
 
     start_worker(options.tokenizer, options.files)
     prefix = f"{options.output_prefix}_text_document"

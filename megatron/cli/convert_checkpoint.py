@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Weights from one format to another: Hugging Face, this project's own, DeepSpeed's universal one.
 
     python tools/convert_checkpoint.py --load Llama-3.1-8B --save checkpoints/llama31_8b --to native
@@ -16,7 +15,6 @@ import importlib.util
 import os
 import re
 import secrets
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.cli.exit_status import exit_status
+from megatron.cli.command import run_command
+from megatron.command_names import command_name
 from megatron.files import appearing
 
 if TYPE_CHECKING:
@@ -57,6 +56,7 @@ VERIFY_LIMIT = 2 * 10**9
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        prog=command_name("convert_checkpoint"),
         description="Convert the weights of a checkpoint: Hugging Face, native, DeepSpeed universal.",
         allow_abbrev=False,
     )
@@ -474,8 +474,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.checkpoint.format import CheckpointError
     from megatron.config.options import ConfigError
 
-    return exit_status(lambda: run(arguments), (CheckpointError, ConfigError), arguments.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command(lambda: run(arguments), (CheckpointError, ConfigError), arguments.save)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A checkpoint as DeepSpeed's universal folder, which any layout of DeepSpeed and of this project resumes from.
 
     python tools/ds_to_universal.py --input_folder checkpoints/global_step100 \\
@@ -12,12 +11,12 @@ the folder appears when it is whole, and `latest_universal` beside it then names
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.cli.exit_status import exit_status
+from megatron.cli.command import run_command
+from megatron.command_names import command_name
 
 if TYPE_CHECKING:
     from megatron.checkpoint.reader import Checkpoint
@@ -26,7 +25,9 @@ if TYPE_CHECKING:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert a checkpoint to DeepSpeed's universal folder.", allow_abbrev=False
+        prog=command_name("ds_to_universal"),
+        description="Convert a checkpoint to DeepSpeed's universal folder.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--input_folder",
@@ -97,8 +98,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.checkpoint.format import CheckpointError
     from megatron.config.options import ConfigError
 
-    return exit_status(lambda: print(run(arguments)), (CheckpointError, ConfigError), arguments.output_folder)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command(lambda: print(run(arguments)), (CheckpointError, ConfigError), arguments.output_folder)

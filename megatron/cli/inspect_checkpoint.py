@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Say what a checkpoint holds: its run, progress and parameters; check it; compare two.
 
     python tools/inspect_checkpoint.py out/checkpoints                     the newest one there
@@ -27,6 +26,7 @@ from tqdm import tqdm
 
 from megatron.checkpoint.format import MANIFEST, CheckpointError
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
+from megatron.command_names import command_name
 
 CHUNK_NUMEL = 1 << 22
 """Elements of a tensor read at a time: memory does not grow with the model."""
@@ -35,6 +35,7 @@ SHOWN_DIFFERENCES = 20
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        prog=command_name("inspect_checkpoint"),
         description="Say what a checkpoint holds, check it, or compare two.",
         epilog="Exit status: 0 all is well, 1 damaged, unreadable or (with --diff) different.",
     )
@@ -367,7 +368,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Statistics of indexed datasets, documents of them as ids and text, and a check of everything.
 
     python tools/inspect_dataset.py data/corpus_text_document
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron.cli.text_flags import add_tokenizer_flags, tokenizer_of
+from megatron.command_names import command_name
 from megatron.data.indexed import BLOCK_ENTRIES, Checksums, DataError, IndexedDataset, file_sha256, read_checksums
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ BAR_WIDTH = 40
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Print statistics and documents of indexed datasets, and verify them.", allow_abbrev=False
+        prog=command_name("inspect_dataset"),
+        description="Print statistics and documents of indexed datasets, and verify them.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "prefix", nargs="+", metavar="PREFIX", help="datasets: PREFIX for PREFIX.bin and PREFIX.idx, or PREFIX.idx"
@@ -563,7 +565,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted", file=sys.stderr)
             return 130
     return 0 if all_well else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,6 +19,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.command_names import command_name
 from megatron.config.command_line import build_parser, presets_of, to_yaml
 from megatron.launch.hl_requests import FineTuning, Request, from_environment, legend
 from megatron.launch.hl_variables import ALL, VARIABLES
@@ -78,7 +79,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
         place = own.index("--")
         own, train_flags = own[:place], own[place + 1 :]
     parser = argparse.ArgumentParser(
-        prog="python tools/launch.py",
+        prog=command_name("launch"),
         description="Check a run of megatron.train, then start it on this machine or on the hosts of a hostsfile.",
         epilog="After --, the flags of megatron.train. See docs/launching.md.",
         allow_abbrev=False,
@@ -139,7 +140,8 @@ def variables_text() -> str:
     return "".join(f"  {variable.name:<28}{variable.meaning}\n" for variable in VARIABLES)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
     of_training = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     if "--help" in of_training or "-h" in of_training:
         if "--variables" in arguments:
@@ -203,7 +205,3 @@ def with_processed_chats(plan: Plan, chats: FineTuning) -> Plan:
     if samples.vocab_size is not None and samples.vocab_size > plan.config.model.vocab_size:
         added += ["--vocab-size", str(samples.vocab_size)]
     return dataclasses.replace(plan, train_flags=(*plan.train_flags, *added))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Join indexed datasets end to end into one: OUTPUT.bin, .idx and .sha256.
 
     python tools/merge_datasets.py --input shards --output-prefix data/corpus_text_document
@@ -16,14 +15,14 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from megatron.cli.exit_status import exit_status
+from megatron.cli.command import run_command
+from megatron.command_names import command_name
 from megatron.data.indexed import (
     SEALED_NAME,
     DataError,
@@ -36,7 +35,11 @@ from megatron.data.indexed import (
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Join indexed datasets end to end into one.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=command_name("merge_datasets"),
+        description="Join indexed datasets end to end into one.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--input",
         nargs="+",
@@ -181,8 +184,4 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return exit_status(lambda: run(arguments), (DataError,), arguments.output_prefix)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command(lambda: run(arguments), (DataError,), arguments.output_prefix)

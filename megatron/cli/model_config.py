@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Print the model of a Hugging Face folder as a preset to train it with: its `model` section, and the precision.
 
     python tools/model_config.py --load Llama-3.2-1B > model.yaml
@@ -18,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from megatron.cli.exit_status import exit_status
+from megatron.cli.command import run_command
+from megatron.command_names import command_name
 from megatron.config.options import option_doc
 
 WIDTH = 100
@@ -26,7 +26,7 @@ WIDTH = 100
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python tools/model_config.py",
+        prog=command_name("model_config"),
         description="Print the model of a Hugging Face folder as the preset of a run that starts from it.",
         allow_abbrev=False,
     )
@@ -71,8 +71,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.checkpoint.format import CheckpointError
 
-    return exit_status(lambda: run(arguments), (CheckpointError,), arguments.load)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command(lambda: run(arguments), (CheckpointError,), arguments.load)

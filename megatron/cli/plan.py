@@ -11,14 +11,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megatron.command_names import command_name
 from megatron.config.command_line import build_parser, load_config, parse_arguments, presets_of
 from megatron.config.options import ConfigError
 from megatron.planning.estimate import describe
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="python tools/plan.py",
+        prog=command_name("plan"),
         description=(__doc__ or "").split("\n")[0],
         epilog="All other flags are those of megatron.train; --device cpu counts what its attention keeps.",
         allow_abbrev=False,
@@ -51,7 +53,3 @@ def main(arguments: Sequence[str]) -> int:
         describe(config, nodes=num_devices // per_node, devices_per_node=per_node, title=f"Plan of {title}")
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

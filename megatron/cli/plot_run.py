@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.command_names import command_name
+
 METRICS_FILE = "metrics.jsonl"
 ALLOCATED, PEAK = "memory_allocated (GB)", "max_memory_allocated (GB)"
 TIMER_SUFFIX = "-time"
@@ -30,8 +32,9 @@ Row = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
+        prog=command_name("plot_run"),
         description="Draw training runs from their metrics.jsonl: loss, learning rate, gradient norm, throughput, "
-        "memory, time of a step."
+        "memory, time of a step.",
     )
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="folder with a metrics.jsonl, or such a file")
     parser.add_argument("--output", default="run.png", metavar="PNG", help="the picture to write [run.png]")
@@ -203,7 +206,3 @@ def draw(runs: dict[str, list[Row]], output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
     pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

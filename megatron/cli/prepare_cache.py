@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.command_names import command_name, train_name
 from megatron.config.command_line import load_config, parse_arguments
 from megatron.config.options import Config, ConfigError
 from megatron.data.blend import BlendedDataset
@@ -78,12 +79,13 @@ def prepare(config: Config) -> None:
     open_datasets(config)  # what else a run asks of its data
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="python tools/prepare_cache.py",
+        prog=command_name("prepare_cache"),
         usage="%(prog)s --config PRESET [--flag VALUE ...]",
         description="Build the index arrays of a run before it starts. Takes the flags of megatron.train; "
-        "`python -m megatron.train --help` lists them.",
+        f"`{train_name()} --help` lists them.",
         allow_abbrev=False,
     )
     _, flags = parser.parse_known_args(arguments)
@@ -93,7 +95,3 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

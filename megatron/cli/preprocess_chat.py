@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Chats to a dataset for supervised fine-tuning: PREFIX.bin and .idx, and PREFIX_loss_mask.bin and .idx beside them.
 
     python tools/preprocess_chat.py --input chats.jsonl --output-prefix data/chats \\
@@ -18,7 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli.exit_status import exit_status
+from megatron.cli.command import run_command
+from megatron.command_names import command_name
 
 if TYPE_CHECKING:
     from megatron.data.chat.conversation import Sample
@@ -33,6 +33,7 @@ SHOWN_LINES_OF_A_SAMPLE = 60
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        prog=command_name("preprocess_chat"),
         description="Tokenize chats into PREFIX.bin and .idx, and what is trained into PREFIX_loss_mask.bin and .idx.",
         allow_abbrev=False,
     )
@@ -253,8 +254,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.data.indexed import DataError
 
-    return exit_status(lambda: run(arguments), (DataError,), arguments.output_prefix or "")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command(lambda: run(arguments), (DataError,), arguments.output_prefix or "")

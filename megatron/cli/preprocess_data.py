@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Text to an indexed dataset: PREFIX_KEY_document.bin and .idx, ready for --data-path PREFIX_KEY_document.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron.cli.exit_status import exit_status
+from megatron.cli.command import run_command
 from megatron.cli.text_flags import (
     add_input_flags,
     add_tokenizer_flags,
@@ -31,6 +30,7 @@ from megatron.cli.text_flags import (
     separator,
     tokenizer_of,
 )
+from megatron.command_names import command_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,6 +55,7 @@ SPOT_CHARACTERS = 1 << 9
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        prog=command_name("preprocess_data"),
         description="Tokenize text into PREFIX_KEY_document.bin and .idx, Megatron's indexed format.",
         allow_abbrev=False,
     )
@@ -582,14 +583,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.data.indexed import DataError
 
-    return exit_status(lambda: run(arguments), (DataError,), arguments.output_prefix, lambda: kept(arguments))
+    return run_command(lambda: run(arguments), (DataError,), arguments.output_prefix, lambda: kept(arguments))
 
 
 def kept(arguments: argparse.Namespace) -> str:
     """What is left to go on from, for the end of a message."""
     folder = Path(f"{arguments.output_prefix}.unfinished")
     return f"\nwhat was done is kept in {folder}: --resume goes on from there" if folder.exists() else ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A byte-level BPE tokenizer, as GPT-2's, learned from text.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-dir tokenizer
@@ -15,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.exit_status import exit_status
+from megatron.cli.command import run_command
 from megatron.cli.text_flags import add_input_flags, check_input_flags, find_input, separator
+from megatron.command_names import command_name
 from megatron.files import replacing
 
 NUM_BYTE_SYMBOLS = 256
@@ -24,7 +24,9 @@ NUM_BYTE_SYMBOLS = 256
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a byte-level BPE tokenizer (GPT-2's kind) on text.", allow_abbrev=False
+        prog=command_name("train_tokenizer"),
+        description="Train a byte-level BPE tokenizer (GPT-2's kind) on text.",
+        allow_abbrev=False,
     )
     add_input_flags(parser, "keys whose text is learned from (default: text)")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="entries, <|endoftext|> included")
@@ -102,8 +104,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.data.indexed import DataError
 
-    return exit_status(lambda: run(arguments), (DataError,), arguments.output_dir)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command(lambda: run(arguments), (DataError,), arguments.output_dir)

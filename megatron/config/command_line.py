@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megatron.command_names import train_name
 from megatron.config.options import Config, ConfigError, flag, option_doc, options, sections
 from megatron.config.validation import check
 from megatron.files import IMPORT_ROOT
@@ -128,14 +129,14 @@ class _HelpFormatter(argparse.HelpFormatter):
         return str(action.metavar or default_metavar)
 
 
-def build_parser(prog: str = "python -m megatron.train") -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """One flag an option, grouped by section.
 
     Values stay strings, and a missing one is an empty string, so that all are judged at once, not one by one.
     """
     parser = argparse.ArgumentParser(
-        prog=prog,
-        usage=f"{prog} --config PRESET [--flag VALUE ...]",
+        prog=train_name(),
+        usage="%(prog)s --config PRESET [--flag VALUE ...]",
         description="Train a model in tensor, pipeline and data parallel. A value comes from the option's default, "
         "then from the presets, then from the command line. A BOOL flag alone means true, --no-FLAG means false; "
         "`none` unsets an option.",

@@ -1,0 +1,37 @@
+"""Run the work of a command, and turn its errors into a message and an exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from megatron.exit_codes import DONE, FAILED
+
+INTERRUPTED = 130
+
+
+def run_command(
+    work: Callable[[], None],
+    errors: tuple[type[Exception], ...],
+    output: str,
+    kept: Callable[[], str] = lambda: "",
+) -> int:
+    """Run `work` and return the exit status: 0, 1 after an error, 130 after Ctrl-C.
+
+    Args:
+        errors: the types whose message is enough for the user; other errors keep their traceback.
+        output: path to name for an OSError that names no file.
+        kept: returns the end of the message that says what a later run can resume from, or "".
+    """
+    try:
+        work()
+    except errors as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        print(f"error: {error.filename or output}: {error.strerror or error}{kept()}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"interrupted{kept() or '; nothing was written'}", file=sys.stderr)
+        return INTERRUPTED
+    return DONE
