@@ -35,7 +35,8 @@ from megatron.config.data import parse_split
 from megatron.config.options import DataConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset, build_datasets
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "valid", "test")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 
 DISTRIBUTIONS = ("lognormal", "uniform", "real")
 CAPACITY = 4096

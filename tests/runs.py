@@ -13,7 +13,8 @@ import orjson
 
 from megatron.config.command_line import load_config
 from megatron.config.options import ConfigError, ParallelConfig
-from megatron.data.indexed import DataError, IndexedDatasetBuilder
+from megatron.data.indexed import DataError
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import host_consistency as sharing
 from megatron.resilience.errors import raise_on_all_ranks

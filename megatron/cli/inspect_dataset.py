@@ -30,10 +30,11 @@ from tqdm import tqdm
 
 from megatron.cli.text_flags import add_tokenizer_flags, tokenizer_of
 from megatron.command_names import command_name
-from megatron.data.indexed import BLOCK_ENTRIES, Checksums, DataError, IndexedDataset, file_sha256, read_checksums
+from megatron.data.checksums import Checksums, file_sha256, read_checksums
+from megatron.data.indexed import BLOCK_ENTRIES, DataError, IndexedDataset
 
 if TYPE_CHECKING:
-    from megatron.data.tokenizer import Tokenizer
+    from megatron.data.tokenizers.base import Tokenizer
 
 Integers = NDArray[np.int64]
 

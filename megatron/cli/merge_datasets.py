@@ -23,15 +23,9 @@ from tqdm import tqdm
 
 from megatron.cli.command import run_command
 from megatron.command_names import command_name
-from megatron.data.indexed import (
-    SEALED_NAME,
-    DataError,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    Progress,
-    file_sha256,
-    read_checksums,
-)
+from megatron.data.checksums import ReportBytes, file_sha256, read_checksums
+from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.indexed_builder import SEALED_NAME, IndexedDatasetBuilder
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -138,7 +132,7 @@ def check_space(inputs: Sequence[IndexedDataset], folder: Path) -> None:
         )
 
 
-def verify_sealed(prefix: Path, inputs: Sequence[IndexedDataset], progress: Progress) -> None:
+def verify_sealed(prefix: Path, inputs: Sequence[IndexedDataset], progress: ReportBytes) -> None:
     """Read back what was written. Raises DataError if it is not the sum of the inputs."""
     merged, checksums = IndexedDataset(prefix), read_checksums(prefix)
     assert checksums is not None

@@ -140,7 +140,7 @@ def first_samples(job: ChatJob, setup: ChatSetup, count: int) -> Iterator[Sample
     """The first samples of the input; bad rows are passed over. Raises DataError."""
     from megatron.data.chat.files import find_chats
     from megatron.data.chat.job import encode_block
-    from megatron.data.sources import read_blocks
+    from megatron.data.document_blocks import read_blocks
 
     left = count
     for block in read_blocks(find_chats(job.inputs), (), block_bytes=1 << 16):
@@ -219,6 +219,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
+    from megatron.data.indexed import LOSS_MASK_SUFFIX
+
     for fault in totals.faults:
         print(f"skipped {fault}", file=sys.stderr)
     share = 100 * totals.num_loss_tokens / totals.num_tokens
@@ -244,7 +246,7 @@ def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
-    written = [f"{job.output_prefix}.bin", f"{job.output_prefix}_loss_mask.bin"]
+    written = [f"{job.output_prefix}.bin", f"{job.output_prefix}{LOSS_MASK_SUFFIX}.bin"]
     if job.tokenizer_output:
         written.append(f"{job.tokenizer_output}/tokenizer.json")
     print(f"written in {elapsed_s:.1f} s: {', '.join(written)}")

@@ -35,10 +35,12 @@ from megatron.command_names import command_name
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron.data.indexed import IndexedDatasetBuilder
+    from megatron.data.document_blocks import Block, Fault, Position
+    from megatron.data.document_parser import Parsed
+    from megatron.data.indexed_builder import IndexedDatasetBuilder
     from megatron.data.resume_state import State, UnfinishedWork
-    from megatron.data.sources import Block, Fault, Parsed, Position, Source
-    from megatron.data.tokenizer import Tokenizer
+    from megatron.data.sources import SourceFile
+    from megatron.data.tokenizers.base import Tokenizer
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -165,7 +167,7 @@ class Encoder:
 
     def encode(self, block: Block) -> Encoded:
         """A document without a token is counted as empty and left out, its eod too. Raises NotAccelerated."""
-        from megatron.data.sources import parse
+        from megatron.data.document_parser import parse
 
         parsed = parse(block, self.keys)
         try:
@@ -212,7 +214,7 @@ class Encoder:
 
     def _sift(self, block: Block, parsed: Parsed) -> None:
         """Move the documents that the tokenizer refuses to the faults."""
-        from megatron.data.sources import Fault
+        from megatron.data.document_blocks import Fault
 
         kept = []
         for row, number in enumerate(parsed.numbers):
@@ -227,7 +229,7 @@ class Encoder:
         parsed.columns = [[texts[row] for row in kept] for texts in parsed.columns]
 
     def _check_spot(self, reference: Tokenizer, block: Block, parsed: Parsed) -> None:
-        from megatron.data.acceleration import check_equal
+        from megatron.data.tokenizers.acceleration import check_equal
 
         row = block.begin.documents % len(parsed.numbers)
         text = parsed.columns[0][row]
@@ -305,7 +307,7 @@ class Job:
     """The whole command, once its files are found and its tokenizer is built."""
 
     arguments: argparse.Namespace
-    sources: list[Source]
+    sources: list[SourceFile]
     tokenizer: Tokenizer
     """The reference."""
     eod: int | None
@@ -351,7 +353,7 @@ class Job:
         return {"tokenizer": self.tokenizer.identity, "append_eod": self.eod is not None, "input": digest(inputs)}
 
     def blocks(self, start: Position, tokenizer: Tokenizer) -> Iterator[Block]:
-        from megatron.data.sources import read_blocks
+        from megatron.data.document_blocks import read_blocks
 
         return read_blocks(
             self.sources,
@@ -386,8 +388,9 @@ def prepare(arguments: argparse.Namespace) -> Job:
 
 def accelerated(job: Job) -> Tokenizer:
     """The fast tokenizer, if it agrees with the reference on the beginnings of the files. Raises NotAccelerated."""
-    from megatron.data.acceleration import accelerate, check_equal
-    from megatron.data.sources import parse, read_blocks
+    from megatron.data.document_blocks import read_blocks
+    from megatron.data.document_parser import parse
+    from megatron.data.tokenizers.acceleration import accelerate, check_equal
 
     fast = accelerate(job.tokenizer)
     step = max(1, len(job.sources) // PROOF_SOURCES)
@@ -408,8 +411,8 @@ class Datasets:
 
     def __init__(self, job: Job, work: UnfinishedWork, saved: State | None):
         """Empty ones, or those of `saved`. Raises DataError."""
-        from megatron.data.indexed import IndexedDatasetBuilder, is_open
-        from megatron.data.sources import Position
+        from megatron.data.document_blocks import Position
+        from megatron.data.indexed_builder import IndexedDatasetBuilder, is_open
 
         self._job, self._work = job, work
         self.is_complete = saved is not None and saved.is_complete
@@ -450,7 +453,7 @@ class Datasets:
 
     def finish(self) -> None:
         """Give every dataset its name. Raises DataError for a key under which there was no text at all."""
-        from megatron.data.indexed import publish
+        from megatron.data.indexed_builder import publish
 
         if not self.is_complete:
             self._check_not_empty()
@@ -480,8 +483,8 @@ def encode_input(job: Job, work: UnfinishedWork, datasets: Datasets, tokenizer: 
 
     Raises DataError at the first fault unless they are to be skipped, and NotAccelerated.
     """
+    from megatron.data.document_parser import bad_line_error
     from megatron.data.indexed import DataError
-    from megatron.data.sources import bad_line_error
 
     arguments, totals = job.arguments, datasets.totals
     reference = None if tokenizer is job.tokenizer else job.tokenizer
@@ -518,7 +521,8 @@ def encode_input(job: Job, work: UnfinishedWork, datasets: Datasets, tokenizer: 
 
 def is_finished(job: Job) -> bool:
     """Whether the datasets of this very command are there already."""
-    from megatron.data.indexed import DataError, IndexedDataset, read_checksums
+    from megatron.data.checksums import read_checksums
+    from megatron.data.indexed import DataError, IndexedDataset
 
     try:
         found = [read_checksums(prefix) for prefix in job.prefixes]
@@ -533,9 +537,9 @@ def run(arguments: argparse.Namespace) -> None:
     """The whole command. Raises DataError or OSError, with no final file written."""
     # one thread a worker: --workers alone says how many cores are used
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from megatron.data.acceleration import NotAccelerated
+    from megatron.data.document_blocks import Position
     from megatron.data.resume_state import UnfinishedWork
-    from megatron.data.sources import Position
+    from megatron.data.tokenizers.acceleration import NotAccelerated
 
     job = prepare(arguments)
     Path(arguments.output_prefix).parent.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.data.sources import Source
-    from megatron.data.tokenizer import Tokenizer
+    from megatron.data.sources import SourceFile
+    from megatron.data.tokenizers.base import Tokenizer
 
 
 def add_input_flags(parser: argparse.ArgumentParser, keys_help: str) -> argparse._ArgumentGroup:
@@ -49,9 +49,10 @@ def check_input_flags(parser: argparse.ArgumentParser, arguments: argparse.Names
         parser.error("--document-separator is empty; leave it out if each file is one document")
 
 
-def find_input(arguments: argparse.Namespace) -> list[Source]:
+def find_input(arguments: argparse.Namespace) -> list[SourceFile]:
     """Raises DataError."""
-    from megatron.data.sources import check_columns, find_sources
+    from megatron.data.document_blocks import check_columns
+    from megatron.data.sources import find_sources
 
     sources = find_sources(arguments.input, arguments.text_files)
     check_columns(sources, arguments.json_keys)
@@ -96,7 +97,7 @@ def add_tokenizer_flags(
 
 def tokenizer_of(arguments: argparse.Namespace, *, parse_special_tokens: bool = False) -> Tokenizer:
     """Raises DataError."""
-    from megatron.data.tokenizer import build_tokenizer
+    from megatron.data.tokenizers.build import build_tokenizer
 
     return build_tokenizer(
         arguments.tokenizer_type,

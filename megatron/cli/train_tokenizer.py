@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> None:
     """The whole command. Raises DataError or OSError, with no final file written."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    from megatron.data.document_parser import read_texts
     from megatron.data.indexed import DataError
-    from megatron.data.sources import read_texts
-    from megatron.data.tokenizer import END_OF_TEXT
+    from megatron.data.tokenizers.base import END_OF_TEXT
 
     sources = find_input(arguments)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

@@ -23,7 +23,7 @@ from megatron.data.indexed import DataError
 K = TypeVar("K")
 T = TypeVar("T")
 
-Plan = Callable[[int], tuple[int, Sequence[K]]]
+BatchPlan = Callable[[int], tuple[int, Sequence[K]]]
 
 STEPS_AHEAD = 2
 """Steps read ahead of the one in use. Bounds the memory."""
@@ -38,7 +38,7 @@ def dealt_evenly(
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
-) -> Plan[range]:
+) -> BatchPlan[range]:
     """The plan of a stream of samples: microbatch m of rank r holds those from
     consumed_samples + (m * data_parallel_size + r) * micro_batch_size on.
 
@@ -70,7 +70,7 @@ class Batches(Generic[K, T]):
     and by every later one; so is the death of a thread. Close it, or use it as a context manager, to end the threads.
     """
 
-    def __init__(self, plan: Plan[K], read: Callable[[K], T], *, consumed_samples: int = 0, num_workers: int = 1):
+    def __init__(self, plan: BatchPlan[K], read: Callable[[K], T], *, consumed_samples: int = 0, num_workers: int = 1):
         self._plan, self._read_one = plan, read
         self.consumed_samples = consumed_samples
         """Samples handed out so far to all data-parallel ranks together."""

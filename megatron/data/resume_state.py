@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.data.indexed import BuilderState, DataError
-from megatron.data.sources import Position, Source
+from megatron.data.document_blocks import Position
+from megatron.data.indexed import DataError
+from megatron.data.indexed_builder import BuilderState
+from megatron.data.sources import SourceFile
 from megatron.files import replacing
 
 TAIL_BYTES = 1 << 16
@@ -43,7 +45,7 @@ class UnfinishedWork:
     `identity` is all that decides what is written, apart from the input's content; JSON values.
     """
 
-    def __init__(self, output_prefix: str, identity: dict[str, Any], sources: Sequence[Source]):
+    def __init__(self, output_prefix: str, identity: dict[str, Any], sources: Sequence[SourceFile]):
         self.folder = Path(f"{output_prefix}.unfinished")
         self._identity = json.loads(json.dumps(identity))
         self._sources = sources
@@ -165,16 +167,16 @@ class UnfinishedWork:
                 )
 
 
-def _describe(source: Source) -> list[Any]:
+def _describe(source: SourceFile) -> list[Any]:
     status = source.path.stat()
     return [str(source.path.resolve()), status.st_size, status.st_mtime_ns]
 
 
-def _can_be_compared(source: Source) -> bool:
+def _can_be_compared(source: SourceFile) -> bool:
     return source.kind != "parquet" and not source.compression
 
 
-def _tail_digest(sources: Sequence[Source], position: Position) -> str:
+def _tail_digest(sources: Sequence[SourceFile], position: Position) -> str:
     """Of the last bytes before the position, where they are bytes of the file; empty elsewhere."""
     if position.source >= len(sources) or not _can_be_compared(sources[position.source]):
         return ""

@@ -24,7 +24,9 @@ from typing import Any
 import numpy as np
 
 from megatron.data.chat.files import ChatJob, ChatTotals, preprocess_chats
-from megatron.data.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, best_dtype, file_sha256
+from megatron.data.checksums import file_sha256
+from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, best_dtype
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.files import replacing
 from megatron.instructlab.arguments import DataProcessArgs
 from megatron.instructlab.documents import write_blocks
@@ -32,7 +34,6 @@ from megatron.instructlab.documents import write_blocks
 logger = logging.getLogger("megatron.api")
 
 NAME = "data"
-MASK = "_loss_mask"
 SHORTEST_SAMPLE = 20
 """InstructLab leaves out samples of fewer tokens, as broken."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -124,7 +125,7 @@ def process_documents(
 
     def make() -> dict[str, Any]:
         num_documents, vocab_size = write_blocks(
-            Path(data_path), model, folder / NAME, folder / (NAME + MASK), block_size, document_column_name
+            Path(data_path), model, folder / NAME, folder / (NAME + LOSS_MASK_SUFFIX), block_size, document_column_name
         )
         logger.info("processed %s: %d documents", data_path, num_documents)
         return {"vocab_size": vocab_size, "tokenizer": None}
@@ -141,7 +142,7 @@ def make_mock_data(folder: Path, num_samples: int, longest: int, vocab_size: int
         generator = np.random.default_rng([seed, 1])
         with (
             IndexedDatasetBuilder(folder / NAME, best_dtype(vocab_size)) as tokens,
-            IndexedDatasetBuilder(folder / (NAME + MASK), np.uint8) as mask,
+            IndexedDatasetBuilder(folder / (NAME + LOSS_MASK_SUFFIX), np.uint8) as mask,
         ):
             for length in lengths:
                 tokens.add_document(generator.integers(0, vocab_size, length, dtype=tokens.dtype.newbyteorder("=")))
@@ -156,7 +157,7 @@ def make_mock_data(folder: Path, num_samples: int, longest: int, vocab_size: int
 def open_samples(folder: Path) -> Samples:
     """What a folder holds. Raises DataError where that is no processed dataset."""
     prefix = folder / NAME
-    missing = [path for path in (f"{prefix}.idx", f"{prefix}{MASK}.idx") if not Path(path).is_file()]
+    missing = [path for path in (f"{prefix}.idx", f"{prefix}{LOSS_MASK_SUFFIX}.idx") if not Path(path).is_file()]
     if missing:
         raise DataError(
             f"{folder} holds no processed data, it lacks {' and '.join(missing)}; leave process_data=True, or call "

@@ -11,7 +11,8 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron.data.chat.template import named_tokens, read_config
-from megatron.data.indexed import DataError, IndexedDatasetBuilder, best_dtype
+from megatron.data.indexed import DataError, best_dtype
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 
 BATCH_DOCUMENTS = 1000
 TOKENIZER_NAME = "tokenizer.json"

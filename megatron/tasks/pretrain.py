@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from megatron.config.options import Config
-from megatron.data.batches import Plan, dealt_evenly
+from megatron.data.batches import BatchPlan, dealt_evenly
 from megatron.data.blend import TokenDataset
 from megatron.data.gpt import Datasets, open_datasets
 from megatron.data.indexed import DataError
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.task import Microbatch, Task
 
@@ -51,7 +51,7 @@ class PretrainTask(Task):
         global_batch_size: Callable[[int], int],
         data_parallel_rank: int,
         data_parallel_size: int,
-    ) -> Plan[range]:
+    ) -> BatchPlan[range]:
         return dealt_evenly(
             len(dataset),
             global_batch_size=global_batch_size,

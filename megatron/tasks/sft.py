@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.config.options import Config
-from megatron.data.batches import Plan
+from megatron.data.batches import BatchPlan
 from megatron.data.chat.dataset import ChatDataset, PackedChats, open_chats
 from megatron.data.packing import bucket_edges, bucket_length, pack_step, pad_to_edges
 from megatron.parallel.context import ParallelContext
@@ -88,7 +88,7 @@ class SFTTask(Task):
         global_batch_size: Callable[[int], int],
         data_parallel_rank: int,
         data_parallel_size: int,
-    ) -> Plan[Rows]:
+    ) -> BatchPlan[Rows]:
         @lru_cache(maxsize=8)  # asked again by the steps that name a bad microbatch
         def plan(consumed_samples: int) -> tuple[int, Sequence[Rows]]:
             size = global_batch_size(consumed_samples)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config.options import Config
-from megatron.data.batches import Plan
+from megatron.data.batches import BatchPlan
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import linear_cross_entropy
 
@@ -58,7 +58,7 @@ class Task(ABC):
     @abstractmethod
     def plan(
         self, dataset: Any, global_batch_size: Callable[[int], int], data_parallel_rank: int, data_parallel_size: int
-    ) -> Plan[Any]:
+    ) -> BatchPlan[Any]:
         """What a rank reads for each step, whose sizes are as `global_batch_size(consumed_samples)` says."""
 
     @abstractmethod

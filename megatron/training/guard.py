@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron.data.batches import Plan
+from megatron.data.batches import BatchPlan
 from megatron.observability.metrics import MetricsLog
 from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.replica_check import ReplicaCheck
@@ -48,7 +48,7 @@ class Guard:
         progress: Progress,
         task: Task,
         dataset: Any,
-        plan: Plan[Any],
+        plan: BatchPlan[Any],
         log: MetricsLog,
         checkpoints: Checkpoints | None,
     ) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megatron.cli import inspect_dataset
-from megatron.data.indexed import IndexedDatasetBuilder
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.tokenizers.build import build_tokenizer
 from tests.data.datasets import write_dataset
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")

@@ -16,8 +16,10 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.cli import merge_datasets
-from megatron.data import indexed
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, read_checksums
+from megatron.data import indexed_builder
+from megatron.data.checksums import read_checksums
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from tests.data.datasets import write_dataset
 
 
@@ -43,7 +45,7 @@ def names(folder: Path) -> list[str]:
 def test_the_result_is_numpys_concatenation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, dtype: str
 ) -> None:
-    monkeypatch.setattr(indexed, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(indexed_builder, "BLOCK_ENTRIES", block)
     generator = np.random.default_rng(0)
     tokens: list[NDArray[Any]] = []
     lengths: list[NDArray[Any]] = []

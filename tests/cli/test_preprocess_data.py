@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from megatron.cli import preprocess_data, train_tokenizer
+from megatron.data.document_blocks import BLOCK_BYTES
 from megatron.data.indexed import IndexedDataset
-from megatron.data.sources import BLOCK_BYTES
-from megatron.data.tokenizer import GPT2BPETokenizer, HFTokenizer
+from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from megatron.cli import preprocess_data
-from megatron.data import sources as documents
-from megatron.data.indexed import IndexedDataset, read_checksums
+from megatron.data import document_blocks
+from megatron.data.checksums import read_checksums
+from megatron.data.indexed import IndexedDataset
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")
@@ -103,7 +104,7 @@ def run_and_die_at(call: int, arguments: list[str]) -> bool:
 def test_a_kill_before_any_change_of_the_file_system_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 400)
+    monkeypatch.setattr(document_blocks, "BLOCK_BYTES", 400)
     (tmp_path / "whole").mkdir()
     write_rows(tmp_path / "whole" / "in.jsonl", 12)
     assert preprocess_data.main(command(tmp_path / "whole")) == 0
@@ -171,7 +172,7 @@ def run_main(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     """A folder in which a bad line stopped the run half way, with what was done before it."""
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 400)
+    monkeypatch.setattr(document_blocks, "BLOCK_BYTES", 400)
     write_rows(tmp_path / "in.jsonl", 40)
     rows = (tmp_path / "in.jsonl").read_text().splitlines()
     (tmp_path / "good.jsonl").write_text("\n".join(rows) + "\n")
@@ -328,9 +329,9 @@ def test_a_difference_that_shows_late_begins_anew_with_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The accelerated tokenizer agrees on the first sample and the first blocks, then no more."""
-    from megatron.data import acceleration
+    from megatron.data.tokenizers import acceleration
 
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 400)
+    monkeypatch.setattr(document_blocks, "BLOCK_BYTES", 400)
     write_rows(tmp_path / "in.jsonl", 40)
 
     class Liar:
@@ -353,7 +354,7 @@ def test_a_difference_that_shows_late_begins_anew_with_the_reference(
 
     monkeypatch.setattr(acceleration, "accelerate", Liar)
     arguments = [part.replace("NullTokenizer", "nulltokenizer") for part in command(tmp_path)]
-    from megatron.data import tokenizer as tokenizers
+    from megatron.data.tokenizers import build as tokenizers
 
     build = tokenizers.build_tokenizer
     monkeypatch.setattr(tokenizers, "build_tokenizer", lambda _, *rest, **named: build("NullTokenizer", *rest, **named))

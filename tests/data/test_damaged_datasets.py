@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 from megatron.cli import inspect_dataset, merge_datasets
-from megatron.data.indexed import HEADER_BYTES, DataError, IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import HEADER_BYTES, DataError, IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from tests.data.datasets import write_dataset
 
 REPOSITORY = Path(__file__).resolve().parents[2]

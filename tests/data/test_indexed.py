@@ -17,18 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import indexed
-from megatron.data.indexed import (
-    DTYPES,
-    BuilderState,
-    DataError,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    best_dtype,
-    is_sealed,
-    publish,
-    read_checksums,
-)
+from megatron.data import checksums, indexed_builder
+from megatron.data.checksums import read_checksums
+from megatron.data.indexed import DTYPES, DataError, IndexedDataset, best_dtype
+from megatron.data.indexed_builder import BuilderState, IndexedDatasetBuilder, is_sealed, publish
 from tests.data.datasets import open_dataset, write_dataset
 
 
@@ -231,8 +223,8 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that tiny datasets cross many of their borders."""
-    monkeypatch.setattr(indexed, "BLOCK_ENTRIES", 3)
-    monkeypatch.setattr(indexed, "COPY_BYTES", 8)
+    monkeypatch.setattr(indexed_builder, "BLOCK_ENTRIES", 3)
+    monkeypatch.setattr(checksums, "COPY_BYTES", 8)
 
 
 def files(folder: Path, name: str = "d") -> dict[str, bytes]:
@@ -261,8 +253,8 @@ def test_blocks_leave_no_seams(tmp_path: Path, small_blocks: None) -> None:
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "BLOCK_ENTRIES", 1 << 10)
-    monkeypatch.setattr(indexed, "COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(indexed_builder, "BLOCK_ENTRIES", 1 << 10)
+    monkeypatch.setattr(checksums, "COPY_BYTES", 1 << 12)
     tokens, lengths = np.zeros(1000, np.uint16), np.ones(1000, np.int64)
     tracemalloc.start()
     try:

@@ -13,9 +13,11 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import sources as documents
+from megatron.data import document_blocks
+from megatron.data.document_blocks import Block, Position, read_blocks
+from megatron.data.document_parser import parse
 from megatron.data.indexed import DataError
-from megatron.data.sources import Block, Position, find_sources, parse, read_blocks
+from megatron.data.sources import find_sources
 
 KEY = ("text",)
 
@@ -62,7 +64,7 @@ def test_blocks_hold_what_splitting_the_whole_gives(
     path = tmp_path_factory.mktemp("blocks") / "in.txt"
     path.write_text(whole, newline="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "BLOCK_BYTES", block_bytes)
+        patch.setattr(document_blocks, "BLOCK_BYTES", block_bytes)
         blocks = read(path, separator=separator)
     assert texts(blocks) == [text for text in whole.split(separator) if text.strip()]
     assert sum(block.num_input_bytes for block in blocks) == len(whole)
@@ -73,7 +75,7 @@ def test_blocks_hold_what_splitting_the_whole_gives(
 def test_jsonl_is_read_through_any_packing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(documents, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(document_blocks, "BLOCK_BYTES", block_bytes)
     values = [f"text {i} äöü 漢字" * (i % 5) + "." for i in range(200)]
     path = tmp_path / f"in.jsonl{packing}"
     path.write_bytes(PACKED[packing](lines(*values)))
@@ -92,7 +94,7 @@ def test_parts_packed_one_by_one_are_one_file(tmp_path: Path, packing: str) -> N
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet"])
 def test_reading_goes_on_behind_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(document_blocks, "BLOCK_BYTES", 64)
     paths = []
     for part in range(3):
         values = [f"{part} {i} " + "x" * (i % 7) for i in range(40)]
@@ -319,7 +321,7 @@ def test_parquet_columns_are_checked_before_anything_is_read(
 
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
     with pytest.raises(DataError, match=reason):
-        documents.check_columns(find_sources([str(tmp_path)]), KEY)
+        document_blocks.check_columns(find_sources([str(tmp_path)]), KEY)
 
 
 def test_damaged_parquet_is_refused_or_a_fault(tmp_path: Path) -> None:
@@ -327,7 +329,7 @@ def test_damaged_parquet_is_refused_or_a_fault(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="no readable Parquet file"):
-        documents.check_columns(find_sources([str(path)]), KEY)
+        document_blocks.check_columns(find_sources([str(path)]), KEY)
     damaged = bytearray(whole)
     damaged[len(whole) // 3 : len(whole) // 3 + 200] = b"\0" * 200
     path.write_bytes(damaged)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config.validation import check
-from megatron.data.chat.dataset import MASK_SUFFIX, ChatDataset
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.chat.dataset import ChatDataset
+from megatron.data.indexed import LOSS_MASK_SUFFIX
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.models.transformer import unpack
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.sft import SFTTask
@@ -28,7 +29,7 @@ def write_chats(prefix: Path, lengths: list[int], seed: int = 0, trained: float 
     generator = np.random.default_rng(seed)
     with (
         IndexedDatasetBuilder(prefix, np.uint16) as tokens,
-        IndexedDatasetBuilder(f"{prefix}{MASK_SUFFIX}", np.uint8) as mask,
+        IndexedDatasetBuilder(f"{prefix}{LOSS_MASK_SUFFIX}", np.uint8) as mask,
     ):
         for length in lengths:
             ids = (generator.integers(0, VOCABULARY) + 3 * np.arange(length)) % VOCABULARY

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import from_dict
-from megatron.data.chat.dataset import MASK_SUFFIX
-from megatron.data.indexed import DataError, IndexedDatasetBuilder
+from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.tasks.sft import SFTTask
 from tests import runs
 from tests.ranks import RankPools
@@ -270,7 +270,7 @@ def test_the_run_says_what_its_rows_are_like(data: Path) -> None:
 def with_mask(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> Path:
     for name, sequences, kind in (
         (prefix, [[1] * len(m) for m in masks], np.uint16),
-        (f"{prefix}{MASK_SUFFIX}", masks, dtype),
+        (f"{prefix}{LOSS_MASK_SUFFIX}", masks, dtype),
     ):
         with IndexedDatasetBuilder(name, kind) as builder:
             for sequence in sequences:
@@ -302,7 +302,7 @@ def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path: Path) -
     with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
         builder.add_document(np.array([1, 250, 3], dtype=np.uint16))
         builder.finalize()
-    with IndexedDatasetBuilder(tmp_path / f"d{MASK_SUFFIX}", np.uint8) as builder:
+    with IndexedDatasetBuilder(tmp_path / f"d{LOSS_MASK_SUFFIX}", np.uint8) as builder:
         builder.add_document(np.array([0, 1, 1], dtype=np.uint8))
         builder.finalize()
     task = task_of(tmp_path / "d")

@@ -21,12 +21,11 @@ from megatron.config.options import Config
 from megatron.data import helpers
 from megatron.data.blend import digest
 from megatron.data.gpt import SPLITS, check_vocabulary
-from megatron.data.indexed import DataError, IndexedDataset, Tokens
+from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, Tokens
 from megatron.data.packing import Packs, pack_dataset
 
 logger = logging.getLogger(__name__)
 
-MASK_SUFFIX = "_loss_mask"
 SPLIT_SEED = 0
 """Which chats are held out depends on the data and on split alone, not on the run."""
 
@@ -189,7 +188,7 @@ def open_chats(config: Config) -> tuple[ChatDataset, ChatDataset | None, ChatDat
 def _open(prefix: str, vocab_size: int) -> tuple[IndexedDataset, IndexedDataset]:
     tokens = IndexedDataset(prefix)
     try:
-        mask = IndexedDataset(prefix + MASK_SUFFIX)
+        mask = IndexedDataset(prefix + LOSS_MASK_SUFFIX)
     except DataError as error:
         raise DataError(
             f"{prefix} has no loss mask, which task=sft needs ({error}); write both with tools/preprocess_chat.py, or "

@@ -24,10 +24,11 @@ from megatron.data.chat.job import (
 )
 from megatron.data.chat.tokenizer import write_tokenizer
 from megatron.data.chat.worker import WorkerPool
-from megatron.data.indexed import DataError, IndexedDatasetBuilder, best_dtype
-from megatron.data.sources import Source, find_sources, read_blocks
+from megatron.data.document_blocks import read_blocks
+from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, best_dtype
+from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.sources import SourceFile, find_sources
 
-MASK_SUFFIX = "_loss_mask"
 BLOCK_BYTES = 1 << 20
 BYTES_WORTH_A_PROCESS = 16 << 20
 """Input for which it pays to start one more process, which takes as long as this process needs for as much."""
@@ -65,7 +66,7 @@ class ChatTotals:
 class _Datasets:
     """The tokens and the mask, being written."""
 
-    def __init__(self, job: ChatJob, setup: ChatSetup, sources: Sequence[Source]):
+    def __init__(self, job: ChatJob, setup: ChatSetup, sources: Sequence[SourceFile]):
         self._prefix = job.output_prefix
         notes = {
             "tokenizer": setup.tokenizer.identity,
@@ -75,7 +76,7 @@ class _Datasets:
         }
         self._tokens = IndexedDatasetBuilder(job.output_prefix, best_dtype(setup.tokenizer.vocab_size), notes=notes)
         try:
-            self._mask = IndexedDatasetBuilder(job.output_prefix + MASK_SUFFIX, np.uint8, notes=notes)
+            self._mask = IndexedDatasetBuilder(job.output_prefix + LOSS_MASK_SUFFIX, np.uint8, notes=notes)
         except BaseException:
             self._tokens.abandon()
             raise
@@ -155,7 +156,7 @@ def preprocess_chats(job: ChatJob, progress: Callable[[int], None] | None = None
     )
 
 
-def find_chats(inputs: Sequence[str]) -> list[Source]:
+def find_chats(inputs: Sequence[str]) -> list[SourceFile]:
     """The JSONL files behind paths, folders and globs. Raises DataError."""
     sources = find_sources(inputs)
     for source in sources:
@@ -175,7 +176,7 @@ def _nothing_left(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:
     return f"no sample is left of {counts.num_rows} rows: {reasons}; correct the rows, or raise --max-length"
 
 
-def _encoded(job: ChatJob, setup: ChatSetup, sources: Sequence[Source]) -> Generator[tuple[int, EncodedBlock]]:
+def _encoded(job: ChatJob, setup: ChatSetup, sources: Sequence[SourceFile]) -> Generator[tuple[int, EncodedBlock]]:
     """Every block in the order of the input, with the bytes of input it came of."""
     remedy = "cut the conversation into several, or leave the line out"
     blocks = read_blocks(sources, (), remedy=remedy, block_bytes=BLOCK_BYTES, goes_on=job.bad_rows == "skip")

@@ -25,8 +25,9 @@ from megatron.data.chat.conversation import (
 )
 from megatron.data.chat.template import ChatTemplate, TemplateSource, find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
+from megatron.data.document_blocks import Block, Fault
+from megatron.data.document_parser import object_of_line
 from megatron.data.indexed import DataError
-from megatron.data.sources import Block, Fault, object_of_line
 
 BadRows = Literal["error", "skip"]
 

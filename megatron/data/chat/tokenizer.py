@@ -14,7 +14,6 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron.data.acceleration import AcceleratedTokenizer, NotAccelerated, accelerate, check_equal
 from megatron.data.chat.template import (
     CONFIG_NAME,
     TEMPLATE_NAME,
@@ -23,7 +22,9 @@ from megatron.data.chat.template import (
     read_config,
 )
 from megatron.data.indexed import DataError
-from megatron.data.tokenizer import KNOWN_EOD_TOKENS, GPT2BPETokenizer, HFTokenizer, LibraryTokenizer, refusal
+from megatron.data.tokenizers.acceleration import AcceleratedTokenizer, NotAccelerated, accelerate, check_equal
+from megatron.data.tokenizers.base import KNOWN_EOD_TOKENS, refusal
+from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer, LibraryTokenizer
 from megatron.files import replacing
 
 TOKENIZER_NAME = "tokenizer.json"

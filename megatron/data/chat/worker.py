@@ -23,8 +23,9 @@ import orjson
 
 from megatron.data.chat.conversation import ChatEncoder
 from megatron.data.chat.job import ChatJob, EncodedBlock, encode_block, prepare_chats
+from megatron.data.document_blocks import Block, Fault, Position
 from megatron.data.indexed import DataError
-from megatron.data.sources import Block, Fault, Position, Source
+from megatron.data.sources import SourceFile
 from megatron.files import IMPORT_ROOT
 
 BLOCKS_AHEAD = 2
@@ -169,7 +170,7 @@ def main() -> None:
         where = orjson.loads(request[0])
         begin = Position(documents_of_source=where["first"])
         fault = None if where["fault"] is None else Fault("", where["fault"])
-        block = Block(Source(Path(where["path"]), "jsonl"), begin, begin, 0, request[1], fault=fault)
+        block = Block(SourceFile(Path(where["path"]), "jsonl"), begin, begin, 0, request[1], fault=fault)
         try:
             _send(replies, encode_block(encoder, block, job.bad_rows).to_bytes())
         except DataError as error:

@@ -17,8 +17,10 @@ from megatron.data.chat.files import ChatTotals, preprocess_chats
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.template import find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from megatron.data.indexed import DataError, IndexedDataset, read_checksums
-from megatron.data.sources import find_sources, read_blocks
+from megatron.data.checksums import read_checksums
+from megatron.data.document_blocks import read_blocks
+from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.sources import find_sources
 from tests.data.chat.test_conversation import bytes_json, turn
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")

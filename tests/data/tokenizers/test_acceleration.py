@@ -16,9 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.acceleration import NotAccelerated, accelerate, check_equal
 from megatron.data.indexed import DataError
-from megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, TokenBatch, Tokenizer, build_tokenizer
+from megatron.data.tokenizers.acceleration import NotAccelerated, accelerate, check_equal
+from megatron.data.tokenizers.base import TokenBatch, Tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.null import NullTokenizer
+from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 pytest.importorskip("gigatoken")
 

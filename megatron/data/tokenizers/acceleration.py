@@ -16,15 +16,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron.data.tokenizer import (
-    LibraryTokenizer,
-    SentencePieceTokenizer,
-    TikTokenizer,
-    TokenBatch,
-    Tokenizer,
-    any_of,
-    refusal,
-)
+from megatron.data.tokenizers.base import TokenBatch, Tokenizer, any_of, refusal
+from megatron.data.tokenizers.library import LibraryTokenizer
+from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from megatron.data.tokenizers.tiktoken import TikTokenizer
 
 if TYPE_CHECKING:
     import gigatoken

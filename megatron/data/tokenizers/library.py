@@ -1,0 +1,165 @@
+"""Tokenizers of the `tokenizers` library: GPT-2's files, and tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron.data.indexed import DataError
+from megatron.data.tokenizers.base import (
+    END_OF_TEXT,
+    KNOWN_EOD_TOKENS,
+    IdentifiedTokenizer,
+    TokenBatch,
+    end_to_end,
+    option_bytes,
+    refusal,
+)
+from megatron.data.tokenizers.files import decode_utf8, looks_like, parse_json, read_bytes
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class LibraryTokenizer(IdentifiedTokenizer):
+    """What GPT2BPETokenizer and HFTokenizer share: the `tokenizers` library does the work."""
+
+    def __init__(self, kind: str, contents: Sequence[bytes], inner: tokenizers.Tokenizer, eod: int | None, parse: bool):
+        super().__init__(kind, *contents, option_bytes("parse_special_tokens", parse))
+        inner.encode_special_tokens = not parse  # the library's word for taking them as text
+        self._inner = inner
+        self.parse_special_tokens = parse
+        self.eod = eod
+        self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises plain Exception, or TypeError
+            raise refusal([text], error) from error
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        try:
+            # the fast variant leaves out character offsets; ids are the same
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception, or TypeError
+            raise refusal(texts, error) from error
+        return end_to_end([np.array(encoding.ids, dtype=np.int32) for encoding in encodings], np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._inner.token_to_id(token)
+        return found
+
+    def to_json(self) -> str:
+        """The tokenizer.json of it."""
+        content: str = self._inner.to_str()
+        return content
+
+
+class GPT2BPETokenizer(LibraryTokenizer):
+    """GPT-2's byte-level BPE from vocab.json and merges.txt. Raises DataError."""
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path, parse_special_tokens: bool = False):
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        vocab_content = read_bytes(Path(vocab_file), "a vocab.json, an object of token: id")
+        merge_content = read_bytes(Path(merge_file), "a merges.txt")
+        vocab = _parse_vocab(Path(vocab_file), vocab_content)
+        merges = _parse_merges(Path(merge_file), merge_content)
+        # without all of them some text would silently vanish
+        missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())
+        if missing:
+            raise DataError(
+                f"{vocab_file} lacks {len(missing)} of the 256 byte symbols, such as {missing[0]!r}; it is no "
+                "byte-level BPE vocabulary, use the vocab.json that belongs to the merges"
+            )
+        try:
+            inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(
+                f"{merge_file} does not fit {vocab_file}: {error}; use two files of the same tokenizer"
+                f"{looks_like(merge_content, 'a merges.txt')}"
+            ) from error
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        inner.decoder = decoders.ByteLevel()
+        if parse_special_tokens and END_OF_TEXT in vocab:
+            inner.add_special_tokens([END_OF_TEXT])
+        contents = (vocab_content, merge_content)
+        super().__init__("GPT2BPETokenizer", contents, inner, vocab.get(END_OF_TEXT), parse_special_tokens)
+
+
+def _parse_vocab(path: Path, content: bytes) -> dict[str, int]:
+    vocab = parse_json(path, content, "a vocab.json, an object of token: id")
+    if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
+        raise DataError(
+            f"{path} is no vocab.json; it must be a JSON object of token: id{looks_like(content, 'a vocab.json')}"
+        )
+    return vocab
+
+
+def _parse_merges(path: Path, content: bytes) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(decode_utf8(path, content, "a merges.txt").split("\n"), start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.rstrip("\r").split(" ")
+        if len(pair) != 2:
+            raise DataError(
+                f"{path}:{number}: {line[:80]!r} is no pair of tokens; give a merges.txt"
+                f"{looks_like(content, 'a merges.txt')}"
+            )
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+class HFTokenizer(LibraryTokenizer):
+    """A tokenizer.json, or the folder that holds one. Raises DataError.
+
+    eod is `eos_token` of the tokenizer_config.json beside it, else the first of KNOWN_EOD_TOKENS that it knows.
+    """
+
+    def __init__(self, path: str | Path, parse_special_tokens: bool = False):
+        import tokenizers
+
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        content = read_bytes(file, "a tokenizer.json, or the folder that holds one")
+        try:
+            inner = tokenizers.Tokenizer.from_str(decode_utf8(file, content, "a tokenizer.json"))
+        except DataError:
+            raise
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(
+                f"{file} is no tokenizer.json ({error}); give the file of that name, or its folder"
+                f"{looks_like(content, 'a tokenizer.json')}"
+            ) from error
+        inner.no_truncation()
+        inner.no_padding()
+        eod = _eod_of(inner, file.with_name("tokenizer_config.json"))
+        super().__init__("HFTokenizer", (content,), inner, eod, parse_special_tokens)
+
+
+def _eod_of(inner: tokenizers.Tokenizer, config_path: Path) -> int | None:
+    if config_path.is_file():
+        what = "a tokenizer_config.json"
+        config = parse_json(config_path, read_bytes(config_path, what), what)
+        name = config.get("eos_token") if isinstance(config, dict) else None
+        name = name.get("content") if isinstance(name, dict) else name
+        if isinstance(name, str):
+            named: int | None = inner.token_to_id(name)
+            if named is None:
+                raise DataError(
+                    f"{config_path} names eos_token {name!r}, which the tokenizer.json beside it does not know; "
+                    "use two files of the same tokenizer"
+                )
+            return named
+    known = (inner.token_to_id(name) for name in KNOWN_EOD_TOKENS)
+    return next((i for i in known if i is not None), None)

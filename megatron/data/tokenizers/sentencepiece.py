@@ -1,0 +1,95 @@
+"""SentencePiece models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.indexed import DataError
+from megatron.data.tokenizers.base import (
+    IdentifiedTokenizer,
+    TokenBatch,
+    any_of,
+    end_to_end,
+    option_bytes,
+    refusal,
+    unknown_id,
+)
+from megatron.data.tokenizers.files import looks_like, read_bytes
+
+
+class SentencePieceTokenizer(IdentifiedTokenizer):
+    """A SentencePiece .model. Raises DataError.
+
+    The library never takes text for a control piece such as `</s>`. Where they are to be parsed, the text is cut at
+    them, and each stretch between two is encoded as a text of its own, as Megatron does: with the model's space before.
+    """
+
+    def __init__(self, path: str | Path, parse_special_tokens: bool = False):
+        import sentencepiece
+
+        self.model_proto = read_bytes(Path(path), "a SentencePiece model")
+        super().__init__(
+            "SentencePieceTokenizer", self.model_proto, option_bytes("parse_special_tokens", parse_special_tokens)
+        )
+        try:
+            self._inner = sentencepiece.SentencePieceProcessor(model_proto=self.model_proto)
+        except Exception as error:  # RuntimeError, or what protobuf raises
+            hint = looks_like(self.model_proto, "a SentencePiece model")
+            raise DataError(f"{path} is no SentencePiece model, or not all of one; give a .model file{hint}") from error
+        self.vocab_size: int = self._inner.get_piece_size()
+        eos: int = self._inner.eos_id()
+        self.eod = None if eos < 0 else eos
+        control = {self._inner.id_to_piece(i): i for i in range(self.vocab_size) if self._inner.is_control(i)}
+        self.special_tokens: dict[str, int] = control if parse_special_tokens else {}
+        """Pieces that are taken for themselves where a text holds them."""
+        self._special = any_of(self.special_tokens)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encode(text).tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        if self._special is not None:
+            return end_to_end([self._encode(text) for text in texts], np.int32)
+        try:
+            documents = self._inner.encode(list(texts), out_type="numpy", num_threads=1)
+        except Exception as error:  # RuntimeError or TypeError
+            raise refusal(texts, error) from error
+        return end_to_end(documents, np.int32)
+
+    def _encode(self, text: str) -> NDArray[np.int32]:
+        try:
+            if self._special is None:
+                return self._inner.encode(text, out_type="numpy")
+            # stretches of text at even places, control pieces at odd ones
+            stretches = self._special.split(text)
+            ids = self._inner.encode(stretches[::2], out_type="numpy", num_threads=1)
+        except Exception as error:  # RuntimeError or TypeError
+            raise refusal([text], error) from error
+        parsed = [np.array([self.special_tokens[piece]], dtype=np.int32) for piece in stretches[1::2]]
+        both = itertools.zip_longest(ids, parsed, fillvalue=np.empty(0, dtype=np.int32))
+        return np.concatenate(list(itertools.chain.from_iterable(both)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        try:
+            text: str = self._inner.decode([int(i) for i in ids])
+        except IndexError:
+            raise unknown_id(ids, self.vocab_size) from None
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        # an unknown piece has the id of <unk>
+        found: int = self._inner.piece_to_id(token)
+        return found if self._inner.id_to_piece(found) == token else None
+
+    def pieces_beyond_text(self) -> tuple[list[str], list[str]]:
+        """Pieces that no text becomes: those marked as unused; and the control, unknown and byte pieces."""
+        inner, ids = self._inner, range(self.vocab_size)
+        unused = [inner.id_to_piece(i) for i in ids if inner.is_unused(i)]
+        reserved = [inner.id_to_piece(i) for i in ids if inner.is_control(i) or inner.is_unknown(i) or inner.is_byte(i)]
+        return unused, reserved

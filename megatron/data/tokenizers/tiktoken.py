@@ -1,0 +1,197 @@
+"""tiktoken rank files."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.indexed import DataError
+from megatron.data.tokenizers.base import (
+    END_OF_TEXT,
+    IdentifiedTokenizer,
+    TokenBatch,
+    end_to_end,
+    option_bytes,
+    refusal,
+    unknown_id,
+)
+from megatron.data.tokenizers.files import looks_like, read_bytes
+
+
+class TiktokenScheme(NamedTuple):
+    """What belongs to a rank file without being in it."""
+
+    num_ranks: int
+    """Ranks of the published file, which tell the scheme where none is named."""
+    pattern: str
+    """Cuts text into the stretches that are encoded apart."""
+    special_tokens: dict[str, int]
+    """Special tokens, as offsets from the number of ranks."""
+    eod: str
+
+
+# GPT-4's, which Llama 3 shares, with another end
+_WORDS_AND_NUMBERS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id"}
+_LLAMA3_NAMED |= {7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
+
+
+def _llama3_special_tokens() -> dict[str, int]:
+    """The 256 of Llama 3.1 and later. Llama 3 called four of them, which it did not use, reserved tokens too."""
+    reserved = (f"reserved_special_token_{i}" for i in itertools.count())
+    return {f"<|{_LLAMA3_NAMED.get(i) or next(reserved)}|>": i for i in range(256)}
+
+
+# Sources: tiktoken_ext/openai_public.py of tiktoken 0.14; Llama 3.1's tokenizer.py and tokenizer.json.
+TIKTOKEN_SCHEMES = {
+    "r50k": TiktokenScheme(
+        50256,
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        {END_OF_TEXT: 0},
+        END_OF_TEXT,
+    ),
+    "cl100k": TiktokenScheme(
+        100256,
+        # white space at the very end is one stretch, line breaks included
+        rf"{_CONTRACTIONS}|{_WORDS_AND_NUMBERS}|\s++$|\s*[\r\n]+|\s+(?!\S)|\s+",
+        {END_OF_TEXT: 1, "<|fim_prefix|>": 2, "<|fim_middle|>": 3, "<|fim_suffix|>": 4, "<|endofprompt|>": 20},
+        END_OF_TEXT,
+    ),
+    "o200k": TiktokenScheme(
+        199998,
+        "|".join(
+            [
+                rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?",
+                rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?",
+                r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            ]
+        ),
+        {END_OF_TEXT: 1, "<|endofprompt|>": 20},
+        END_OF_TEXT,
+    ),
+    "llama3": TiktokenScheme(
+        128000,
+        rf"{_CONTRACTIONS}|{_WORDS_AND_NUMBERS}|\s*[\r\n]+|\s+(?!\S)|\s+",
+        _llama3_special_tokens(),
+        "<|end_of_text|>",
+    ),
+}
+
+
+class TikTokenizer(IdentifiedTokenizer):
+    """A tiktoken rank file: lines of a token in base64 and its rank, as .tiktoken or Llama 3's tokenizer.model.
+
+    The pattern and the special tokens are not in the file. `tiktoken_pattern`, one of TIKTOKEN_SCHEMES, names them;
+    without it, the number of ranks tells. Raises DataError.
+    """
+
+    def __init__(
+        self, path: str | Path, tiktoken_pattern: str | None = None, parse_special_tokens: bool = False
+    ) -> None:
+        import tiktoken
+
+        self.path = Path(path)
+        content = read_bytes(self.path, "a tiktoken rank file")
+        ranks = _parse_ranks(self.path, content)
+        self.pattern = _scheme_name(self.path, len(ranks), tiktoken_pattern)
+        options = (
+            option_bytes("tiktoken_pattern", self.pattern),
+            option_bytes("parse_special_tokens", parse_special_tokens),
+        )
+        super().__init__("TikTokenizer", content, *options)
+        scheme = TIKTOKEN_SCHEMES[self.pattern]
+        specials = {token: len(ranks) + offset for token, offset in scheme.special_tokens.items()}
+        self._inner = tiktoken.Encoding(
+            self.path.name, pat_str=scheme.pattern, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.special_tokens = specials if parse_special_tokens else {}
+        """Tokens that are taken for themselves where a text holds them."""
+        self.vocab_size: int = self._inner.max_token_value + 1
+        self.eod = specials[scheme.eod]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encode(text).tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        return end_to_end([self._encode(text) for text in texts], np.uint32)
+
+    def _encode(self, text: str) -> NDArray[np.uint32]:
+        try:
+            # this method, since the others replace lone surrogates without a word
+            return self._inner.encode_to_numpy(
+                text, allowed_special="all" if self.special_tokens else set(), disallowed_special=()
+            )
+        except (UnicodeEncodeError, TypeError, ValueError) as error:
+            raise refusal([text], error) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        try:
+            return self._inner.decode([int(i) for i in ids])
+        except (KeyError, OverflowError):
+            raise unknown_id(ids, self.vocab_size) from None
+
+    def token_id(self, token: str) -> int | None:
+        try:
+            return self._inner.encode_single_token(token)
+        except KeyError:
+            return None
+
+
+def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        shown = line[:60].decode("utf-8", "replace")
+        fields = line.split()
+        if len(fields) != 2 or not fields[1].isdigit():
+            raise DataError(
+                f"{path}:{number}: {shown!r} is no token in base64 and its rank; give a tiktoken rank file"
+                f"{looks_like(content, 'a tiktoken rank file')}"
+            )
+        try:
+            token = base64.b64decode(fields[0], validate=True)
+        except binascii.Error as error:
+            raise DataError(
+                f"{path}:{number}: {shown!r} does not begin with base64 ({error}); give a tiktoken rank file"
+                f"{looks_like(content, 'a tiktoken rank file')}"
+            ) from None
+        if token in ranks:
+            raise DataError(f"{path}:{number}: token {token!r} has rank {ranks[token]} already; the file is damaged")
+        if int(fields[1]) != len(ranks):
+            raise DataError(
+                f"{path}:{number}: rank {int(fields[1])} where {len(ranks)} is due; ranks count up from 0 without gap"
+            )
+        ranks[token] = len(ranks)
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise DataError(
+            f"{path} ends at line {number} and lacks {len(missing)} of the 256 single bytes, such as "
+            f"0x{missing[0]:02X}; the file is cut short, or no byte-level vocabulary"
+        )
+    return ranks
+
+
+def _scheme_name(path: Path, num_ranks: int, name: str | None) -> str:
+    choices = ", ".join(f"{known} (of {scheme.num_ranks} ranks)" for known, scheme in TIKTOKEN_SCHEMES.items())
+    if name is not None:
+        if name not in TIKTOKEN_SCHEMES:
+            raise DataError(f"tiktoken_pattern={name} is unknown; use one of {choices}")
+        return name
+    for known, scheme in TIKTOKEN_SCHEMES.items():
+        if scheme.num_ranks == num_ranks:
+            return known
+    raise DataError(
+        f"{path} has {num_ranks} ranks, which tells no pattern to cut text by; name it with tiktoken_pattern, one of "
+        f"{choices}"
+    )
