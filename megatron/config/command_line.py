@@ -1,4 +1,4 @@
-"""A config from a preset and the command line, with every fault told at once."""
+"""Build a config from presets and the command line; report every fault at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
 
 
 def _build(tree: dict[str, Any]) -> tuple[Config | None, list[str]]:
-    """The config of what is known and well-typed in `tree` (None if a value is not), and every fault."""
+    """Return the config of the known options in `tree` (None if a value is invalid), and every fault."""
     known: dict[str, dict[str, Any]] = {}
     faults = [
         f"unknown section {name!r}; the sections are {', '.join(sections())}" for name in tree if name not in sections()
@@ -38,7 +38,7 @@ def _build(tree: dict[str, Any]) -> tuple[Config | None, list[str]]:
     for section, cls in sections().items():
         values = tree.get(section) or {}
         if not isinstance(values, dict):
-            faults.append(f"section {section!r} holds {values!r}; it must be a mapping of options")
+            faults.append(f"section {section!r} is {values!r}; it must be a mapping of options")
             continue
         hints = get_type_hints(cls)
         faults += [_unknown_option(str(name), section) for name in values if name not in hints]
@@ -56,18 +56,18 @@ def _build(tree: dict[str, Any]) -> tuple[Config | None, list[str]]:
 
 
 def _wrong_value(known: dict[str, dict[str, Any]], where: tuple[int | str, ...], kind: str, rule: str) -> str:
-    """What is said of a value with a wrong type or range."""
+    """Describe a value of the wrong type or out of range."""
     section, name = str(where[0]), str(where[1])
     value = known[section][name]
     wanted = get_args(_sequence(get_type_hints(sections()[section])[name]))
     if kind in ("missing", "too_short", "too_long") and wanted:
-        rule = f"takes {len(wanted)} values, not {len(value)}"
+        rule = f"expected {len(wanted)} values, not {len(value)}"
     shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else repr(value)
     return f"{section}.{name}={shown}: {rule[:1].lower()}{rule[1:]}"
 
 
 def _unknown_option(name: str, section: str) -> str:
-    """What is said of an option that does not exist there: where it belongs, or the nearest one that does."""
+    """Describe an unknown option: its right section, or the most similar name."""
     if name in options():
         return f"option {name!r} in section {section!r} belongs in section {options()[name][0]!r}"
     near = difflib.get_close_matches(name, options(), n=1)
@@ -76,7 +76,7 @@ def _unknown_option(name: str, section: str) -> str:
 
 
 class _PresetLoader(yaml.SafeLoader):
-    """YAML's safe loader, refusing a key written twice: YAML would silently keep the last."""
+    """YAML's safe loader, rejecting duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -88,7 +88,7 @@ class _PresetLoader(yaml.SafeLoader):
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The nested values of a preset, by path or by the name of a file in megatron/presets/."""
+    """Return the nested values of a preset, given by path or by its name in megatron/presets/."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else PRESETS_DIR / f"{name}.yaml"
     if not path.is_file():
         known = sorted(preset.stem for preset in PRESETS_DIR.glob("*.yaml"))
@@ -98,29 +98,29 @@ def read_preset(name: str) -> dict[str, Any]:
     try:
         tree = _PresetLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"config {path} is no valid YAML: {' '.join(str(error).split())}"]) from None
+        raise ConfigError([f"config {path} is not valid YAML: {' '.join(str(error).split())}"]) from None
     except OSError as error:
         raise ConfigError([f"config {path} cannot be read: {error.strerror}"]) from None
     if not isinstance(tree, dict):
-        raise ConfigError([f"config {path} holds a {type(tree).__name__}; it must be a mapping of sections"])
+        raise ConfigError([f"config {path} is a {type(tree).__name__}; it must be a mapping of sections"])
     return tree
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Two presets as one: an option has the value of `above`, where that gives it one, `null` included."""
+    """Merge two presets: values of `above`, `null` included, override those of `below`."""
     both = dict(below)
     for section, values in above.items():
         under = both.get(section)
         if under is None:
             both[section] = values
         elif values is not None:
-            # what is no mapping is passed on, for `_build` to judge
+            # `_build` reports what is not a mapping
             both[section] = under | values if isinstance(under, dict) and isinstance(values, dict) else values
     return both
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Each metavar as it was written: argparse would bracket every value that it must not demand itself."""
+    """Print each metavar as written: argparse would put optional values in brackets."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -130,16 +130,15 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """One flag an option, grouped by section.
+    """Return a parser with one flag per option, grouped by section.
 
-    Values stay strings, and a missing one is an empty string, so that all are judged at once, not one by one.
+    Values stay strings and a missing one is an empty string, so that all are validated together.
     """
     parser = argparse.ArgumentParser(
         prog=train_name(),
         usage="%(prog)s --config PRESET [--flag VALUE ...]",
-        description="Train a model in tensor, pipeline and data parallel. A value comes from the option's default, "
-        "then from the presets, then from the command line. A BOOL flag alone means true, --no-FLAG means false; "
-        "`none` unsets an option.",
+        description="Train a model with tensor, pipeline and data parallelism. The command line overrides the presets, "
+        "which override the defaults. A BOOL flag alone means true, --no-FLAG means false; `none` unsets an option.",
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
@@ -149,7 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="PRESET",
-        help="name of a preset (megatron/presets/), or a YAML file; of several, later ones win option by option",
+        help="preset name or YAML file; repeatable, later presets override earlier ones option by option",
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and exit")
     for section, cls in sections().items():
@@ -177,7 +176,7 @@ def _help_text(section: str, name: str, default: Any, hint: Any) -> str:
 
 
 def shown(default: Any) -> str:
-    """A default as a user would write it."""
+    """Format a default as a user would write it."""
     if default is None or default == ():
         return "unset"
     if isinstance(default, bool):
@@ -186,17 +185,17 @@ def shown(default: Any) -> str:
 
 
 def _sequence(hint: Any) -> Any:
-    """The tuple type in `tuple[...]` or `tuple[...] | None`; None for a single value."""
+    """Return the tuple type in `tuple[...]` or `tuple[...] | None`; None for a single value."""
     return next((part for part in (hint, *get_args(hint)) if get_origin(part) is tuple), None)
 
 
 def _choices(hint: Any) -> list[str]:
-    """The values of `Literal[...]` or `Literal[...] | None`; none for other types."""
+    """Return the values of `Literal[...]` or `Literal[...] | None`; empty for other types."""
     return [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
 
 
 def _metavar(hint: Any) -> str:
-    """What stands for the value in --help: {a,b}, INT, INT INT INT, STR ..."""
+    """Return the placeholder of the value in --help: {a,b}, INT, INT INT INT, STR ..."""
     if hint is bool:
         return "[BOOL]"
     if choices := _choices(hint):
@@ -208,7 +207,7 @@ def _metavar(hint: Any) -> str:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespace]:
-    """The config that the command line describes, and the namespace it was read from.
+    """Return the config of a command line, and the parsed namespace.
 
     Raises ConfigError with every unknown flag and wrong value.
     """
@@ -219,7 +218,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespac
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Config | None, argparse.Namespace, list[str]]:
-    """As parse_arguments, with the faults told: the config is None where they leave nothing to check."""
+    """Return config, namespace and faults; the config is None if the faults leave nothing to check."""
     words = _dashed(arguments)
     namespace, rest = build_parser().parse_known_args(words)
     faults = _stray_words(words, rest)
@@ -227,7 +226,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Config | None, argparse.Namespace,
     unread = False
     for name in presets_of(namespace):
         if name == "":
-            faults.append("--config needs a value, the name of a preset or a YAML file")
+            faults.append("--config needs a value: a preset name or a YAML file")
             continue
         try:
             tree = merged(tree, read_preset(name))
@@ -247,13 +246,13 @@ def _parse(arguments: Sequence[str]) -> tuple[Config | None, argparse.Namespace,
 
 
 def presets_of(namespace: argparse.Namespace) -> list[str]:
-    """The presets that a command line names, in the order in which they are laid over each other."""
+    """Return the presets of a command line, in order of increasing precedence."""
     names: list[str] = namespace.config or []
     return list(dict.fromkeys(reversed(names)))[::-1]
 
 
 def _dashed(arguments: Sequence[str]) -> list[str]:
-    """The arguments with each flag spelled in dashes; Megatron's users also write underscores."""
+    """Return the arguments with each flag spelled in dashes; Megatron's users also write underscores."""
     words = []
     for word in arguments:
         name, equals, value = word.partition("=")
@@ -262,13 +261,13 @@ def _dashed(arguments: Sequence[str]) -> list[str]:
 
 
 def _unset(cls: type, name: str, value: Any) -> Any:
-    """`none` on the command line unsets an option that can be unset, and is a value like others elsewhere."""
+    """Return None for `none` if the option can be unset; otherwise `none` is an ordinary value."""
     is_none = value in ("none", "None", "null", ["none"], ["None"], ["null"])
     return None if is_none and type(None) in get_args(get_type_hints(cls)[name]) else value
 
 
 def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """Faults for `rest`, what argparse did not recognise in `arguments`: unknown flags, values that follow no flag."""
+    """Describe `rest`, the words that argparse did not recognise: unknown flags, and values without a flag."""
     unknown = [word for word in rest if word.startswith("-")]
     values_of_unknown: list[str] = []
     follows_unknown = False
@@ -282,7 +281,9 @@ def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
         if word in values_of_unknown:
             values_of_unknown.remove(word)
         elif word not in unknown:
-            faults.append(f"{word!r} follows no flag; write --FLAG {word}, and one value for a flag that takes one")
+            faults.append(
+                f"{word!r} does not follow a flag; write --FLAG {word}, with one value for a flag that takes one"
+            )
     return faults
 
 
@@ -293,9 +294,9 @@ def _unknown_flag(word: str) -> str:
 
 
 def load_config(arguments: Sequence[str], world_size: int | None = None) -> Config:
-    """Read the command line and check it against `world_size` (default: the launcher's WORLD_SIZE, else 1).
+    """Read the command line and validate it for `world_size` ranks (default: the launcher's WORLD_SIZE, else 1).
 
-    Raises ConfigError naming every fault at once. `--print-config` prints and exits 0.
+    Raises ConfigError with every fault. `--print-config` prints the config and exits with 0.
     """
     config, namespace, faults = _parse(arguments)
     if config is not None and not (namespace.print_config and not faults):
@@ -309,6 +310,6 @@ def load_config(arguments: Sequence[str], world_size: int | None = None) -> Conf
 
 
 def to_yaml(config: Config) -> str:
-    """The config as a preset that sets every option."""
+    """Format the config as a preset that sets every option."""
     text: str = yaml.safe_dump(config.to_dict(), sort_keys=False, width=120)
     return text

@@ -1,6 +1,6 @@
-"""The rules that tie several options of a config together, or to the number of ranks.
+"""Rules between options, and between options and the number of ranks.
 
-Each `_check` yields a message for every rule that is broken: the values, the rule, and what to do.
+Each `_check` yields a message for every broken rule: the values, the rule, the remedy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from megatron.config.data import parse_data_path, parse_split
 from megatron.config.options import Config, batch_sizes, options
 
-# options that do nothing without another one
+# options that have no effect without another one
 SAVING = (
     "save_interval_in_mins",
     "save_samples",
@@ -46,7 +46,7 @@ WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 
 
 def check(config: Config, world_size: int) -> list[str]:
-    """Every rule that ties options to each other or to the number of ranks: a message for each one broken."""
+    """Return a message for every broken rule."""
     return [
         *_check_ranks(config, world_size),
         *_check_tensor_parallel(config),
@@ -69,7 +69,7 @@ def check(config: Config, world_size: int) -> list[str]:
 
 
 def divisors(number: int, up_to: int) -> str:
-    """The divisors of `number` that a message can offer: '1, 2, 4 or 8'."""
+    """Format the divisors of `number` for a message: '1, 2, 4 or 8'."""
     found = [str(d) for d in range(1, min(number, up_to) + 1) if number % d == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
@@ -83,9 +83,7 @@ def _check_ranks(config: Config, world_size: int) -> Iterator[str]:
             f"the {world_size} ranks of this launch; start a multiple of {tp * pp} ranks, or change the layout"
         )
     if pp > num_layers:
-        yield (
-            f"pipeline_model_parallel_size={pp} is larger than num_layers={num_layers}; use at most {num_layers} stages"
-        )
+        yield (f"pipeline_model_parallel_size={pp} is larger than num_layers={num_layers}; use at most {num_layers}")
 
 
 def _check_tensor_parallel(config: Config) -> Iterator[str]:
@@ -132,7 +130,7 @@ def _check_engine(config: Config) -> Iterator[str]:
     if optimizer.offload_optimizer and optimizer.zero_stage == 0:
         yield "offload_optimizer needs zero_stage 1, 2 or 3, not 0; set zero_stage or turn it off"
     if optimizer.offload_optimizer and optimizer.optimizer == "sgd":
-        yield "offload_optimizer has no optimizer=sgd on the host; use adamw or adam, or turn it off"
+        yield "offload_optimizer does not support optimizer=sgd; use adamw or adam, or turn it off"
 
 
 def _check_model(config: Config) -> Iterator[str]:
@@ -148,7 +146,10 @@ def _check_model(config: Config) -> Iterator[str]:
             f"use {divisors(model.num_attention_heads, 128)}"
         )
     if model.position_embedding_type == "rope" and model.head_size % 2:
-        yield f"rope turns pairs of channels, but the head size is {model.head_size}; make it even"
+        yield (
+            f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
+            "kv_channels"
+        )
     if model.rope_scaling_factor and model.position_embedding_type != "rope":
         yield (
             f"rope_scaling_factor={model.rope_scaling_factor} needs position_embedding_type=rope, not "
@@ -161,14 +162,14 @@ def _check_model(config: Config) -> Iterator[str]:
     if model.position_embedding_type == "learned" and positions and positions < seq_length:
         yield (
             f"seq_length={seq_length} is larger than max_position_embeddings={positions}; "
-            "shorten it, or enlarge the position table"
+            "shorten it, or enlarge max_position_embeddings"
         )
 
 
 def _check_precision_and_device(config: Config) -> Iterator[str]:
     model, training, device = config.model, config.training, config.parallel.device
     if training.bf16 and training.fp16:
-        yield "bf16 and fp16 are both on; turn one off"
+        yield "bf16 and fp16 are both on; turn one of them off"
     if training.grad_accum_dtype == "bf16" and not training.bf16:
         yield f"grad_accum_dtype=bf16 needs bf16, but the precision is {training.precision}; set fp32, or turn bf16 on"
     if training.fp16 and training.min_loss_scale > training.initial_loss_scale:
@@ -181,7 +182,7 @@ def _check_precision_and_device(config: Config) -> Iterator[str]:
         yield f"attention_backend={model.attention_backend} runs on {needs} only, but device={device}; use auto or sdpa"
     if model.attention_backend == "flex" and model.attention_dropout > 0:
         yield (
-            f"attention_backend=flex has no dropout, but attention_dropout={model.attention_dropout}; "
+            f"attention_backend=flex does not support dropout, but attention_dropout={model.attention_dropout}; "
             "set it to 0, or use sdpa"
         )
     if model.use_fast_softmax and device in ("cuda", "cpu"):
@@ -199,8 +200,8 @@ def _check_batch(config: Config, world_size: int) -> Iterator[str]:
     per_pass = training.micro_batch_size * dp
     if training.task != "sft" and training.global_batch_size % per_pass:
         yield (
-            f"global_batch_size={training.global_batch_size} is no multiple of micro_batch_size x data-parallel size = "
-            f"{training.micro_batch_size} x {dp} = {per_pass}; use a multiple of {per_pass}"
+            f"global_batch_size={training.global_batch_size} is not a multiple of micro_batch_size x data-parallel "
+            f"size = {training.micro_batch_size} x {dp} = {per_pass}; use a multiple of {per_pass}"
         )
 
 
@@ -216,15 +217,15 @@ def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
     elif (training.global_batch_size - start) % increment:
         yield (
             f"{given} never reaches global_batch_size={training.global_batch_size}: the difference "
-            f"{training.global_batch_size - start} is no multiple of the increment; change one of the three"
+            f"{training.global_batch_size - start} is not a multiple of the increment; change one of the three"
         )
     wrong = [size for size in batch_sizes(training)[:-1] if size % per_pass]
     if wrong:
-        # every size is a multiple of what start and increment have in common
+        # every size is a multiple of the greatest common divisor of start and increment
         shared, left_over = divmod(math.gcd(start, increment), training.micro_batch_size)
         yield (
-            f"{given} passes through {wrong[0]}, no multiple of micro_batch_size x data-parallel size = "
-            f"{training.micro_batch_size} x {dp} = {per_pass}; use multiples of {per_pass} for start and increment"
+            f"{given} passes through {wrong[0]}, which is not a multiple of micro_batch_size x data-parallel size "
+            f"= {training.micro_batch_size} x {dp} = {per_pass}; use multiples of {per_pass} for start and increment"
             + ("" if left_over else f", or a data-parallel size of {divisors(shared, shared)}")
         )
     if training.train_samples is None:
@@ -243,7 +244,7 @@ def _check_length(config: Config) -> Iterator[str]:
         )
     if not given:
         said = f"neither {names[0]} nor {names[1]}" if len(names) == 2 else f"none of {', '.join(names)}"
-        yield f"{said} is given; give one, to say how long to train"
+        yield f"{said} is given; give one to set the length of training"
     samples = training.train_samples
     if training.task != "sft" and samples and samples < size:
         yield f"train_samples={samples} is less than one global_batch_size={size}; train longer, or in smaller batches"
@@ -256,7 +257,7 @@ def _check_schedule(config: Config) -> Iterator[str]:
         if samples and iters:
             yield f"{name}_samples={samples} and {name}_iters={iters} are both given; keep one"
         if iters and training.rampup_batch_size is not None:
-            yield f"{name}_iters={iters} cannot be counted under rampup_batch_size; use {name}_samples"
+            yield f"{name}_iters={iters} cannot be combined with rampup_batch_size; use {name}_samples"
     if optimizer.min_lr > optimizer.lr:
         yield f"min_lr={optimizer.min_lr} is above lr={optimizer.lr}; lower it"
     size = training.global_batch_size
@@ -264,7 +265,7 @@ def _check_schedule(config: Config) -> Iterator[str]:
     decay = optimizer.lr_decay_samples or (optimizer.lr_decay_iters or 0) * size
     decay = decay or training.train_samples or (training.train_iters or 0) * size
     if decay and warmup >= decay and optimizer.lr_decay_style != "constant":
-        yield f"the warm-up of {warmup} samples leaves nothing of the decay's {decay}; shorten lr_warmup_*"
+        yield f"the warm-up of {warmup} samples must be shorter than the decay of {decay} samples; shorten lr_warmup_*"
     if optimizer.lr_decay_style == "WSD":
         last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * size
         if not last:
@@ -281,12 +282,12 @@ def _check_data(config: Config) -> Iterator[str]:
     try:
         parse_split(data.split)
     except ValueError:
-        yield f"split={data.split!r} must be one to three shares, not all zero, such as 949,50,1"
+        yield f"split={data.split!r} must be one to three proportions, not all zero, such as 949,50,1"
     if data.data_path and data.per_split:
         option = next(option for option, words in data.paths if words)
-        yield f"data_path and {option} are both given; keep data_path with split, or give each split a path of its own"
+        yield f"data_path and {option} are both given; keep data_path and split, or give each split its own path"
     elif data.per_split and not data.train_data_path:
-        yield "train_data_path is not given, but a path for validation or test; give it, or data_path for all three"
+        yield "valid_data_path or test_data_path is given without train_data_path; give it, or data_path for all three"
     elif not data.data_path and not data.per_split:
         yield "data_path is not given; pass the prefix that tools/preprocess_data.py wrote (--data-path)"
     for option, words in [("data_path", data.data_path), *(data.paths if data.per_split else [])]:
@@ -336,14 +337,14 @@ def _is_weighted(words: tuple[str, ...]) -> bool:
     try:
         return parse_data_path(words)[1] is not None
     except ValueError:
-        return False  # which _check_data tells
+        return False  # reported by _check_data
 
 
 def _check_tokenizer(config: Config) -> Iterator[str]:
     data, vocab_size = config.data, config.model.vocab_size
     needs_eod = [name for name in DOCUMENT_ENDS if getattr(data, name)]
     if needs_eod and data.eod_token_id is None and data.tokenizer_type is None:
-        yield f"{needs_eod[0]} must know the end-of-document id; give eod_token_id, or a tokenizer_type"
+        yield f"{needs_eod[0]} needs the end-of-document id; give eod_token_id, or a tokenizer_type"
     if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
         yield "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file; give both"
     needs_no_model = (None, "GPT2BPETokenizer", "NullTokenizer")
@@ -352,9 +353,9 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
     if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
         yield f"tiktoken_pattern={data.tiktoken_pattern} is for tokenizer_type=TikTokenizer; leave it out"
     if data.eod_token is not None and data.tokenizer_type is None:
-        yield f"eod_token={data.eod_token} is looked up in a tokenizer; give tokenizer_type, or eod_token_id"
+        yield f"eod_token={data.eod_token} needs a tokenizer; give tokenizer_type, or eod_token_id"
     if data.eod_token is not None and data.eod_token_id is not None:
-        yield f"eod_token={data.eod_token} and eod_token_id={data.eod_token_id} say the same; give one of them"
+        yield f"eod_token={data.eod_token} and eod_token_id={data.eod_token_id} are both given; give one of them"
     if data.eod_token_id is not None and data.eod_token_id >= vocab_size:
         yield f"eod_token_id={data.eod_token_id} is outside vocab_size={vocab_size}; use an id below {vocab_size}"
 
@@ -363,29 +364,29 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.universal_checkpoint and checkpoint.ckpt_step is not None:
         yield (
-            f"ckpt_step={checkpoint.ckpt_step} chooses among our own checkpoints, but universal_checkpoint is on; give "
-            "the folder of that iteration as load instead"
+            f"ckpt_step={checkpoint.ckpt_step} selects one of our own checkpoints, but universal_checkpoint is on; set "
+            "load to the folder of that iteration instead"
         )
     save, exports = checkpoint.save, checkpoint.save_hf
     if checkpoint.save_hf_last_only and checkpoint.save_hf_keep_last is not None:
         yield (
-            f"save_hf_keep_last={checkpoint.save_hf_keep_last} has no effect with save_hf_last_only, which keeps one; "
-            "leave one of them out"
+            f"save_hf_keep_last={checkpoint.save_hf_keep_last} has no effect with save_hf_last_only, which keeps one "
+            "export; leave one of them out"
         )
     if exports is not None and save is None:
         yield (
-            f"save_hf={exports} is made of the checkpoints in save, which is not given; give a folder, with "
-            "no_save_optim and keep_last=1 where they are wanted for nothing else"
+            f"save_hf={exports} is exported from the checkpoints in save, which is not given; give a folder, with "
+            "no_save_optim and keep_last=1 if only the exports are needed"
         )
     if exports is not None and save is not None and os.path.normpath(exports) == os.path.normpath(save):
-        yield f"save_hf={exports} is the folder of save; give one of its own, such as a folder in it"
+        yield f"save_hf={exports} is the same folder as save; use another, such as a subfolder of it"
 
 
 def _check_logging(config: Config, world_size: int) -> Iterator[str]:
     logging, iters = config.logging, config.training.train_iters
     first, last = logging.profile_steps
     if logging.profile and logging.results_dir is None:
-        yield "profile writes its trace to results_dir, which is not given; give one, or turn it off"
+        yield "profile writes its trace to results_dir, which is not given; give a folder, or turn profile off"
     if first > last:
         yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"
     elif logging.profile and iters and first > iters:
@@ -401,44 +402,43 @@ def _check_straggler(config: Config) -> Iterator[str]:
         return
     if config.optimizer.zero_stage == 3:
         yield (
-            "log_straggler measures a rank's own work, but under zero_stage=3 every layer waits for the parameters of "
+            "log_straggler measures a rank's own work, but with zero_stage=3 every layer waits for the parameters of "
             "other ranks; turn it off"
         )
     if config.training.torch_compile and tp > 1:
         yield (
-            f"log_straggler looks into the layers where tensor_model_parallel_size={tp} is above 1, which it cannot "
-            "once torch_compile has compiled them; turn one of the two off"
+            f"log_straggler times parts of a layer because tensor_model_parallel_size={tp} is above 1, which it cannot "
+            "do in layers compiled by torch_compile; turn one of the two off"
         )
 
 
 def _check_guard(config: Config) -> Iterator[str]:
     guard, checkpoint = config.guard, config.checkpoint
     if guard.spike_action == "rollback" and checkpoint.save is None:
-        yield "spike_action=rollback goes back to the run's own checkpoints, but save is not given; give a folder"
+        yield "spike_action=rollback returns to a checkpoint of the run, but save is not given; give a folder"
     if guard.spike_action == "rollback" and checkpoint.no_save_optim:
         yield "spike_action=rollback needs the optimizer's state, but no_save_optim leaves it out; turn one of them off"
     minutes, timeout_s = config.parallel.distributed_timeout_minutes, config.guard.watchdog_timeout_s
     if timeout_s is not None and timeout_s > minutes * 60:
         yield (
             f"watchdog_timeout_s={timeout_s:g} is above distributed_timeout_minutes={minutes:g} ({minutes * 60:g} s), "
-            "after which a collective fails without telling why; lower it, or raise distributed_timeout_minutes"
+            "after which a collective fails without a diagnosis; lower it, or raise distributed_timeout_minutes"
         )
     if timeout_s is not None and 0 < timeout_s < 1:
         yield f"watchdog_timeout_s={timeout_s:g} leaves no time for a step; use 1 or more, or 0 for no watchdog"
 
 
 def _check_idle(config: Config) -> Iterator[str]:
-    """Options that were given a value which nothing looks at, as the others stand.
+    """Report options that have no effect, given the others.
 
-    What presets hold beside the rest (save_interval, eval_interval, min_lr, adam_*, spike_*) may idle: it is there
-    for when it is wanted.
+    Exempt are those that presets set for every use: save_interval, eval_interval, min_lr, adam_*, spike_*.
     """
     checkpoint, rope = config.checkpoint, config.model.position_embedding_type == "rope"
     tokenizer = config.data.tokenizer_type
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
         (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_keep_last")),
-        (checkpoint.keep_last, "keep_last", "say how many to keep", ("save_retain_interval",)),
+        (checkpoint.keep_last, "keep_last", "set the number to keep", ("save_retain_interval",)),
         (checkpoint.load, "load", "give the folder to resume from", LOADING),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
@@ -467,7 +467,7 @@ def _check_idle(config: Config) -> Iterator[str]:
             "choose that",
             ("buckets_per_octave",),
         ),
-        # an export takes its files along, of whichever kind
+        # an export copies its files, whatever their kind
         (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
         (config.logging.profile, "profile", "turn it on", PROFILING),
         (config.logging.wandb_project, "wandb_project", "give one", WANDB),

@@ -88,7 +88,7 @@ def test_a_faulty_section_is_named_whichever_preset_holds_it(tmp_path: Path) -> 
     (tmp_path / "wrong.yaml").write_text("model: 3")
     (tmp_path / "right.yaml").write_text("model: {num_layers: 6}")
     wrong, right = (["--config", str(tmp_path / f"{name}.yaml")] for name in ("wrong", "right"))
-    assert "section 'model' holds 3; it must be a mapping of options" in faults_of([*VALID, *right, *wrong])
+    assert "section 'model' is 3; it must be a mapping of options" in faults_of([*VALID, *right, *wrong])
 
 
 def test_last_flag_wins() -> None:
@@ -321,7 +321,7 @@ def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
     faults = faults_of(words)
     for expected in (
         "unknown flag --nmu-attention-heads; did you mean --num-attention-heads?",
-        "'stray' follows no flag",
+        "'stray' does not follow a flag",
         "--data-path needs a value",
         "unknown section 'traning'; the sections are model, parallel",
         "unknown option 'num_layer' in section 'model'; did you mean 'num_layers'",
@@ -357,13 +357,13 @@ def test_a_flag_without_its_value_is_named(value: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--num-layers 4 5", "'5' follows no flag"),
-        ("4 --num-layers 4", "'4' follows no flag"),
+        ("--num-layers 4 5", "'5' does not follow a flag"),
+        ("4 --num-layers 4", "'4' does not follow a flag"),
         ("-x", "unknown flag -x; see --help"),
         ("--num-lay 4", "unknown flag --num-lay; did you mean --num-layers?"),
         ("--zzzzzz", "unknown flag --zzzzzz; see --help"),
-        ("--rampup-batch-size 1 2", "training.rampup_batch_size=1 2: takes 3 values, not 2"),
-        ("--profile-steps 1 2 3", "logging.profile_steps=1 2 3: takes 2 values, not 3"),
+        ("--rampup-batch-size 1 2", "training.rampup_batch_size=1 2: expected 3 values, not 2"),
+        ("--profile-steps 1 2 3", "logging.profile_steps=1 2 3: expected 2 values, not 3"),
         ("--num-layers 2.5", "model.num_layers='2.5': input should be a valid integer"),
         ("--device tpu", "parallel.device='tpu': input should be 'auto', 'hpu', 'cuda' or 'cpu'"),
         ("--bf16 maybe", "training.bf16='maybe': input should be a valid boolean"),
@@ -378,15 +378,15 @@ def test_wrong_words_are_named(words: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("model: [", "is no valid YAML"),
+        ("model: [", "is not valid YAML"),
         ("model: {num_layers: 2, num_layers: 3}", "'num_layers' is given twice"),
         ("model: {num_layers: 2}\nmodel: {hidden_size: 8}", "'model' is given twice"),
-        ("- model", "holds a list; it must be a mapping of sections"),
-        ("just words", "holds a str"),
-        ("model: 3", "section 'model' holds 3; it must be a mapping of options"),
+        ("- model", "is a list; it must be a mapping of sections"),
+        ("just words", "is a str"),
+        ("model: 3", "section 'model' is 3; it must be a mapping of options"),
         ("model: {7: 3}", "unknown option '7' in section 'model'"),
         ("model: {num_layers: null}", "model.num_layers=None: input should be a valid integer"),
-        ("model: {hidden_size: !!python/object/apply:os.getcwd []}", "is no valid YAML"),
+        ("model: {hidden_size: !!python/object/apply:os.getcwd []}", "is not valid YAML"),
         ("num_layers: 3", "unknown section 'num_layers'"),
     ],
 )
@@ -397,7 +397,7 @@ def test_wrong_yaml_is_named(tmp_path: Path, text: str, expected: str) -> None:
 
 def test_an_unreadable_preset_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"model: {architecture: \xe9}")
-    assert "is no valid YAML" in faults_of(["--config", str(tmp_path / "latin.yaml")])[0]
+    assert "is not valid YAML" in faults_of(["--config", str(tmp_path / "latin.yaml")])[0]
     assert "not found" in faults_of(["--config", str(tmp_path)])[0]
 
 
@@ -425,10 +425,10 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "flex dropout": (
         "--attention-backend flex --attention-dropout 0.1",
         1,
-        "attention_backend=flex has no dropout",
+        "attention_backend=flex does not support dropout",
         "set it to 0, or use sdpa",
     ),
-    "stages": ("--pipeline-model-parallel-size 4 --num-layers 3", 4, "larger than num_layers=3", "at most 3 stages"),
+    "stages": ("--pipeline-model-parallel-size 4 --num-layers 3", 4, "larger than num_layers=3", "use at most 3"),
     "heads": (
         "--tensor-model-parallel-size 3 --num-query-groups 1 --kv-channels 48 --ffn-hidden-size 96",
         3,
@@ -477,7 +477,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "offload sgd": ("--offload-optimizer --zero-stage 1 --optimizer sgd", 1, "optimizer=sgd", "use adamw or adam"),
     "head size": ("--hidden-size 66", 1, "num_attention_heads=4 does not divide hidden_size=66", "or set kv_channels"),
     "query groups": ("--num-query-groups 3", 1, "num_query_groups=3 does not divide", "use 1, 2 or 4"),
-    "rope pairs": ("--position-embedding-type rope --kv-channels 15", 1, "head size is 15", "make it even"),
+    "rope pairs": (
+        "--position-embedding-type rope --kv-channels 15",
+        1,
+        "even head size, not 15",
+        "change hidden_size or kv_channels",
+    ),
     "rope scaling": ("--rope-scaling-factor 8", 1, "rope_scaling_factor=8.0 needs", "unset it"),
     "rope factors": (
         "--position-embedding-type rope --rope-scaling-factor 8 --rope-scaling-low-freq-factor 4",
@@ -491,7 +496,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "seq_length=128 is larger than max_position_embeddings=64",
         "enlarge",
     ),
-    "precisions": ("--bf16 --fp16", 1, "bf16 and fp16 are both on", "turn one off"),
+    "precisions": ("--bf16 --fp16", 1, "bf16 and fp16 are both on", "turn one of them off"),
     "accumulation": ("--grad-accum-dtype bf16", 1, "the precision is fp32", "set fp32"),
     "loss scale": ("--fp16 --min-loss-scale 100000", 1, "min_loss_scale=100000.0 is above", "lower it"),
     "flex": (
@@ -502,7 +507,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     ),
     "fused sdpa": ("--attention-backend fused_hpu --device cuda", 1, "runs on hpu only, but device=cuda", "use auto"),
     "fast softmax": ("--use-fast-softmax --device cpu", 1, "for hpu only, but device=cpu", "turn it off"),
-    "global batch": ("--micro-batch-size 3", 2, "global_batch_size=8 is no multiple of", "use a multiple of 6"),
+    "global batch": ("--micro-batch-size 3", 2, "global_batch_size=8 is not a multiple of", "use a multiple of 6"),
     "ramp-up start": (
         "--train-iters none --train-samples 999 --rampup-batch-size 16 8 100",
         1,
@@ -518,7 +523,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "ramp-up steps": (
         "--train-iters none --train-samples 999 --rampup-batch-size 2 2 100",
         4,
-        "passes through 2, no multiple of micro_batch_size x data-parallel size = 1 x 4",
+        "passes through 2, which is not a multiple of micro_batch_size x data-parallel size = 1 x 4",
         "use multiples of 4 for start and increment, or a data-parallel size of 1 or 2",
     ),
     "ramp-up in steps": ("--rampup-batch-size 2 2 100", 1, "train_samples is not given", "instead of train_iters"),
@@ -575,11 +580,16 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "warm-up in steps": (
         "--train-iters none --train-samples 999 --rampup-batch-size 2 2 100 --lr-warmup-iters 2",
         1,
-        "lr_warmup_iters=2 cannot be counted under rampup_batch_size",
+        "lr_warmup_iters=2 cannot be combined with rampup_batch_size",
         "use lr_warmup_samples",
     ),
     "min lr": ("--min-lr 1", 1, "min_lr=1.0 is above lr=0.0001", "lower it"),
-    "long warm-up": ("--lr-warmup-iters 100", 1, "warm-up of 800 samples leaves nothing of the decay's 800", "shorten"),
+    "long warm-up": (
+        "--lr-warmup-iters 100",
+        1,
+        "warm-up of 800 samples must be shorter than the decay of 800",
+        "shorten",
+    ),
     "wsd part": ("--lr-decay-style WSD", 1, "lr_decay_style=WSD needs", "give one"),
     "long wsd part": (
         "--lr-decay-style WSD --lr-wsd-decay-iters 60 --lr-warmup-iters 50",
@@ -598,11 +608,11 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "--data-path d --valid-data-path v",
         1,
         "data_path and valid_data_path are both given",
-        "keep data_path",
+        "keep data_path and split",
     ),
-    "no training data": ("--test-data-path t", 1, "train_data_path is not given", "give it"),
+    "no training data": ("--test-data-path t", 1, "is given without train_data_path", "give it"),
     "weight of nothing": ("--data-path 0 a 1 b", 1, "data_path='0 a 1 b'", "weights above 0"),
-    "no end of document": ("--reset-attention-mask", 1, "reset_attention_mask must know", "give eod_token_id"),
+    "no end of document": ("--reset-attention-mask", 1, "reset_attention_mask needs", "give eod_token_id"),
     "gpt2 files": (
         "--tokenizer-type GPT2BPETokenizer --vocab-file v",
         1,
@@ -611,7 +621,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     ),
     "hf file": ("--tokenizer-type HFTokenizer", 1, "tokenizer_type=HFTokenizer needs tokenizer_model", "give the file"),
     "tiktoken pattern": ("--tiktoken-pattern r50k", 1, "is for tokenizer_type=TikTokenizer", "leave it out"),
-    "eod of nothing": ("--eod-token E", 1, "eod_token=E is looked up in a tokenizer", "give tokenizer_type"),
+    "eod of nothing": ("--eod-token E", 1, "eod_token=E needs a tokenizer", "give tokenizer_type"),
     "eod twice": (
         "--tokenizer-type Llama2Tokenizer --tokenizer-model m --eod-token E --eod-token-id 2",
         1,
@@ -619,12 +629,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "give one of them",
     ),
     "eod": ("--eod-token-id 50257", 1, "eod_token_id=50257 is outside vocab_size=50257", "below 50257"),
-    "profile": ("--profile", 1, "results_dir, which is not given", "turn it off"),
+    "profile": ("--profile", 1, "results_dir, which is not given", "turn profile off"),
     "universal step": (
         "--load runs --universal-checkpoint --ckpt-step 20",
         1,
-        "ckpt_step=20 chooses among our own checkpoints",
-        "give the folder of that iteration as load",
+        "ckpt_step=20 selects one of our own checkpoints",
+        "set load to the folder of that iteration",
     ),
     "one export": (
         "--save runs --save-hf models --save-hf-last-only --save-hf-keep-last 2",
@@ -632,12 +642,17 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "save_hf_keep_last=2 has no effect with save_hf_last_only",
         "leave one",
     ),
-    "exports alone": ("--save-hf models", 1, "save_hf=models is made of the checkpoints in save", "give a folder"),
+    "exports alone": (
+        "--save-hf models",
+        1,
+        "save_hf=models is exported from the checkpoints in save",
+        "give a folder",
+    ),
     "exports among checkpoints": (
         "--save runs --save-hf ./runs/",
         1,
-        "save_hf=./runs/ is the folder of save",
-        "its own",
+        "save_hf=./runs/ is the same folder as save",
+        "use another",
     ),
     "save alone": ("--keep-last 3", 1, "keep_last=3 has no effect without save", "give the folder to save in"),
     "profile steps": (
@@ -680,7 +695,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "lower it, or raise",
     ),
     "short watch": ("--watchdog-timeout-s 0.5", 1, "watchdog_timeout_s=0.5 leaves no time", "use 1 or more"),
-    "straggler of zero 3": ("--log-straggler --zero-stage 3", 1, "under zero_stage=3 every layer waits", "turn it off"),
+    "straggler of zero 3": ("--log-straggler --zero-stage 3", 1, "with zero_stage=3 every layer waits", "turn it off"),
     "compiled straggler": (
         "--log-straggler --torch-compile --tensor-model-parallel-size 2",
         2,

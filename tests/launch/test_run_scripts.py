@@ -127,7 +127,7 @@ def test_all_faults_come_in_one_message_with_status_2(tmp_path: Path) -> None:
         "2 x tensor-parallel 3 x pipeline-parallel 41 = 246 ranks, but nodes x devices = 2 x 8 = 16",
         "pipeline_model_parallel_size=41 is larger than num_layers=40",
         "tensor_model_parallel_size=3 does not divide num_attention_heads=32",
-        "global_batch_size=1023 is no multiple",
+        "global_batch_size=1023 is not a multiple",
         "rampup_batch_size",
         f"dataset {tmp_path}/meg-gpt2_text_document lacks",
         "results_dir=hosts/out cannot be made",
