@@ -1,18 +1,17 @@
-"""Checkpoints on disk: whole or not there, checked when read, and independent of the layout that wrote them.
+"""The checkpoint format: names in a folder, fragments, file headers and the manifest. Nothing is pickled or executed.
 
     SAVE/latest                                      the tag of the newest whole checkpoint, such as global_step100
-    SAVE/global_step100/checkpoint.json              the manifest: what there is, where, and its checksums
+    SAVE/global_step100/checkpoint.json              the manifest: metadata, parameters, files and their checksums
     SAVE/global_step100/rank_00000.safetensors, ...  one for each rank that owns something
-    SAVE/.global_step100.partial-TOKEN/              a save under way: gets its name when it is whole
-    SAVE/.global_step100.failed-TOKEN                why a save failed, for the other ranks to read
-    SAVE/.global_step100.replaced-TOKEN/             the old one, while a checkpoint is written over
+    SAVE/.global_step100.partial-TOKEN/              a save in progress; renamed when it is complete
+    SAVE/.global_step100.failed-TOKEN                the reason of a failed save, for the other ranks
+    SAVE/.global_step100.replaced-TOKEN/             the previous checkpoint of this tag while it is overwritten
     SAVE/.global_step100.deleted-TOKEN/              being removed
-    SAVE/.lock                                       held by the run that saves here
+    SAVE/.lock                                       locked by the run that saves here
 
 A file holds flat float32 tensors, under the key KIND:NAME. Each is the stretch [start, start + numel) of a parameter's
-flattened local tensor, as rank `tensor_rank` of `tensor_size` tensor-parallel ones has it, padding included. What any
-other layout needs is found by `slices.regions`. Nothing here executes what it reads, and no name inside a checkpoint
-leads out of its folder.
+flattened local tensor, as rank `tensor_rank` of `tensor_size` tensor-parallel ranks holds it, padding included. Readers
+of any layout find what they need with `slices.regions`. No name inside a checkpoint leads out of its folder.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,84 +36,35 @@ from megatron.parallel.context import LayoutError
 from megatron.parallel.shards import Shard
 
 FORMAT = "megatron-3d"
-VERSION = 1
+VERSION = 2
+"""1 named parameters by the index of their pipeline layer (`2.attention.qkv.weight`)."""
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
 
 ITEM_BYTES = 4
 PIECE_BYTES = 8 << 20
-"""Copied, summed and written at a time: large for the disk, small enough to stay in a cache meanwhile."""
+"""Bytes copied, summed and written at a time: large for the disk, small enough to stay in a cache meanwhile."""
 
 TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,150}")
-RANK_FILE = re.compile(r"rank_[0-9]{5,}\.safetensors")
-_KIND = re.compile(r"[a-z0-9_]+")
-_SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
-_SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 LEFTOVER = re.compile(
     r"\.(?P<tag>.+)\.(?P<state>partial|failed|replaced|deleted|latest)-(?P<token>[A-Za-z0-9]+)(\.[0-9]+)?"
 )
-"""What a save under way, or one that was killed, has beside the checkpoints; see `hidden_path`."""
+"""Hidden names beside the checkpoints, of a save in progress or of one that was killed; see `hidden_path`."""
+REMEDY = "copy it again from where the checkpoint was saved, or load another checkpoint"
 
-REMEDY = "copy it anew from where the checkpoint was saved, or load another checkpoint"
+_FILE = re.compile(r"rank_[0-9]{5,}\.safetensors")
+_KIND = re.compile(r"[a-z0-9_]+")
+_SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
+_SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
+_SAVE_AGAIN = "save the checkpoint again, or load another"
 
 
 class CheckpointError(ValueError):
-    """A folder holds no checkpoint, or one that is damaged or cannot be used or written. Says which file, and why."""
+    """A checkpoint is missing, damaged, of another model, or cannot be written. The message names the file."""
 
 
-@dataclass(frozen=True, eq=False)
-class Fragment:
-    """A stretch of a parameter's flattened local tensor, to be saved."""
-
-    name: str
-    """`<layer index>.<name>`: the same on every layout."""
-    kind: str
-    """`weight` (float32), or a moment of the optimizer: `exp_avg`, `exp_avg_sq`, `momentum_buffer`."""
-    shard: Shard
-    tensor_rank: int
-    tensor_size: int
-    start: int
-    """Of the stretch, in elements of the local tensor of `tensor_rank` of `tensor_size`."""
-    tensor: Tensor
-    """float32 [numel], on any device."""
-    dtype: str = "float32"
-    """What the run computes with, such as bfloat16. Told to readers; the fragment itself is float32."""
-
-    def __post_init__(self) -> None:
-        what = f"{self.kind} of {self.name}"
-        if self.tensor.dtype != torch.float32 or self.tensor.dim() != 1:
-            found = f"{self.tensor.dtype} {tuple(self.tensor.shape)}"
-            raise CheckpointError(f"{what}: a fragment must be float32 and flat, this one is {found}")
-        if not _KIND.fullmatch(self.kind):
-            raise CheckpointError(f"{what}: a kind is lower-case letters, digits and underscores")
-        if self.shard.dim is None and self.tensor_size != 1:
-            raise CheckpointError(f"{what} is not cut, so it is saved once, as tensor rank 0 of 1")
-        if not 0 <= self.tensor_rank < self.tensor_size:
-            raise CheckpointError(f"{what}: there is no tensor rank {self.tensor_rank} of {self.tensor_size}")
-        local_numel, stop = math.prod(self.shard.local_shape(self.tensor_size)), self.start + self.tensor.numel()
-        if self.start < 0 or stop > local_numel:
-            raise CheckpointError(f"{what}: [{self.start}, {stop}) is outside its {local_numel} local elements")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFragment:
-    """A fragment in a file."""
-
-    file: str
-    name: str
-    kind: str
-    tensor_rank: int
-    tensor_size: int
-    padding: int
-    start: int
-    numel: int
-    crc32: int
-    offset: int
-    """Of its first byte in the file."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.numel * ITEM_BYTES
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
 
 
 def rank_file(rank: int) -> str:
@@ -127,13 +77,78 @@ def hidden_path(save: Path, tag: str, state: str, token: str) -> Path:
 
 def check_tag(tag: str) -> None:
     if not TAG.fullmatch(tag):
-        raise CheckpointError(f"{tag!r} is no name of a checkpoint, such as global_step100")
+        raise CheckpointError(f"{tag!r} is not the name of a checkpoint, such as global_step100")
+
+
+def iteration_of(tag: str) -> int:
+    """Number at the end of a tag; -1 where there is none."""
+    number = re.search(r"[0-9]+$", tag)
+    return int(number[0]) if number else -1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fragments
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """Stretch of a parameter's flattened local tensor, to be saved. Raises CheckpointError if it cannot exist."""
+
+    name: str
+    """The parameter's full name, the same on every layout."""
+    kind: str
+    """`weight` (float32), or a moment of the optimizer: `exp_avg`, `exp_avg_sq`, `momentum_buffer`."""
+    shard: Shard
+    tensor_rank: int
+    tensor_size: int
+    start: int
+    """First element, in the local tensor of `tensor_rank` of `tensor_size`."""
+    tensor: Tensor
+    """float32 [numel], on any device."""
+    dtype: str = "float32"
+    """Type that the run computes with, such as bfloat16; the fragment itself is float32."""
+
+    def __post_init__(self) -> None:
+        what = f"{self.kind} of {self.name}"
+        if self.tensor.dtype != torch.float32 or self.tensor.dim() != 1:
+            found = f"{self.tensor.dtype} {tuple(self.tensor.shape)}"
+            raise CheckpointError(f"{what} is {found}; a fragment must be float32 and flat")
+        if not _KIND.fullmatch(self.kind):
+            raise CheckpointError(f"{what}: a kind consists of lower-case letters, digits and underscores")
+        if self.shard.dim is None and self.tensor_size != 1:
+            raise CheckpointError(f"{what} is not sharded; it must be saved once, as tensor rank 0 of 1")
+        if not 0 <= self.tensor_rank < self.tensor_size:
+            raise CheckpointError(f"{what}: tensor rank {self.tensor_rank} is outside the {self.tensor_size} ranks")
+        local_numel, stop = math.prod(self.shard.local_shape(self.tensor_size)), self.start + self.tensor.numel()
+        if self.start < 0 or stop > local_numel:
+            raise CheckpointError(f"{what}: [{self.start}, {stop}) is outside its {local_numel} local elements")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFragment:
+    """Fragment in a file."""
+
+    file: str
+    name: str
+    kind: str
+    tensor_rank: int
+    tensor_size: int
+    padding: int
+    start: int
+    numel: int
+    crc32: int
+    offset: int
+    """Position of its first byte in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * ITEM_BYTES
 
 
 def safetensors_header(
     tag: str, token: str, file: str, fragments: Sequence[StoredFragment], header_bytes: int
 ) -> bytes:
-    """The beginning of a safetensors file, filled up with spaces to `header_bytes`. Raises CheckpointError."""
+    """Header of a safetensors file, padded with spaces to `header_bytes`. Raises CheckpointError if it does not fit."""
     entries: dict[str, Any] = {"__metadata__": {"format": FORMAT, "tag": tag, "save": token, "file": file}}
     for at in fragments:
         begin = at.offset - header_bytes
@@ -148,7 +163,7 @@ def safetensors_header(
 
 
 def header_metadata(header: bytes) -> dict[str, Any]:
-    """What the header says of where it belongs; empty where it cannot be read."""
+    """Metadata in a header; empty where it cannot be read."""
     try:
         found = json.loads(header[8:])["__metadata__"]
     except (ValueError, RecursionError, KeyError, TypeError):
@@ -156,116 +171,171 @@ def header_metadata(header: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def iteration_of(tag: str) -> int:
-    """The number that a tag ends with; -1: none."""
-    number = re.search(r"[0-9]+$", tag)
-    return int(number[0]) if number else -1
+# ---------------------------------------------------------------------------------------------------------------------
+# The manifest
 
 
-@contextlib.contextmanager
-def open_file(path: Path) -> Iterator[int]:
-    """A descriptor to read a regular file, never through a link. Raises CheckpointError."""
-    try:
-        # a pipe in its place must not keep us waiting
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not there; {REMEDY}") from None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CheckpointError(f"{path} is a link, which is never followed; put the file itself there") from None
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path} is no regular file; {REMEDY}")
-        yield descriptor
-    finally:
-        os.close(descriptor)
+@dataclass(frozen=True)
+class RankFile:
+    """One file of a checkpoint."""
+
+    num_bytes: int
+    header_crc32: int
+    fragments: tuple[StoredFragment, ...]
+    """In the order of their bytes."""
 
 
-@contextlib.contextmanager
-def as_damage(path: Path) -> Iterator[None]:
-    """Say of every fault found inside in which file it is."""
-    try:
-        yield
-    except (CheckpointError, LayoutError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
+@dataclass(frozen=True)
+class Manifest:
+    """Validated content of checkpoint.json: together the fragments make up every tensor exactly once."""
+
+    tag: str
+    token: str
+    metadata: dict[str, Any]
+    parameters: dict[str, Shard]
+    """Full tensors: no padding, no initialisation."""
+    dtypes: dict[str, str]
+    """Type that the run computed each parameter with."""
+    files: dict[str, RankFile]
+    tensors: dict[tuple[str, str], list[StoredFragment]]
+    """By name and kind."""
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def manifest_text(
+    tag: str, token: str, metadata_text: str, parameters: Mapping[str, Any], files: Mapping[str, Any]
+) -> bytes:
+    """JSON of a manifest, one line a parameter and a file, sealed by its own SHA-256."""
+
+    def lines(mapping: Mapping[str, Any]) -> str:
+        entries = [f"  {json.dumps(key)}: {json.dumps(mapping[key])}" for key in sorted(mapping, key=_natural)]
+        return "{\n" + ",\n".join(entries) + "\n }"
+
+    fields = {"format": json.dumps(FORMAT), "version": str(VERSION), "tag": json.dumps(tag), "token": json.dumps(token)}
+    fields |= {"metadata": metadata_text, "parameters": lines(parameters), "files": lines(files)}
+    body = "{\n" + ",\n".join(f' "{key}": {value}' for key, value in fields.items())
+    seal = hashlib.sha256(f"{body}\n}}\n".encode()).hexdigest()
+    return f'{body},\n "sha256": "{seal}"\n}}\n'.encode()
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sort key that puts layer 10 behind layer 9."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split("([0-9]+)", name)]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and validate the manifest of a checkpoint's folder. Raises CheckpointError."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not there; give the folder of a checkpoint")
     with open_file(path) as descriptor, as_damage(path):
         with os.fdopen(os.dup(descriptor), "rb") as file:
-            text = file.read()
-        seal = _SEAL.fullmatch(text[-_SEAL_BYTES:])
-        body = text[:-_SEAL_BYTES] + b"\n}\n"
-        whole = seal and hashlib.sha256(body).hexdigest().encode() == seal[1]
-        try:
-            manifest = json.loads(body if whole else text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"it is no JSON ({error}), so it is damaged; {REMEDY}") from None
-        # of another kind or version rather than damaged: another seal, perhaps
-        if isinstance(manifest, dict) and isinstance(manifest.get("format"), str) and manifest["format"] != FORMAT:
-            raise CheckpointError(f"its format is {manifest['format'][:80]!r}; only {FORMAT!r} is read")
-        if isinstance(manifest, dict) and type(manifest.get("version")) is int and manifest["version"] != VERSION:
-            raise CheckpointError(
-                f"its version is {manifest['version']}; only {VERSION} is known: use the release that wrote it"
-            )
-        if not whole or not isinstance(manifest, dict):
-            raise CheckpointError(f"its checksum is not that of its text, so it was changed; {REMEDY}")
-        if string_field(manifest, "format") != FORMAT or count_field(manifest, "version") != VERSION:
-            raise CheckpointError(f"it is not of format {FORMAT!r}, version {VERSION}")
-    return manifest
+            content = _parsed(file.read())
+        parameters, dtypes = {}, {}
+        for name, entry in _typed(content, "parameters", dict).items():
+            parameters[name] = _shard_of_entry(name, entry)
+            dtypes[name] = _typed(entry, "dtype", str)
+        files = {name: _rank_file(name, entry, parameters) for name, entry in _typed(content, "files", dict).items()}
+        tensors: dict[tuple[str, str], list[StoredFragment]] = {}
+        for at in (at for each in files.values() for at in each.fragments):
+            tensors.setdefault((at.name, at.kind), []).append(at)
+        _check_completeness(parameters, tensors)
+        return Manifest(
+            tag=_typed(content, "tag", str),
+            token=_typed(content, "token", str),
+            metadata=_typed(content, "metadata", dict),
+            parameters=parameters,
+            dtypes=dtypes,
+            files=files,
+            tensors=tensors,
+        )
 
 
-def _field(entry: Any, key: str) -> Any:
+def _parsed(text: bytes) -> dict[str, Any]:
+    seal = _SEAL.fullmatch(text[-_SEAL_BYTES:])
+    body = text[:-_SEAL_BYTES] + b"\n}\n"
+    whole = seal and hashlib.sha256(body).hexdigest().encode() == seal[1]
+    try:
+        content = json.loads(body if whole else text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"it is not JSON ({error}), so it is damaged; {REMEDY}") from None
+    # another format or version may have another seal: report that first, not damage
+    if isinstance(content, dict) and isinstance(content.get("format"), str) and content["format"] != FORMAT:
+        raise CheckpointError(f"its format is {content['format'][:80]!r}; only {FORMAT!r} is read")
+    if isinstance(content, dict) and type(content.get("version")) is int and content["version"] != VERSION:
+        remedy = "use the release that wrote it"
+        if content["version"] < VERSION:
+            remedy += ", or convert it there with tools/ds_to_universal.py and load that with --universal-checkpoint"
+        raise CheckpointError(f"its version is {content['version']}; only {VERSION} is read: {remedy}")
+    if not whole or not isinstance(content, dict):
+        raise CheckpointError(f"its checksum is not that of its text, so it was changed; {REMEDY}")
+    if _typed(content, "format", str) != FORMAT or _count(content, "version") != VERSION:
+        raise CheckpointError(f"it is not of format {FORMAT!r}, version {VERSION}")
+    return content
+
+
+def _typed(entry: Any, key: str, kind: type) -> Any:
     if not isinstance(entry, dict) or key not in entry:
         raise CheckpointError(f"{str(entry)[:80]} has no {key!r}, so it is damaged; {REMEDY}")
+    if not isinstance(entry[key], kind):
+        raise CheckpointError(f"{key} is {str(entry[key])[:80]}, not a {kind.__name__}; {REMEDY}")
     return entry[key]
 
 
-def string_field(entry: Any, key: str) -> str:
-    value = _field(entry, key)
-    if not isinstance(value, str):
-        raise CheckpointError(f"{key} is {str(value)[:80]}, which is no text; {REMEDY}")
-    return value
-
-
-def count_field(entry: Any, key: str) -> int:
-    value = _field(entry, key)
+def _count(entry: Any, key: str) -> int:
+    value = _typed(entry, key, object)
     if type(value) is not int or not 0 <= value < 2**62:
-        raise CheckpointError(f"{key} is {str(value)[:80]}, which is no count; {REMEDY}")
+        raise CheckpointError(f"{key} is {str(value)[:80]}, not a count; {REMEDY}")
     return value
 
 
-def mapping_field(entry: Any, key: str, of: type = dict) -> Any:
-    value = _field(entry, key)
-    if not isinstance(value, of):
-        raise CheckpointError(f"{key} is {str(value)[:80]}, which is no {of.__name__}; {REMEDY}")
-    return value
+def _shard_of_entry(name: str, entry: Any) -> Shard:
+    shape, pieces = (tuple(_typed(entry, key, list)) for key in ("shape", "pieces"))
+    dim = _typed(entry, "dim", object)
+    valid = all(type(i) is int and 0 < i < 2**62 for i in (*shape, *pieces))
+    valid &= dim is None or (type(dim) is int and 0 <= dim < len(shape))
+    if not valid or (dim is None) != (not pieces):
+        raise CheckpointError(f"parameters: {name} is {str(entry)[:200]}, which does not describe a shard; {REMEDY}")
+    return Shard(shape, dim, pieces)
 
 
-def parameter_shard(name: str, entry: Any) -> Shard:
-    numbers = {key: tuple(mapping_field(entry, key, list)) for key in ("shape", "pieces")}
-    dim = _field(entry, "dim")
-    well = all(type(i) is int and 0 < i < 2**62 for i in (*numbers["shape"], *numbers["pieces"]))
-    well &= dim is None or (type(dim) is int and 0 <= dim < len(numbers["shape"]))
-    if not well or (dim is None) != (not numbers["pieces"]):
-        raise CheckpointError(f"parameters: {name} is described as {str(entry)[:200]}, which is no cut of a tensor")
-    return Shard(numbers["shape"], dim, numbers["pieces"])
+def _rank_file(file: str, entry: Any, parameters: Mapping[str, Shard]) -> RankFile:
+    """The tensors of a file fill it from its end, in the order of the manifest."""
+    if not _FILE.fullmatch(file):
+        raise CheckpointError(f"files: {file!r} is not the name of a rank's file, such as rank_00000.safetensors")
+    listed = _typed(entry, "fragments", list)
+    num_bytes, sizes = _count(entry, "bytes"), [_count(fragment, "numel") * ITEM_BYTES for fragment in listed]
+    offset = num_bytes - sum(sizes)
+    if offset < 8 or offset % ITEM_BYTES:
+        raise CheckpointError(f"files: {file} has {num_bytes} bytes, but its fragments have {sum(sizes)}")
+    fragments = []
+    for fragment, size in zip(listed, sizes, strict=True):
+        name = _typed(fragment, "name", str)
+        if name not in parameters:
+            raise CheckpointError(f"files: {file} has a fragment of {name!r}, which is not a parameter")
+        keys = ("tensor_rank", "tensor_size", "padding", "start", "numel", "crc32")
+        numbers = {key: _count(fragment, key) for key in keys}
+        fragments.append(StoredFragment(file, name, _typed(fragment, "kind", str), **numbers, offset=offset))
+        offset += size
+    return RankFile(num_bytes, _count(entry, "header_crc32"), tuple(fragments))
 
 
-def described(shard: Shard) -> str:
-    if shard.dim is None:
-        return f"{list(shard.shape)}, not cut"
-    return f"{list(shard.shape)}, cut along dimension {shard.dim} in pieces of {', '.join(map(str, shard.pieces))}"
+def _check_completeness(
+    parameters: Mapping[str, Shard], tensors: Mapping[tuple[str, str], Sequence[StoredFragment]]
+) -> None:
+    for name in parameters:
+        if (name, "weight") not in tensors:
+            raise CheckpointError(f"there is no weight of {name}; {_SAVE_AGAIN}")
+    for (name, kind), fragments in tensors.items():
+        try:
+            problem = _tiling_fault(parameters[name], fragments)
+        except LayoutError as error:
+            problem = str(error)
+        if problem:
+            raise CheckpointError(f"{kind} of {name}: {problem}; {_SAVE_AGAIN}")
 
 
-def tiling_fault(shard: Shard, fragments: Sequence[StoredFragment]) -> str | None:
-    """Why these fragments are not exactly one whole tensor; None: they are. Raises LayoutError."""
+def _tiling_fault(shard: Shard, fragments: Sequence[StoredFragment]) -> str | None:
+    """Reason why these fragments are not exactly one whole tensor; None: they are. Raises LayoutError."""
     layouts = {(at.tensor_size, at.padding) for at in fragments}
     size, padding = fragments[0].tensor_size, fragments[0].padding
     if len(layouts) > 1:
@@ -292,5 +362,46 @@ def tiling_fault(shard: Shard, fragments: Sequence[StoredFragment]) -> str | Non
         if position < local_numel:
             return f"elements [{position}, {local_numel}) {of_rank} are missing"
         if position > local_numel:
-            return f"there are {position} elements {of_rank}, but {described(shard)} makes {local_numel}"
+            return f"there are {position} elements {of_rank}, but {described(shard)} has {local_numel}"
     return None
+
+
+def described(shard: Shard) -> str:
+    if shard.dim is None:
+        return f"{list(shard.shape)}, not sharded"
+    return f"{list(shard.shape)}, sharded along dimension {shard.dim} in pieces of {', '.join(map(str, shard.pieces))}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Opening files
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[int]:
+    """Open a regular file for reading, never through a link, and give its descriptor. Raises CheckpointError."""
+    try:
+        # O_NONBLOCK: a pipe in its place must not block us
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not there; {REMEDY}") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path} is a link, which is never followed; put the file itself there") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path} is not a regular file; {REMEDY}")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def as_damage(path: Path) -> Iterator[None]:
+    """Put the file's name before the message of every error raised inside."""
+    try:
+        yield
+    except (CheckpointError, LayoutError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error

@@ -8,10 +8,9 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from isal import isal_zlib
@@ -23,157 +22,90 @@ from megatron.checkpoint.format import (
     LEFTOVER,
     MANIFEST,
     PIECE_BYTES,
-    RANK_FILE,
     REMEDY,
     TAG,
     CheckpointError,
+    RankFile,
     StoredFragment,
     as_damage,
     check_tag,
-    count_field,
     described,
     header_metadata,
     iteration_of,
-    mapping_field,
     open_file,
-    parameter_shard,
     read_manifest,
     safetensors_header,
-    string_field,
-    tiling_fault,
 )
 from megatron.checkpoint.slices import copy_overlap, regions
-from megatron.parallel.context import LayoutError
 from megatron.parallel.shards import Shard
 
 RELEASE_BYTES = 32 << 20
-"""Read through a mapping before its pages are let go."""
+"""Bytes read through a mapping before its pages are released."""
 SHOWN_DAMAGES = 10
-
 ReportBytes = Callable[[int], object]
-"""Told how many bytes were handled since the last time."""
+"""Callback for progress: receives the number of bytes processed since its previous call."""
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """A whole checkpoint. Raises CheckpointError if something is missing, or does not belong to the rest.
+    """A complete checkpoint. Opening it reads the manifest and the headers and checks names, sizes and completeness.
 
-    Opening reads the manifest and the headers, and checks sizes and that the fragments make up every tensor, once. The
-    tensors' own checksums are for `verify`.
+    The checksums of the tensors are checked by `verify`. Raises CheckpointError if anything is missing or wrong.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         manifest = read_manifest(self.folder)
-        path = self.folder / MANIFEST
-        with as_damage(path):
-            self.tag = string_field(manifest, "tag")
-            self.token = string_field(manifest, "token")
-            self.metadata: dict[str, Any] = mapping_field(manifest, "metadata")
-            self.parameters: dict[str, Shard] = {}
-            """Unpadded, without what they started from."""
-            self.dtypes: dict[str, str] = {}
-            """What the run computed with."""
-            for name, entry in mapping_field(manifest, "parameters").items():
-                self.parameters[name] = parameter_shard(name, entry)
-                self.dtypes[name] = string_field(entry, "dtype")
-            files = mapping_field(manifest, "files")
-            self.file_bytes: dict[str, int] = {}
-            by_file = {}
-            for name, entry in files.items():
-                by_file[name] = list(self._file(name, entry))
-                self.file_bytes[name] = count_field(entry, "bytes")
-                count_field(entry, "header_crc32")
-            self.fragments: Sequence[StoredFragment] = [at for fragments in by_file.values() for at in fragments]
-            """In the order of the files, and within them."""
-        self._tensors: dict[tuple[str, str], list[StoredFragment]] = {}
-        for at in self.fragments:
-            self._tensors.setdefault((at.name, at.kind), []).append(at)
+        self.tag, self.token, self.metadata = manifest.tag, manifest.token, manifest.metadata
+        self.parameters, self.dtypes = manifest.parameters, manifest.dtypes
+        self._tensors = manifest.tensors
+        self.file_bytes = {name: file.num_bytes for name, file in manifest.files.items()}
+        self.fragments: Sequence[StoredFragment] = [at for file in manifest.files.values() for at in file.fragments]
+        """In the order of the files, and within them."""
         self.kinds = tuple(sorted({at.kind for at in self.fragments}, key=lambda kind: (kind != "weight", kind)))
         """`weight` first."""
-        with as_damage(path):
-            self._check_completeness()
-        for name, entry in files.items():
-            self._check_file(name, entry["header_crc32"], by_file[name])
+        for name, file in manifest.files.items():
+            self._check_file(name, file)
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
         self._unreleased_bytes = 0
 
-    def _file(self, file: str, entry: Any) -> Iterator[StoredFragment]:
-        """What the manifest says of a file, which is laid out in the order of its fragments."""
-        if not RANK_FILE.fullmatch(file):
-            raise CheckpointError(f"files: {file!r} is no name of a rank's file, such as rank_00000.safetensors")
-        listed = mapping_field(entry, "fragments", list)
-        sizes = [count_field(fragment, "numel") * ITEM_BYTES for fragment in listed]
-        offset = count_field(entry, "bytes") - sum(sizes)
-        if offset < 8 or offset % ITEM_BYTES:
-            raise CheckpointError(f"files: {file} has {entry['bytes']} bytes, but its fragments make {sum(sizes)}")
-        for fragment, num_bytes in zip(listed, sizes, strict=True):
-            name = string_field(fragment, "name")
-            if name not in self.parameters:
-                raise CheckpointError(f"files: {file} has a fragment of {name!r}, which is no parameter")
-            yield StoredFragment(
-                file=file,
-                name=name,
-                kind=string_field(fragment, "kind"),
-                tensor_rank=count_field(fragment, "tensor_rank"),
-                tensor_size=count_field(fragment, "tensor_size"),
-                padding=count_field(fragment, "padding"),
-                start=count_field(fragment, "start"),
-                numel=count_field(fragment, "numel"),
-                crc32=count_field(fragment, "crc32"),
-                offset=offset,
-            )
-            offset += num_bytes
-
-    def _check_file(self, file: str, header_crc32: int, fragments: Sequence[StoredFragment]) -> None:
-        """That the file has the size and the header that the manifest says. Reads the header alone."""
-        path, expected_bytes = self.folder / file, self.file_bytes[file]
+    def _check_file(self, name: str, file: RankFile) -> None:
+        """Compare size and header with the manifest. Reads the header alone."""
+        path = self.folder / name
         with open_file(path) as descriptor, as_damage(path):
             num_bytes = os.fstat(descriptor).st_size
-            if num_bytes != expected_bytes:
-                raise CheckpointError(f"it has {num_bytes} bytes, but {MANIFEST} says {expected_bytes}; {REMEDY}")
-            data_start = fragments[0].offset if fragments else num_bytes
+            if num_bytes != file.num_bytes:
+                raise CheckpointError(f"it has {num_bytes} bytes, but {MANIFEST} says {file.num_bytes}; {REMEDY}")
+            data_start = file.fragments[0].offset if file.fragments else num_bytes
             header = os.pread(descriptor, data_start, 0)
-            said = header_metadata(header)
-            if said.get("save") not in (None, self.token) or said.get("file") not in (None, file):
+            found = header_metadata(header)
+            if found.get("save") not in (None, self.token) or found.get("file") not in (None, name):
                 raise CheckpointError(
-                    f"it is {said.get('file')} of the save {said.get('tag')} {said.get('save')}, not {file} of "
+                    f"it is {found.get('file')} of the save {found.get('tag')} {found.get('save')}, not {name} of "
                     f"{self.tag} {self.token}; {REMEDY}"
                 )
-            if isal_zlib.crc32(header) != header_crc32:
+            if isal_zlib.crc32(header) != file.header_crc32:
                 raise CheckpointError(f"its header (bytes 0 to {data_start}) has another checksum; {REMEDY}")
-            if header != safetensors_header(self.tag, self.token, file, fragments, data_start):
+            if header != safetensors_header(self.tag, self.token, name, file.fragments, data_start):
                 raise CheckpointError(f"its header lists other tensors than {MANIFEST}; {REMEDY}")
-
-    def _check_completeness(self) -> None:
-        for name in self.parameters:
-            if (name, "weight") not in self._tensors:
-                raise CheckpointError(f"there is no weight of {name}; save the checkpoint anew, or load another")
-        for (name, kind), fragments in self._tensors.items():
-            try:
-                problem = tiling_fault(self.parameters[name], fragments)
-            except LayoutError as error:
-                problem = str(error)
-            if problem:
-                raise CheckpointError(f"{kind} of {name}: {problem}; save the checkpoint anew, or load another")
 
     @property
     def num_bytes(self) -> int:
-        """Of all files but the manifest."""
+        """Size of all files but the manifest."""
         return sum(self.file_bytes.values())
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """What is stored of a parameter, `weight` first."""
+        """Kinds stored of a parameter, `weight` first."""
         return tuple(kind for kind in self.kinds if (name, kind) in self._tensors)
 
     def read(
         self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
     ) -> Tensor:
-        """[start, start + numel) of the flattened local tensor that `tensor_rank` of any `tensor_size` has: float32.
+        """Return [start, start + numel) of the flattened local tensor of `tensor_rank` of any `tensor_size`: float32.
 
-        Padding is zero. Reads only what it needs. Raises CheckpointError for a parameter or kind that is not there, or
-        has another shape.
+        Padding is zero. Reads only what it needs. Raises CheckpointError for a parameter or kind that is missing or has
+        another shape.
         """
         stored = self._shard_like(name, kind, shard)
         wanted = regions(shard, tensor_rank, tensor_size, start, numel)
@@ -181,7 +113,7 @@ class Checkpoint:
         for at in self._tensors[name, kind]:
             source_start, source_numel = at.start, at.numel
             if at.tensor_size == tensor_size and at.padding == shard.padding and shard.dim is not None:
-                # cut the same way: only what lies in the stretch itself can overlap
+                # same sharding: only fragments within the stretch can overlap it
                 source_start, stop = max(start, at.start), min(start + numel, at.start + at.numel)
                 source_numel = stop - source_start
                 if at.tensor_rank != tensor_rank or source_numel <= 0:
@@ -194,16 +126,20 @@ class Checkpoint:
         return target
 
     def read_full(self, name: str, kind: str = "weight") -> Tensor:
-        """A whole tensor, without padding: float32 of its full shape."""
-        if name not in self.parameters:
-            raise CheckpointError(self._unknown(name))
-        shard = self.parameters[name]
+        """Return a whole tensor without padding: float32 of its full shape."""
+        shard = self._shard(name)
         return self.read(name, kind, shard, 0, 1, 0, math.prod(shard.shape)).view(shard.shape)
 
-    def _shard_like(self, name: str, kind: str, shard: Shard) -> Shard:
+    def _shard(self, name: str) -> Shard:
         if name not in self.parameters:
-            raise CheckpointError(self._unknown(name))
-        stored = self.parameters[name]
+            some = ", ".join(list(self.parameters)[:3])
+            raise CheckpointError(
+                f"{self.folder} holds no parameter {name!r}, but {len(self.parameters)} others, such as {some}"
+            )
+        return self.parameters[name]
+
+    def _shard_like(self, name: str, kind: str, shard: Shard) -> Shard:
+        stored = self._shard(name)
         if (name, kind) not in self._tensors:
             there = ", ".join(self.kinds_of(name))
             raise CheckpointError(f"{self.folder} holds no {kind} of {name}, only {there}")
@@ -214,26 +150,22 @@ class Checkpoint:
             )
         return stored
 
-    def _unknown(self, name: str) -> str:
-        some = ", ".join(list(self.parameters)[:3])
-        return f"{self.folder} holds no parameter {name!r}, but {len(self.parameters)} others, such as {some}"
-
     def _map(self, file: str) -> Tensor:
-        """The whole file as float32, whatever its header is; mapped, not read."""
+        """Map a whole file as float32, header included."""
         if file not in self._maps:
             path = self.folder / file
             with open_file(path) as descriptor, as_damage(path):
                 if os.fstat(descriptor).st_size != self.file_bytes[file]:
-                    raise CheckpointError("it has changed its size since the checkpoint was opened")
+                    raise CheckpointError("its size has changed since the checkpoint was opened")
                 mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it cannot be written to, which nobody does
+                warnings.simplefilter("ignore")  # the tensor is read-only; nobody writes to it
                 tensor = torch.frombuffer(mapped, dtype=torch.float32, count=len(mapped) // ITEM_BYTES)
             self._maps[file] = (mapped, tensor)
         return self._maps[file][1]
 
     def _release(self, num_bytes: int) -> None:
-        """Let go of the pages read so far now and then, so that memory does not grow with what was read."""
+        """Release the mapped pages from time to time, so that memory does not grow with the bytes read."""
         self._unreleased_bytes += num_bytes
         if self._unreleased_bytes >= RELEASE_BYTES:
             for mapped, _ in self._maps.values():
@@ -241,7 +173,7 @@ class Checkpoint:
             self._unreleased_bytes = 0
 
     def share(self, share: tuple[int, int]) -> list[StoredFragment]:
-        """The fragments that number share[0] of share[1] workers verifies, so that each has as many bytes to read."""
+        """Fragments that worker share[0] of share[1] verifies, so that each worker reads as many bytes."""
         index, count = share
         total, before, own = sum(at.num_bytes for at in self.fragments), 0, []
         for at in self.fragments:
@@ -250,8 +182,8 @@ class Checkpoint:
             before += at.num_bytes
         return own
 
-    def verify(self, share: tuple[int, int] = (0, 1), progress: ReportBytes | None = None) -> None:
-        """Compare the checksum of every tensor of this share. Raises CheckpointError naming each damage."""
+    def verify(self, share: tuple[int, int] = (0, 1), progress: ReportBytes = lambda num_bytes: None) -> None:
+        """Compare the checksum of every tensor of this share. Raises CheckpointError that names each damaged one."""
         own = self.share(share)
         buffer = memoryview(bytearray(min(PIECE_BYTES, max((at.num_bytes for at in own), default=0))))
         damages = []
@@ -259,38 +191,45 @@ class Checkpoint:
             path = self.folder / file
             with open_file(path) as descriptor, as_damage(path):
                 for at in fragments:
-                    found, done = 0, 0
-                    while done < at.num_bytes:
-                        count = os.preadv(descriptor, [buffer[: at.num_bytes - done]], at.offset + done)
-                        if not count:
-                            raise CheckpointError(f"it ends at byte {at.offset + done}; {REMEDY}")
-                        found = isal_zlib.crc32(buffer[:count], found)
-                        done += count
-                        if progress:
-                            progress(count)
+                    found = _crc32(descriptor, at, buffer, progress)
                     if found != at.crc32:
-                        place = f"bytes {at.offset} to {at.offset + at.num_bytes}"
                         damages.append(
-                            f"{path}: {at.kind} of {at.name} ({place}) has the checksum {found:08x}, not {at.crc32:08x}"
+                            f"{path}: {at.kind} of {at.name} (bytes {at.offset} to {at.offset + at.num_bytes}) has the "
+                            f"checksum {found:08x}, not {at.crc32:08x}"
                         )
         if damages:
             more = f"\n... {len(damages)} damaged tensors in all" if len(damages) > SHOWN_DAMAGES else ""
+            shown = "\n".join(damages[:SHOWN_DAMAGES])
             raise CheckpointError(
-                "\n".join(damages[:SHOWN_DAMAGES]) + f"{more}\nLoad another checkpoint, or copy these "
-                "files anew from where it was saved"
+                f"{shown}{more}\nLoad another checkpoint, or copy these files again from where it was saved"
             )
+
+
+def _crc32(descriptor: int, at: StoredFragment, buffer: memoryview, progress: ReportBytes) -> int:
+    found, done = 0, 0
+    while done < at.num_bytes:
+        count = os.preadv(descriptor, [buffer[: at.num_bytes - done]], at.offset + done)
+        if not count:
+            raise CheckpointError(f"it ends at byte {at.offset + done}; {REMEDY}")
+        found = isal_zlib.crc32(buffer[:count], found)
+        done += count
+        progress(count)
+    return found
+
+
+def open_checkpoint(folder: Path) -> Checkpoint | None:
+    """Open the checkpoint in `folder` itself, or the newest one in a folder of them. Raises CheckpointError."""
+    return Checkpoint(folder) if os.path.lexists(folder / MANIFEST) else newest_checkpoint(folder)
 
 
 def newest_checkpoint(
     folder: str | Path, *, tag: str | None = None, fall_back: bool = True, excluding: Collection[str] = ()
 ) -> Checkpoint | None:
-    """The checkpoint that `latest` names, or `tag`, or None where `folder` is missing or empty: a run starts anew.
+    """Return the checkpoint that `latest` names, or `tag`; None where `folder` is missing or empty.
 
-    Those in `excluding`, names of folders, are known to be damaged.
-
-    With `fall_back`, where `latest` names none that is whole, the newest that is, which a warning tells. A `tag` has no
-    substitute. Files and folders whose names begin with a dot, as a killed run leaves them, count as nothing.
-    Raises CheckpointError if there is something else, or nothing whole.
+    With `fall_back`, a checkpoint that is missing or damaged is replaced by the newest complete one, with a warning;
+    a `tag` never is. `excluding` lists names of folders known to be damaged. Hidden files and folders, as a killed run
+    leaves them, are ignored. Raises CheckpointError if `folder` holds other things, or no complete checkpoint.
     """
     save = Path(folder)
     if not os.path.lexists(save):
@@ -305,10 +244,10 @@ def newest_checkpoint(
         return None
     if not candidates and not os.path.lexists(save / LATEST):
         if os.path.lexists(save / MANIFEST):
-            raise CheckpointError(f"{save} is itself a checkpoint; give the folder that it is in: {save.parent}")
+            raise CheckpointError(f"{save} is a checkpoint; give the folder that contains it: {save.parent}")
         raise CheckpointError(
-            f"{save} holds files, but no checkpoint: it has no `{LATEST}`; give the folder that a run saved its "
-            "checkpoints in, or an empty one to start anew"
+            f"{save} holds files but no checkpoint (no `{LATEST}`); give the folder that a run saved its checkpoints "
+            "in, or an empty folder for a new run"
         )
     problems = []
     try:
@@ -331,16 +270,16 @@ def newest_checkpoint(
             continue
         logger.warning("%s is loaded instead of a newer one: %s", path, "; ".join(problems))
         return checkpoint
-    raise CheckpointError(f"{save} holds no whole checkpoint: " + "; ".join(problems))
+    raise CheckpointError(f"{save} holds no complete checkpoint: " + "; ".join(problems))
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    """Whether something in the folder looks like a checkpoint, whole or not."""
+    """Return True if the folder contains a checkpoint, complete or not."""
     return folder.is_dir() and bool(checkpoint_folders(folder))
 
 
 def checkpoint_folders(save: Path) -> list[Path]:
-    """Folders that may be checkpoints, newest first; one that was about to be replaced comes behind its namesake."""
+    """Folders that may be checkpoints, newest first; one that was being replaced follows its successor."""
     found = []
     for path in save.iterdir():
         left = LEFTOVER.fullmatch(path.name)
@@ -352,12 +291,12 @@ def checkpoint_folders(save: Path) -> list[Path]:
 
 def _read_latest(save: Path) -> str:
     path = save / LATEST
-    remedy = "write the name of a whole checkpoint into it"
+    remedy = "write the name of a complete checkpoint into it"
     with open_file(path) as descriptor, as_damage(path):
         content = os.read(descriptor, 4096)
         tag = content.decode("ascii", "backslashreplace").strip()
         if not TAG.fullmatch(tag):
-            raise CheckpointError(f"it says {tag[:80]!r}, which names no checkpoint; {remedy}")
+            raise CheckpointError(f"it says {tag[:80]!r}, which is not the name of a checkpoint; {remedy}")
         if not (save / tag).is_dir():
             raise CheckpointError(f"it names {tag}, but {save / tag} is not there; {remedy}")
     return tag

@@ -1,6 +1,6 @@
-"""The saves of a run: many ranks that agree by files, in the background if wanted, on a folder that is theirs alone.
+"""Saves of a run: ranks coordinate through files in one locked folder, in the background if wanted.
 
-What is in the folder meanwhile is told in `format.py`.
+`format.py` lists the hidden files that this leaves in the folder meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,32 +55,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended."""
+    """Outcome of one save on one rank."""
 
     tag: str
     seconds: float
-    """From the call of `save` to the end on this rank."""
+    """Duration on this rank, from the call of `save` to the end."""
     error: CheckpointError | None
-    """None: the checkpoint is whole, durable and what `latest` names."""
+    """None: the checkpoint is complete and durable, and `latest` names it."""
     retried: str | None = None
-    """Why this rank had to write its file a second time."""
+    """Reason why this rank had to write its file a second time."""
 
 
 class Saver:
-    """Saves the checkpoints of a run; each of its processes has one. Ranks agree by files, so nothing is collective.
+    """Saves the checkpoints of a run; each rank has one. Ranks coordinate through files, so nothing is collective.
 
-    A rank that has its file on disk leaves rank_00003.json, its part of the manifest, beside it. Rank 0 waits for all
-    of them and gives the folder its name; the others wait for that. What goes wrong on one rank ends the save on all,
-    with its message, and leaves the older checkpoints as they were.
+    A rank whose file is on disk writes rank_00003.json, its entries of the manifest, beside it. Rank 0 waits for all of
+    them and renames the folder; the others wait for that. An error on one rank ends the save on all, with its message,
+    and leaves the previous checkpoints intact.
 
-    Rank 0 keeps SAVE/.lock locked while its process lives, so two runs never save into one folder, and what an earlier
-    run left unfinished belongs to no living one: it is removed at the first save. (Where the file system knows no
-    locks, it stays.)
+    Rank 0 locks SAVE/.lock until its process ends, so two runs never save into one folder, and leftovers of a killed
+    run can be removed at the first save. (A file system without locks keeps them.)
 
-    `keep_last` newest checkpoints by their number are kept (None: all), and those whose number is a multiple of
-    `retain_interval`; never is the one just saved removed. `timeout_s` is how long nothing may happen in a save's
-    folder before the ranks that are missing are given up. `beat` is called, in whichever thread saves, at each sign of
-    progress. Raises CheckpointError if the folder cannot be used.
+    The `keep_last` newest checkpoints by number are kept (None: all), those whose number is a multiple of
+    `retain_interval`, and always the one just saved. A save fails when its folder has not changed for `timeout_s`.
+    `beat` is called at each sign of progress, in the thread that saves. Raises CheckpointError if the folder cannot be
+    used.
     """
 
     def __init__(
@@ -103,17 +102,17 @@ class Saver:
         self._outcomes: deque[SaveResult] = deque()  # a thread appends, `finished` takes
         self._buffer = torch.empty(0)
         self._leftovers_are_dead = False
-        self._failed: list[tuple[str, str]] = []  # tag and token of saves whose traces are still there
+        self._failed: list[tuple[str, str]] = []  # tag and token of saves whose files are still there
         self._lock: int | None = None
         if rank == 0:
             make_folder(self.folder)
             self._lock, self._leftovers_are_dead = take_lock(self.folder)
 
     def save(self, tag: str, token: str, fragments: Iterable[Fragment], metadata: Mapping[str, Any]) -> None:
-        """Save what this rank owns. Every rank calls it, with the same tag and token, which no other save has had.
+        """Save what this rank owns. Every rank calls it, with the same tag and a token that no other save has had.
 
-        Waits for the save before. If asynchronous, returns when the tensors have been copied, otherwise at the end.
-        Does not raise what fails: `wait` does, and `finished` tells. The metadata of rank 0 is the one that is saved.
+        Waits for the previous save. If asynchronous, returns when the tensors have been copied, otherwise at the end.
+        Errors are raised by `wait` and reported by `finished`. Rank 0's metadata is saved.
         """
         began_s = time.monotonic()
         self.join()
@@ -137,13 +136,13 @@ class Saver:
             self._carry_out(job, owned, text)
 
     def reserve(self, fragments: Iterable[Fragment]) -> None:
-        """Get the host memory of an asynchronous save of these now, so that the first one is as quick as the next."""
+        """Allocate the host memory of an asynchronous save now, so that the first one takes no longer than the next."""
         if self._asynchronous:
             self.join()
             self._reserve(list(fragments))
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises CheckpointError if one failed that was not told of yet."""
+        """Return when no save is in progress. Raises CheckpointError for failures not reported yet."""
         self.join()
         failed = [outcome for outcome in self._outcomes if outcome.error]
         self._outcomes = deque(outcome for outcome in self._outcomes if not outcome.error)
@@ -151,25 +150,25 @@ class Saver:
             raise CheckpointError("; ".join(str(outcome.error) for outcome in failed))
 
     def finished(self) -> list[SaveResult]:
-        """The saves that ended since the last call, in their order. Returns at once."""
+        """Return the saves that ended since the previous call, in order. Does not wait."""
         outcomes = []
         while self._outcomes:
             outcomes.append(self._outcomes.popleft())
         return outcomes
 
     def close(self) -> None:
-        """Wait for what is under way, and let another process save into the folder. Without it, our end does so."""
+        """Wait for the save in progress, and unlock the folder; the end of the process unlocks it too."""
         self.join()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _reserve(self, fragments: Sequence[Fragment]) -> bool:
-        """See that the host buffer holds these. Returns whether it is pinned, for copies from CUDA devices."""
+        """Allocate a host buffer for these. Returns True if it is pinned, for copies from CUDA devices."""
         numel = sum(fragment.tensor.numel() for fragment in fragments)
         on_cuda = any(fragment.tensor.is_cuda for fragment in fragments)
         if numel > len(self._buffer):
-            self._buffer = torch.empty(0)  # the old one goes before the new one comes
+            self._buffer = torch.empty(0)  # free the previous one first
             if on_cuda:
                 self._buffer = torch.empty(numel, pin_memory=True)
             else:
@@ -178,13 +177,13 @@ class Saver:
         return on_cuda
 
     def join(self) -> None:
-        """Return when no save is under way, however it ended."""
+        """Return when no save is in progress, whatever its outcome."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _copy(self, fragments: Sequence[Fragment]) -> list[Fragment]:
-        """The same fragments in host memory that is kept from save to save."""
+        """Copy the fragments into host memory that is kept from save to save."""
         on_cuda = self._reserve(fragments)
         copies, begin = [], 0
         for fragment in fragments:
@@ -199,12 +198,12 @@ class Saver:
     def _carry_out(self, job: _Job, fragments: Sequence[Fragment], metadata_text: str) -> None:
         try:
             outcome = job.run(fragments, metadata_text)
-        except Exception as error:  # of whatever kind: nobody else would hear of it
+        except Exception as error:  # any kind: in a thread it would otherwise be lost
             outcome = job.fail(error)
         self._outcomes.append(outcome)
 
     def _remove_leftovers(self, token: str) -> None:
-        """What runs before this one left. An old checkpoint that was being replaced gets its name back."""
+        """Remove leftovers of killed runs; a checkpoint that was being replaced gets its name back."""
         if not self._leftovers_are_dead:
             return
         self._leftovers_are_dead = False
@@ -219,8 +218,8 @@ class Saver:
             else:
                 os.unlink(path)
 
-    def _remove_traces(self) -> None:
-        """Of saves of this run that failed. Every rank has ended them when a later one is whole."""
+    def _remove_failed(self) -> None:
+        """Remove files of this run's failed saves; every rank has ended those once a later save is complete."""
         for tag, token in self._failed:
             shutil.rmtree(hidden_path(self.folder, tag, "partial", token), ignore_errors=True)
             hidden_path(self.folder, tag, "failed", token).unlink(missing_ok=True)
@@ -238,9 +237,9 @@ class Saver:
 
 
 def take_lock(folder: Path) -> tuple[int, bool]:
-    """Keep other runs out of a folder for as long as the descriptor is open; and whether nobody else is there now.
+    """Lock a folder against other runs for as long as the returned descriptor is open. Raises CheckpointError.
 
-    (False where the file system knows no locks.) Raises CheckpointError.
+    The second value is False where the file system has no locks, so that other runs cannot be excluded.
     """
     path = folder / ".lock"
     try:
@@ -253,12 +252,12 @@ def take_lock(folder: Path) -> tuple[int, bool]:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            logger.warning("%s cannot be locked (%s): see to it that one run alone saves there", path, error.strerror)
+            logger.warning("%s cannot be locked (%s); make sure that only one run saves there", path, error.strerror)
             return file, False
         holder = os.read(file, 200).decode("utf-8", "replace").strip() or "unknown"
         os.close(file)
         raise CheckpointError(
-            f"{folder} is in use by another run (process {holder}); give each run a folder of its own"
+            f"{folder} is in use by another run (process {holder}); give each run its own folder"
         ) from None
     os.ftruncate(file, 0)
     os.pwrite(file, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -266,7 +265,7 @@ def take_lock(folder: Path) -> tuple[int, bool]:
 
 
 class _Job:
-    """One save on one rank."""
+    """Steps of one save on one rank."""
 
     def __init__(self, saver: Saver, tag: str, token: str, began_s: float):
         self._saver, self._tag, self._token, self._began_s = saver, tag, token, began_s
@@ -284,35 +283,33 @@ class _Job:
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._partial)
         own_folder = os.stat(self._partial)
-        part = self._write(fragments)
-        part_path = self._partial / f"rank_{self._rank:05d}.json"
-        write_durably(
-            part_path.with_suffix(".tmp"), json.dumps({"parameters": part.parameters, "files": part.files}).encode()
-        )
-        os.rename(part_path.with_suffix(".tmp"), part_path)
+        entries = self._write(fragments)
+        path = self._partial / f"rank_{self._rank:05d}.json"
+        write_durably(path.with_suffix(".tmp"), json.dumps(asdict(entries)).encode())
+        os.rename(path.with_suffix(".tmp"), path)
         if self._rank == 0:
-            self._await(self._all_parts, saver._timeout_s)
+            self._await(lambda: not self._missing_ranks(), saver._timeout_s)
             for rank in range(1, self._world_size):
-                part.merge(json.loads((self._partial / f"rank_{rank:05d}.json").read_text(encoding="utf-8")))
-            commit(saver.folder, self._tag, self._token, part, metadata_text)
+                entries.merge(json.loads((self._partial / f"rank_{rank:05d}.json").read_text(encoding="utf-8")))
+            commit(saver.folder, self._tag, self._token, entries, metadata_text)
             try:
-                saver._remove_traces()
+                saver._remove_failed()
                 saver._prune(self._tag)
-            except OSError as error:  # the checkpoint is whole all the same
-                logger.warning("%s: what is no longer needed could not be removed: %s", saver.folder, error)
+            except OSError as error:  # the checkpoint is complete all the same
+                logger.warning("%s: old checkpoints could not be removed: %s", saver.folder, error)
         else:
-            # rank 0 gives up first, and says why
+            # rank 0 times out first, and reports the reason
             self._await(lambda: self._is_committed(own_folder), 2 * saver._timeout_s)
         return SaveResult(self._tag, time.monotonic() - self._began_s, None, self._retried)
 
     def fail(self, error: Exception) -> SaveResult:
-        """Tell the other ranks, unless they have told us, and remove what was written."""
+        """Report the error to the other ranks, unless it came from them, and remove what was written."""
         saver = self._saver
         own = [self._partial / f"rank_{self._rank:05d}.{suffix}" for suffix in ("json", "tmp", "safetensors")]
-        for path in own:  # first: where the disk is full, the message needs room
+        for path in own:  # first: on a full disk the message needs the space
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        with contextlib.suppress(FileNotFoundError):  # ours may only follow from it: the folder has gone
+        with contextlib.suppress(FileNotFoundError):  # our own error may only follow from it
             error = _FailedElsewhere(self._failure.read_text(encoding="utf-8"))
         if not isinstance(error, _FailedElsewhere):
             reason = (
@@ -325,13 +322,13 @@ class _Job:
             try:
                 write_durably(message, str(error).encode())
                 os.rename(message, self._failure)
-            except OSError:  # they will miss us in time
+            except OSError:  # the other ranks will time out
                 message.unlink(missing_ok=True)
         if self._rank == 0:
             saver._failed.append((self._tag, self._token))
             shutil.rmtree(self._partial, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # others' files are in it, or it has gone
+            with contextlib.suppress(OSError):  # other ranks' files are in it, or it is already removed
                 os.rmdir(self._partial)
         assert isinstance(error, CheckpointError)
         return SaveResult(self._tag, time.monotonic() - self._began_s, error, self._retried)
@@ -341,30 +338,30 @@ class _Job:
             return self._write_once(fragments)
         except OSError as error:
             self._retried = f"{error.filename or self._partial}: {error.strerror}"
-            logger.warning("%s of rank %d is written again: %s", self._tag, self._rank, self._retried)
+            logger.warning("%s: rank %d writes its file again: %s", self._tag, self._rank, self._retried)
             self._raise_failure()
             return self._write_once(fragments)
 
     def _write_once(self, fragments: Sequence[Fragment]) -> ManifestEntries:
-        part = ManifestEntries({}, {})
+        entries = ManifestEntries({}, {})
         if not fragments:
-            return part
+            return entries
         path = self._partial / rank_file(self._rank)
         path.unlink(missing_ok=True)
         header_bytes = header_bytes_for(self._tag, self._token, fragments)
         writer = Writer(path, tag=self._tag, token=self._token, header_bytes=header_bytes)
         try:
             for fragment in fragments:
-                part.add_parameter(fragment)
+                entries.add_parameter(fragment)
                 writer.add(fragment)
                 self._saver._beat()
-            part.files[path.name] = writer.close()
+            entries.files[path.name] = writer.close()
         finally:
             writer.abandon()
-        return part
+        return entries
 
     def _await(self, is_there: Callable[[], bool], timeout_s: float) -> None:
-        """Raises CheckpointError if another rank fails, or nothing has happened in the folder for `timeout_s`."""
+        """Wait. Raises CheckpointError if another rank fails, or the folder has not changed for `timeout_s`."""
         pause_s, changed_s, seen = 0.001, time.monotonic(), self._sizes()
         while not is_there():
             self._raise_failure()
@@ -373,7 +370,7 @@ class _Job:
                 changed_s, seen = time.monotonic(), sizes
                 self._saver._beat()
             elif time.monotonic() - changed_s > timeout_s:
-                raise CheckpointError(f"nothing was heard of {self._missing()} for {timeout_s:.0f} s")
+                raise CheckpointError(f"timeout after {timeout_s:.0f} s without a sign of {self._missing()}")
             time.sleep(pause_s)
             pause_s = min(0.1, 1.3 * pause_s)
 
@@ -385,21 +382,18 @@ class _Job:
                     sizes[entry.name] = entry.stat().st_size
         return sizes
 
-    def _all_parts(self) -> bool:
-        return not self._missing_ranks()
-
     def _missing_ranks(self) -> list[int]:
         there = self._sizes()
         return [rank for rank in range(self._world_size) if f"rank_{rank:05d}.json" not in there]
 
     def _missing(self) -> str:
         ranks = self._missing_ranks() if self._partial.exists() else []
-        ranks = ranks or [0]  # which has all it needs, and yet has not ended the save
+        ranks = ranks or [0]  # it has every file, but has not committed
         shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
     def _is_committed(self, own_folder: os.stat_result) -> bool:
-        """Whether the very folder we wrote into has got its name, and `latest` names it."""
+        """Return True if the folder we wrote into has its final name, and `latest` names it."""
         try:
             committed = os.path.samestat(os.stat(self._saver.folder / self._tag), own_folder)
             return committed and (self._saver.folder / LATEST).read_text(encoding="utf-8").strip() == self._tag
@@ -412,4 +406,4 @@ class _Job:
 
 
 class _FailedElsewhere(CheckpointError):
-    """Another rank could not do its part; the message is its own."""
+    """Failure on another rank, with its message."""

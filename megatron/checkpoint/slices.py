@@ -1,8 +1,8 @@
-"""Where a stretch of a rank's flattened tensor lies in the full tensor, and copying from one such stretch to another.
+"""Regions of the full tensor that a stretch of a rank's flattened tensor covers, and copies between such stretches.
 
-ZeRO cuts flattened parameters anywhere, tensor parallelism cuts them by rows or columns, in pieces. Both are rectangles
-of the full tensor seen as a matrix, whose rows are all dimensions before the cut one, flattened, and whose columns are
-the rest. What two layouts have in common is what their rectangles have in common.
+ZeRO cuts flattened parameters anywhere, tensor parallelism by rows or columns, in pieces. Both give rectangles of the
+full tensor seen as a matrix: its rows are all dimensions before the sharded one, flattened; its columns the rest. Two
+layouts share the intersections of their rectangles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.parallel.shards import Shard
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of the full tensor's matrix, and where its elements are in a flat stretch.
+    """Rectangle of the full tensor's matrix, and the place of its elements in a flat stretch.
 
     The element at (row, column) is number `offset + (row - row_start) * row_stride + column - column_start`.
     """
@@ -32,9 +32,9 @@ class Region:
 
 
 def regions(shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int) -> list[Region]:
-    """The rectangles that [start, start + numel) of the flattened local tensor of `tensor_rank` of `tensor_size` holds.
+    """Return the regions in [start, start + numel) of the flattened local tensor of `tensor_rank` of `tensor_size`.
 
-    Padding is in none of them. Raises LayoutError if the tensor cannot be split so, ValueError outside the tensor.
+    They contain no padding. Raises LayoutError if the tensor cannot be split so, ValueError outside the tensor.
     """
     local_numel = math.prod(shard.local_shape(tensor_size))
     if start < 0 or numel < 0 or start + numel > local_numel:
@@ -49,7 +49,7 @@ def regions(shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel:
     local_columns = sum(last - first for first, last in spans)
     found = []
     for row_start, row_stop, left, right in _bands(start, start + numel, local_columns):
-        begin = 0  # of the span, in the local tensor's columns
+        begin = 0  # first column of the span in the local tensor
         for first, last in spans:
             column_start = first + max(left - begin, 0)
             column_stop = min(first + min(right - begin, last - first), full_columns)
@@ -61,9 +61,9 @@ def regions(shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel:
 
 
 def _bands(start: int, stop: int, columns: int) -> list[tuple[int, int, int, int]]:
-    """(first row, last row + 1, first column, last column + 1) of what a flat stretch covers: at most three.
+    """Rectangles (first row, last row + 1, first column, last column + 1) of a flat stretch.
 
-    The end of a row, whole rows, the beginning of a row.
+    At most three: the end of a row, whole rows, the beginning of a row.
     """
     first_row, left = divmod(start, columns)
     last_row, right = divmod(stop, columns)
@@ -83,7 +83,7 @@ def _bands(start: int, stop: int, columns: int) -> list[tuple[int, int, int, int
 def copy_overlap(
     source: Tensor, source_regions: Sequence[Region], target: Tensor, target_regions: Sequence[Region]
 ) -> None:
-    """Copy what two flat stretches have in common of the full tensor. Everything else of `target` is left alone.
+    """Copy the elements of the full tensor that two flat stretches share. The rest of `target` is unchanged.
 
     `source` and `target` are contiguous 1-D tensors; the regions must be of matrices with the same columns.
     """

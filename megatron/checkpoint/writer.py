@@ -1,6 +1,6 @@
-"""Writing checkpoints: one file, streamed (`Writer`); the manifest and the name (`commit`); all of it from one process.
+"""Writing checkpoints: a file as a stream (`Writer`), manifest and final name (`commit`), all of it in one process.
 
-The format is `format.py`'s. A run's ranks save with `saver.Saver`.
+The ranks of a run save with `saver.Saver`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import logging
 import mmap
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,17 +23,16 @@ import torch
 from isal import isal_zlib
 
 from megatron.checkpoint.format import (
-    FORMAT,
     ITEM_BYTES,
     LATEST,
     MANIFEST,
     PIECE_BYTES,
-    VERSION,
     CheckpointError,
     Fragment,
     StoredFragment,
     check_tag,
     hidden_path,
+    manifest_text,
     rank_file,
     safetensors_header,
 )
@@ -43,32 +40,32 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.files import sync_folder, write_durably
 
 BLOCK_BYTES = 4096
-"""What writing past the page cache wants addresses, places and lengths to be multiples of."""
+"""Alignment of addresses, offsets and lengths for writes past the page cache (O_DIRECT)."""
 STREAM_HEADER_BYTES = 64 << 10
-"""Kept free for the header of a file whose tensors are not known beforehand: enough for some 400 of them."""
+"""Reserved for the header of a file whose tensors are not known beforehand: enough for some 400 of them."""
 
 logger = logging.getLogger(__name__)
 
 
 def _entry_bytes(fragment: Fragment) -> int:
-    """At least what a fragment takes of a header."""
+    """Upper bound of the header bytes that a fragment needs."""
     return len(json.dumps(f"{fragment.kind}:{fragment.name}")) + 120
 
 
 def anonymous_memory(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory that begins at a page."""
+    """Allocate zeroed memory aligned to a page."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them; they only make the first touch quicker
+        with contextlib.suppress(OSError):  # a kernel without them; they only speed up the first touch
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 class Writer:
-    """One file of a checkpoint, streamed: tensors as they come, their checksums on the way, the header last.
+    """One file of a checkpoint, streamed: tensors as they come, with their checksums; the header last.
 
-    Past the page cache where the file system allows it: what is saved is seldom read soon, and what is waited for is
-    the disk anyway. Durable once `close` has returned. Raises OSError.
+    Bypasses the page cache where the file system allows it, since a checkpoint is seldom read soon. Durable once
+    `close` has returned. Raises OSError.
     """
 
     def __init__(self, path: Path, *, tag: str, token: str, header_bytes: int):
@@ -87,12 +84,12 @@ class Writer:
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
-            self._direct = False  # a file system that has no such thing, and may have made the file all the same
+            self._direct = False  # a file system without O_DIRECT, which may have created the file all the same
             self._file = os.open(path, flags & ~os.O_EXCL, 0o666)
         os.lseek(self._file, header_bytes, os.SEEK_SET)
 
     def fits(self, fragment: Fragment) -> bool:
-        """Whether the header has room for one more."""
+        """Return True if the header has room for one more."""
         return _entry_bytes(fragment) <= self._free_header_bytes
 
     def add(self, fragment: Fragment) -> None:
@@ -113,7 +110,7 @@ class Writer:
         self._free_header_bytes -= _entry_bytes(fragment)
 
     def close(self) -> dict[str, Any]:
-        """Write the rest, and wait until it is on the disk. Returns the manifest's entry of the file."""
+        """Write the rest, wait for the disk, and return the manifest's entry of the file."""
         self._flush()
         self._leave_direct()
         header = safetensors_header(self._tag, self._token, self.path.name, self._fragments, self._header_bytes)
@@ -151,7 +148,7 @@ class Writer:
                 self._leave_direct()  # larger blocks than ours, or a write that ended within one
                 continue
             if not self._direct and hasattr(os, "posix_fadvise"):
-                # begin to write it out now: the last fsync would find all of it still to do
+                # start writeback now, so that the final fsync has little left
                 place = os.lseek(self._file, 0, os.SEEK_CUR) - written
                 os.posix_fadvise(self._file, place, written, os.POSIX_FADV_DONTNEED)
             content = content[written:]
@@ -167,7 +164,7 @@ _BARE_HEADER_BYTES = len(safetensors_header("", "", "rank_0000000000.safetensors
 
 @dataclass
 class ManifestEntries:
-    """What one rank adds to the manifest."""
+    """Parameters and files that one rank adds to the manifest."""
 
     parameters: dict[str, Any]
     files: dict[str, Any]
@@ -184,36 +181,38 @@ class ManifestEntries:
 
     def _add(self, name: str, entry: dict[str, Any]) -> None:
         if self.parameters.setdefault(name, entry) != entry:
-            raise CheckpointError(f"{name} is {self.parameters[name]} and {entry}; a name stands for one parameter")
+            raise CheckpointError(
+                f"{name} is both {self.parameters[name]} and {entry}; a name must belong to one parameter"
+            )
 
 
 def write_checkpoint(folder: str | Path, tag: str, fragments: Iterable[Fragment], metadata: Mapping[str, Any]) -> Path:
-    """Save a checkpoint from a single process, and point `latest` at it. Returns its folder.
+    """Save a checkpoint from a single process, update `latest`, and return the checkpoint's folder.
 
-    Fragments are taken one by one and not kept. What fails leaves nothing behind, and an older checkpoint of this tag
-    as it was. Raises CheckpointError, OSError.
+    Fragments are consumed one by one. A failure leaves nothing behind, and a previous checkpoint of this tag intact.
+    Raises CheckpointError or OSError.
     """
     save, token = Path(folder), uuid.uuid4().hex[:12]
     check_tag(tag)
     text = json.dumps(metadata, allow_nan=False)
     make_folder(save)
     partial = hidden_path(save, tag, "partial", token)
-    part, writer, number = ManifestEntries({}, {}), None, 0
+    entries, writer, number = ManifestEntries({}, {}), None, 0
     try:
         os.mkdir(partial)
         for fragment in fragments:
-            part.add_parameter(fragment)
+            entries.add_parameter(fragment)
             if writer is None or not writer.fits(fragment):
                 if writer is not None:
-                    part.files[writer.path.name] = writer.close()
+                    entries.files[writer.path.name] = writer.close()
                     number += 1
                 header_bytes = max(STREAM_HEADER_BYTES, header_bytes_for(tag, token, [fragment]))
                 writer = Writer(partial / rank_file(number), tag=tag, token=token, header_bytes=header_bytes)
             writer.add(fragment)
         if writer is None:
             raise CheckpointError(f"{save / tag}: there is nothing to save in it")
-        part.files[writer.path.name] = writer.close()
-        commit(save, tag, token, part, text)
+        entries.files[writer.path.name] = writer.close()
+        commit(save, tag, token, entries, text)
     finally:
         if writer is not None:
             writer.abandon()
@@ -225,47 +224,30 @@ def make_folder(save: Path) -> None:
     try:
         save.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{save} cannot be made: {error.strerror}; give a folder that can be written") from error
+        raise CheckpointError(f"{save} cannot be created: {error.strerror}; give a writable folder") from error
 
 
 def header_bytes_for(tag: str, token: str, fragments: Sequence[Fragment]) -> int:
-    """Enough for the header of these fragments."""
+    """Return a size sufficient for the header of these fragments."""
     needed = 8 + _BARE_HEADER_BYTES + len(tag) + len(token) + sum(map(_entry_bytes, fragments))
     return -(-needed // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """A key that puts layer 10 behind layer 9."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split("([0-9]+)", name)]
+def commit(save: Path, tag: str, token: str, entries: ManifestEntries, metadata_text: str) -> None:
+    """Write the manifest of a complete folder, rename the folder to its tag, and update `latest`.
 
-
-def _manifest_text(tag: str, token: str, part: ManifestEntries, metadata_text: str) -> bytes:
-    def lines(mapping: Mapping[str, Any]) -> str:
-        entries = [f"  {json.dumps(key)}: {json.dumps(mapping[key])}" for key in sorted(mapping, key=_natural)]
-        return "{\n" + ",\n".join(entries) + "\n }"
-
-    fields = {"format": json.dumps(FORMAT), "version": str(VERSION), "tag": json.dumps(tag), "token": json.dumps(token)}
-    fields |= {"metadata": metadata_text, "parameters": lines(part.parameters), "files": lines(part.files)}
-    body = "{\n" + ",\n".join(f' "{key}": {value}' for key, value in fields.items())
-    seal = hashlib.sha256(f"{body}\n}}\n".encode()).hexdigest()
-    return f'{body},\n "sha256": "{seal}"\n}}\n'.encode()
-
-
-def commit(save: Path, tag: str, token: str, part: ManifestEntries, metadata_text: str) -> None:
-    """Give a folder whose files are whole its manifest and its name, and point `latest` at it.
-
-    Whatever fails, and at whichever moment the process dies, `latest` names a whole checkpoint, or the one it named is
-    found under its other name.
+    At every moment, failure and crash included, `latest` names a complete checkpoint, or that checkpoint is found under
+    its hidden name.
     """
     partial, final = hidden_path(save, tag, "partial", token), save / tag
     replaced, latest = hidden_path(save, tag, "replaced", token), hidden_path(save, tag, "latest", token)
     try:
-        write_durably(partial / MANIFEST, _manifest_text(tag, token, part, metadata_text))
+        write_durably(partial / MANIFEST, manifest_text(tag, token, metadata_text, entries.parameters, entries.files))
         for path in partial.glob("rank_*.json"):
             os.unlink(path)
-        Checkpoint(partial)  # complete, or it is not worth its name
+        Checkpoint(partial)  # an incomplete one must not get its name
         sync_folder(partial)
-        # before anything gets its name: a full disk is found here
+        # before any rename: a full disk shows here
         write_durably(latest, f"{tag}\n".encode())
         if os.path.lexists(final):
             os.rename(final, replaced)
@@ -289,7 +271,7 @@ def commit(save: Path, tag: str, token: str, part: ManifestEntries, metadata_tex
 
 
 def remove_checkpoint(path: Path, hidden: Path) -> None:
-    """Delete a checkpoint, so that half of one is never seen under its name. What cannot be deleted is only told."""
+    """Rename a checkpoint to `hidden`, then delete it, so that half of one never keeps its name. Failures only warn."""
     try:
         if path != hidden:
             os.rename(path, hidden)

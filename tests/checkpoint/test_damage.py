@@ -142,7 +142,7 @@ def test_a_file_of_another_save_is_told_at_opening(folder: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match=r"it is rank_00001\.safetensors of the save global_step1 token0, not rank_00001\.safetensors of "
-        "global_step2 token2; copy it anew",
+        "global_step2 token2; copy it again",
     ):
         Checkpoint(other)
     loaded = newest_checkpoint(folder.parent)
@@ -184,24 +184,28 @@ def test_a_forged_seal_is_a_seal(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(version=2), "its version is 2; only 1 is known: use the release that wrote it"),
+        (lambda m: m.update(version=1), "its version is 1; only 2 is read: use the release that wrote it, or convert"),
+        (lambda m: m.update(version=3), "its version is 3; only 2 is read: use the release that wrote it$"),
         (lambda m: m.update(format="other"), "its format is 'other'; only 'megatron-3d' is read"),
         (lambda m: m.pop("parameters"), "has no 'parameters'"),
-        (lambda m: m.update(files=[]), r"files is \[\], which is no dict"),
-        (lambda m: m["parameters"].pop("1.b"), "has a fragment of '1.b', which is no parameter"),
+        (lambda m: m.update(files=[]), r"files is \[\], not a dict"),
+        (lambda m: m["parameters"].pop("1.b"), "has a fragment of '1.b', which is not a parameter"),
         (lambda m: m["parameters"].update({"2.x": m["parameters"]["1.b"]}), "there is no weight of 2.x"),
         (lambda m: m["parameters"]["1.b"].update(shape=[7]), r"elements \[6, 7\) of it are missing"),
-        (lambda m: m["parameters"]["1.b"].update(shape=[5]), r"there are 6 elements of it, but \[5\], not cut makes 5"),
-        (lambda m: m["parameters"]["1.b"].update(shape=[-6]), "is no cut of a tensor"),
-        (lambda m: m["parameters"]["1.b"].update(shape=["6"]), "is no cut of a tensor"),
-        (lambda m: m["parameters"]["1.w"].update(dim=2), "is no cut of a tensor"),
+        (
+            lambda m: m["parameters"]["1.b"].update(shape=[5]),
+            r"there are 6 elements of it, but \[5\], not sharded has 5",
+        ),
+        (lambda m: m["parameters"]["1.b"].update(shape=[-6]), "does not describe a shard"),
+        (lambda m: m["parameters"]["1.b"].update(shape=["6"]), "does not describe a shard"),
+        (lambda m: m["parameters"]["1.w"].update(dim=2), "does not describe a shard"),
         (lambda m: m["parameters"]["1.w"].update(pieces=[4, 5]), r"pieces \(4, 5\) do not add up"),
         (lambda m: m["parameters"]["1.w"].update(pieces=[3, 5]), "cannot be split over 2"),
-        (lambda m: m["parameters"]["1.w"].update(dtype=7), "dtype is 7, which is no text"),
-        (lambda m: entries(m)[0].update(start=-1), "start is -1, which is no count"),
-        (lambda m: entries(m)[0].update(numel=1.5), "numel is 1.5, which is no count"),
-        (lambda m: entries(m)[0].update(numel=2**80), "which is no count"),
-        (lambda m: entries(m)[0].update(numel=2**40), "but its fragments make"),
+        (lambda m: m["parameters"]["1.w"].update(dtype=7), "dtype is 7, not a str"),
+        (lambda m: entries(m)[0].update(start=-1), "start is -1, not a count"),
+        (lambda m: entries(m)[0].update(numel=1.5), "numel is 1.5, not a count"),
+        (lambda m: entries(m)[0].update(numel=2**80), "not a count"),
+        (lambda m: entries(m)[0].update(numel=2**40), "but its fragments have"),
         (lambda m: entries(m)[2].update(start=1), r"elements \[0, 1\) of it are missing"),
         (lambda m: entries(m, 1)[2].update(start=2), r"elements \[2, 3\) of it are there twice"),
         (lambda m: entries(m, 1)[2].update(start=0), r"elements \[0, 3\) of it are there twice"),
@@ -235,7 +239,7 @@ def test_a_file_name_that_leads_elsewhere_is_refused(folder: Path, name: str) ->
         manifest["files"][name] = manifest["files"].pop("rank_00001.safetensors")
 
     forge(folder, change)
-    with pytest.raises(CheckpointError, match="is no name of a rank's file"):
+    with pytest.raises(CheckpointError, match="is not the name of a rank's file"):
         Checkpoint(folder)
 
 
@@ -248,11 +252,11 @@ def test_links_and_pipes_are_not_followed(folder: Path, name: str) -> None:
         Checkpoint(folder)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
         Checkpoint(folder)
     path.unlink()
     path.mkdir()
-    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
         Checkpoint(folder)
 
 
@@ -281,7 +285,7 @@ def test_a_pickle_in_place_of_a_file_is_never_executed(folder: Path, name: str) 
 
 def test_deeply_nested_json_is_no_crash(folder: Path) -> None:
     (folder / "checkpoint.json").write_text("[" * 200_000)
-    with pytest.raises(CheckpointError, match="it is no JSON"):
+    with pytest.raises(CheckpointError, match="it is not JSON"):
         Checkpoint(folder)
 
 
@@ -313,7 +317,7 @@ def test_a_read_only_folder_is_told_before_training() -> None:
         if os.getuid() == 0:
             os.setuid(65534)  # root may write anywhere
         for place in (closed, closed / "new"):
-            with pytest.raises(CheckpointError, match=r"cannot be (written to|made): Permission denied; give a folder"):
+            with pytest.raises(CheckpointError, match=r"cannot be (written to|created): Permission denied; give a"):
                 alone(place)
         with pytest.raises((CheckpointError, OSError), match="Permission denied"):
             write_checkpoint(closed, "global_step1", fragments_of(0), {})

@@ -185,7 +185,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "notes").touch()
     status, said = run(capsys, tmp_path)
     assert status == 1
-    assert said.startswith(f"error: {tmp_path} holds files, but no checkpoint")
+    assert said.startswith(f"error: {tmp_path} holds files but no checkpoint")
     for wrong in (["--verify"], [str(tmp_path), "--diff", "a", "b"], ["--diff", "a", "b", "--norms"]):
         with pytest.raises(SystemExit, match="2"):
             inspect_checkpoint.main(wrong)
