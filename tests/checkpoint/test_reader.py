@@ -334,7 +334,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "global_step3" / "rank_00000.safetensors").unlink()
     with caplog.at_level(logging.WARNING):
         assert_holds(newest(tmp_path), 2)
-    assert "global_step4/checkpoint.json: it is no JSON" in caplog.text
+    assert "global_step4/checkpoint.json: it is not JSON" in caplog.text
     assert "global_step3/rank_00000.safetensors is not there" in caplog.text
     with pytest.raises(CheckpointError, match=r"global_step4/checkpoint\.json: it is no JSON"):
         newest_checkpoint(tmp_path, fall_back=False)
