@@ -336,7 +336,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.LogC
         assert_holds(newest(tmp_path), 2)
     assert "global_step4/checkpoint.json: it is not JSON" in caplog.text
     assert "global_step3/rank_00000.safetensors is not there" in caplog.text
-    with pytest.raises(CheckpointError, match=r"global_step4/checkpoint\.json: it is no JSON"):
+    with pytest.raises(CheckpointError, match=r"global_step4/checkpoint\.json: it is not JSON"):
         newest_checkpoint(tmp_path, fall_back=False)
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is not there"):
         newest_checkpoint(tmp_path, tag="global_step3")
