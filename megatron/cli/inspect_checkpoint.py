@@ -1,10 +1,10 @@
-"""Say what a checkpoint holds: its run, progress and parameters; check it; compare two.
+"""Print the content of a checkpoint (run, progress, parameters), verify it, or compare two.
 
     python tools/inspect_checkpoint.py out/checkpoints                     the newest one there
     python tools/inspect_checkpoint.py out/checkpoints/global_step100 --norms --verify
     python tools/inspect_checkpoint.py --diff A B
 
-Exit status: 0 all is well, 1 damaged, unreadable or (with --diff) different, 2 a fault in the options.
+Exit status: 0 success, 1 damaged, unreadable or (with --diff) different, 2 wrong options.
 """
 
 from __future__ import annotations
@@ -15,36 +15,34 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from megatron.checkpoint.format import MANIFEST, CheckpointError
-from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
+from megatron.checkpoint import inspection
+from megatron.checkpoint.format import ITEM_BYTES, CheckpointError
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.command_names import command_name
 
-CHUNK_NUMEL = 1 << 22
-"""Elements of a tensor read at a time: memory does not grow with the model."""
 SHOWN_DIFFERENCES = 20
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=command_name("inspect_checkpoint"),
-        description="Say what a checkpoint holds, check it, or compare two.",
-        epilog="Exit status: 0 all is well, 1 damaged, unreadable or (with --diff) different.",
+        description="Print the content of a checkpoint, verify it, or compare two.",
+        epilog="Exit status: 0 success, 1 damaged, unreadable or (with --diff) different.",
     )
-    parser.add_argument("path", nargs="?", metavar="PATH", help="a checkpoint, or a folder of them: then its newest")
+    parser.add_argument(
+        "path", nargs="?", metavar="PATH", help="a checkpoint, or a folder of checkpoints (uses the newest)"
+    )
     parser.add_argument(
         "--norms", action="store_true", help="print the L2 norm and the largest magnitude of each tensor"
     )
-    parser.add_argument("--verify", action="store_true", help="read everything and compare the checksums")
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, of whatever layouts")
+    parser.add_argument("--verify", action="store_true", help="read all tensors and compare their checksums")
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, saved on any layouts")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     arguments = parser.parse_args(argv)
     if bool(arguments.path) == bool(arguments.diff):
@@ -54,13 +52,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def open_checkpoint(path: str) -> Checkpoint:
-    """A checkpoint's own folder, or the newest of a folder of them. Raises CheckpointError."""
-    if os.path.lexists(Path(path) / MANIFEST):
-        return Checkpoint(path)
-    checkpoint = newest_checkpoint(path)
+def opened(path: str) -> Checkpoint:
+    """Open a checkpoint, or the newest in a folder of them. Raises CheckpointError."""
+    checkpoint = open_checkpoint(Path(path))
     if checkpoint is None:
-        raise CheckpointError(f"{path} holds no checkpoint")
+        raise CheckpointError(f"{path} holds no checkpoint; give a checkpoint's folder, or a run's --save folder")
     return checkpoint
 
 
@@ -68,56 +64,8 @@ def bar(total: int, title: str) -> Any:
     return tqdm(total=total, unit="B", unit_scale=True, desc=title, leave=False, disable=None)
 
 
-def chunks(checkpoint: Checkpoint, name: str, kind: str) -> Iterator[Tensor]:
-    """A whole tensor, flattened, piece by piece."""
-    shard = checkpoint.parameters[name]
-    numel = math.prod(shard.shape)
-    for start in range(0, numel, CHUNK_NUMEL):
-        yield checkpoint.read(name, kind, shard, 0, 1, start, min(CHUNK_NUMEL, numel - start))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One checkpoint
-
-
-def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    parameters = {
-        name: {
-            "shape": list(shard.shape),
-            "dtype": checkpoint.dtypes[name],
-            "cut": None if shard.dim is None else {"dim": shard.dim, "pieces": list(shard.pieces)},
-            "kinds": list(checkpoint.kinds_of(name)),
-        }
-        for name, shard in checkpoint.parameters.items()
-    }
-    return {
-        "folder": str(checkpoint.folder),
-        "tag": checkpoint.tag,
-        "bytes": checkpoint.num_bytes,
-        "files": len(checkpoint.file_bytes),
-        "num_parameters": sum(math.prod(shard.shape) for shard in checkpoint.parameters.values()),
-        "kinds": list(checkpoint.kinds),
-        "metadata": checkpoint.metadata,
-        "parameters": parameters,
-    }
-
-
-def measure(checkpoint: Checkpoint, found: dict[str, Any]) -> None:
-    """Add the norm and the largest magnitude of each tensor: summed in float64."""
-    with bar(sum(at.num_bytes for at in checkpoint.fragments), "norms") as progress:
-        for name, entry in found["parameters"].items():
-            entry["norms"] = {}
-            for kind in checkpoint.kinds_of(name):
-                squares, largest = 0.0, 0.0
-                for chunk in chunks(checkpoint, name, kind):
-                    squares += chunk.double().square().sum().item()
-                    largest = torch.tensor([largest, chunk.abs().max().item()]).max().item()  # NaN stays NaN
-                    progress.update(4 * len(chunk))
-                entry["norms"][kind] = {"l2": math.sqrt(squares), "max": largest}
-
-
 def verify(checkpoint: Checkpoint) -> str | None:
-    """What is damaged; None: nothing."""
+    """Return the damage found; None if there is none."""
     with bar(sum(at.num_bytes for at in checkpoint.fragments), "verify") as progress:
         try:
             checkpoint.verify(progress=progress.update)
@@ -127,7 +75,7 @@ def verify(checkpoint: Checkpoint) -> str | None:
 
 
 def said(value: Any) -> str:
-    """A value of the metadata on one line."""
+    """Format a value of the metadata on one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {said(each)}" for key, each in value.items())
     if isinstance(value, int) and not isinstance(value, bool):
@@ -145,7 +93,7 @@ def size(num_bytes: int) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """With "nan" and "inf" for the numbers that JSON has no way to write."""
+    """Replace the numbers that JSON cannot express by "nan" and "inf"."""
     if isinstance(value, Mapping):
         return {key: jsonable(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -154,7 +102,7 @@ def jsonable(value: Any) -> Any:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> None:
-    """Columns as wide as they need to be; those numbered in `right` end flush."""
+    """Print aligned columns; those whose numbers are in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     for row in (head, *rows):
         cells = [
@@ -202,12 +150,14 @@ def print_description(found: dict[str, Any]) -> None:
 
 
 def inspect(path: str, arguments: argparse.Namespace) -> bool:
-    """Print what was asked for. Returns whether all is well. Raises CheckpointError."""
-    checkpoint = open_checkpoint(path)
-    found = describe(checkpoint)
+    """Print the requested facts. Returns True if nothing is damaged. Raises CheckpointError."""
+    checkpoint = opened(path)
+    found = inspection.describe(checkpoint)
     damage = verify(checkpoint) if arguments.verify else None
     if arguments.norms:
-        measure(checkpoint, found)
+        with bar(sum(at.num_bytes for at in checkpoint.fragments), "norms") as progress:
+            for name, by_kind in inspection.norms(checkpoint, progress.update).items():
+                found["parameters"][name]["norms"] = by_kind
     if arguments.verify:
         found["verified"] = {"damage": damage}
     if arguments.json:
@@ -223,92 +173,6 @@ def inspect(path: str, arguments: argparse.Namespace) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Two checkpoints
-
-
-@dataclass
-class Difference:
-    """Of two tensors, or of all tensors of a kind."""
-
-    largest: float = 0.0
-    """Largest absolute difference of two elements; infinite where one of them is no number."""
-    squares: float = 0.0
-    """Of the differences, summed."""
-    reference_squares: float = 0.0
-    """Of the first one's elements, summed."""
-
-    @property
-    def relative_norm(self) -> float:
-        """||a - b|| / ||a||."""
-        if self.squares == 0:
-            return 0.0
-        return math.sqrt(self.squares / self.reference_squares) if self.reference_squares else math.inf
-
-    def add(self, first: Tensor, second: Tensor) -> None:
-        reference = first.double()
-        same = (first == second) | (first.isnan() & second.isnan())
-        delta = (reference - second.double()).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf)
-        self.largest = max(self.largest, delta.max().item())
-        self.squares += delta.square().sum().item()
-        self.reference_squares += reference[reference.isfinite()].square().sum().item()
-
-    def merge(self, other: Difference) -> None:
-        self.largest = max(self.largest, other.largest)
-        self.squares += other.squares
-        self.reference_squares += other.reference_squares
-
-
-def compare(first: Checkpoint, second: Checkpoint) -> dict[str, Any]:
-    """What differs in the tensors of two checkpoints. `different`: whether anything does."""
-    names = [name for name in first.parameters if name in second.parameters]
-    shapes = {
-        name: [list(first.parameters[name].shape), list(second.parameters[name].shape)]
-        for name in names
-        if first.parameters[name].shape != second.parameters[name].shape
-    }
-    kinds: dict[str, Difference] = {}
-    worst: dict[str, str] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    only = {
-        label: [f"{kind} of {name}" for name in a.parameters for kind in a.kinds_of(name) if lacks(b, name, kind)]
-        for label, a, b in (("only_in_first", first, second), ("only_in_second", second, first))
-    }
-    pairs = [
-        (name, kind)
-        for name in names
-        if name not in shapes
-        for kind in first.kinds_of(name)
-        if kind in second.kinds_of(name)
-    ]
-    total = 4 * sum(math.prod(first.parameters[name].shape) for name, _ in pairs)
-    with bar(total, "diff") as progress:
-        for name, kind in pairs:
-            difference = Difference()
-            for ours, theirs in zip(chunks(first, name, kind), chunks(second, name, kind), strict=True):
-                difference.add(ours, theirs)
-                progress.update(4 * len(ours))
-            of_kind = kinds.setdefault(kind, Difference())
-            if difference.largest > of_kind.largest:
-                worst[kind] = name
-            of_kind.merge(difference)
-            if difference.largest:
-                tensors[f"{kind} of {name}"] = as_json(difference)
-    return {
-        "first": str(first.folder),
-        "second": str(second.folder),
-        **only,
-        "shapes": shapes,
-        "kinds": {kind: as_json(found) | {"worst": worst.get(kind)} for kind, found in kinds.items()},
-        "tensors": tensors,
-        "different": bool(shapes or tensors or any(only.values())),
-    }
-
-
-def lacks(checkpoint: Checkpoint, name: str, kind: str) -> bool:
-    return name not in checkpoint.parameters or kind not in checkpoint.kinds_of(name)
-
-
-def as_json(difference: Difference) -> dict[str, Any]:
-    return {"largest": difference.largest, "relative_norm": difference.relative_norm}
 
 
 def print_comparison(found: dict[str, Any]) -> None:
@@ -347,9 +211,12 @@ def print_some(label: str, lines: Sequence[str]) -> None:
 
 
 def diff(arguments: argparse.Namespace) -> bool:
-    """Print the comparison. Returns whether the two are equal. Raises CheckpointError."""
-    first, second = (open_checkpoint(path) for path in arguments.diff)
-    found = compare(first, second)
+    """Print the comparison. Returns True if the two are equal. Raises CheckpointError."""
+    first, second = (opened(path) for path in arguments.diff)
+    pairs = inspection.comparable(first, second)
+    num_bytes = sum(ITEM_BYTES * math.prod(first.parameters[name].shape) for name, _ in pairs)
+    with bar(num_bytes, "diff") as progress:
+        found = inspection.compare(first, second, progress.update)
     print(json.dumps(jsonable(found))) if arguments.json else print_comparison(found)
     return not found["different"]
 

@@ -1,4 +1,4 @@
-"""tools/inspect_checkpoint.py: its figures against NumPy's, and what it finds wrong or different."""
+"""tools/inspect_checkpoint.py: norms against NumPy's, damage and differences."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint import inspection
 from megatron.checkpoint.format import Fragment
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.cli import inspect_checkpoint
@@ -33,9 +34,9 @@ METADATA = {
 
 @pytest.fixture(params=[False, True], ids=["whole", "small chunks"], autouse=True)
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once as it is, once in chunks so small that a tensor has several."""
+    """Run each test twice: with the default chunks, and with chunks so small that a tensor has several."""
     if request.param:
-        monkeypatch.setattr(inspect_checkpoint, "CHUNK_NUMEL", 7)
+        monkeypatch.setattr(inspection, "CHUNK_NUMEL", 7)
 
 
 def values(seed: int) -> dict[tuple[str, str], torch.Tensor]:
@@ -48,7 +49,7 @@ def values(seed: int) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def write(folder: Path, tensors: dict[tuple[str, str], torch.Tensor]) -> Path:
-    """With a row of padding behind the vocabulary, which holds something odd."""
+    """Write a checkpoint with a row of padding behind the vocabulary, which holds large numbers."""
     fragments = []
     for (name, kind), full in tensors.items():
         local, padding = full.flatten(), 0
@@ -67,10 +68,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, dict[str, Any]]:
     status, said = run(capsys, *arguments, "--json")
-    return status, json.loads(said, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return status, json.loads(said, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_it_says_what_is_in_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_content_of_a_checkpoint_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path, values(0))
     status, said = run(capsys, tmp_path)
     assert status == 0
@@ -181,7 +182,10 @@ def test_missing_tensors_and_other_shapes_differ(tmp_path: Path, capsys: pytest.
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, tmp_path) == (1, f"error: {tmp_path} holds no checkpoint\n")
+    assert run(capsys, tmp_path) == (
+        1,
+        f"error: {tmp_path} holds no checkpoint; give a checkpoint's folder, or a run's --save folder\n",
+    )
     (tmp_path / "notes").touch()
     status, said = run(capsys, tmp_path)
     assert status == 1

@@ -1,0 +1,146 @@
+"""Description, norms and comparison of checkpoints, as JSON values. Reads tensors in chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.format import ITEM_BYTES
+from megatron.checkpoint.reader import Checkpoint, ReportBytes
+
+CHUNK_NUMEL = 1 << 22
+"""Elements of a tensor read at a time: memory does not grow with the model."""
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return sizes, metadata and parameters of a checkpoint."""
+    parameters = {
+        name: {
+            "shape": list(shard.shape),
+            "dtype": checkpoint.dtypes[name],
+            "cut": None if shard.dim is None else {"dim": shard.dim, "pieces": list(shard.pieces)},
+            "kinds": list(checkpoint.kinds_of(name)),
+        }
+        for name, shard in checkpoint.parameters.items()
+    }
+    return {
+        "folder": str(checkpoint.folder),
+        "tag": checkpoint.tag,
+        "bytes": checkpoint.num_bytes,
+        "files": len(checkpoint.file_bytes),
+        "num_parameters": sum(math.prod(shard.shape) for shard in checkpoint.parameters.values()),
+        "kinds": list(checkpoint.kinds),
+        "metadata": checkpoint.metadata,
+        "parameters": parameters,
+    }
+
+
+def norms(checkpoint: Checkpoint, progress: ReportBytes) -> dict[str, dict[str, dict[str, float]]]:
+    """Return, by name and kind, the L2 norm (summed in float64) and the largest magnitude of every tensor."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, kind in _tensors(checkpoint):
+        squares, largest = 0.0, 0.0
+        for chunk in _chunks(checkpoint, name, kind):
+            squares += chunk.double().square().sum().item()
+            largest = torch.tensor([largest, chunk.abs().max().item()]).max().item()  # NaN stays NaN
+            progress(ITEM_BYTES * len(chunk))
+        found.setdefault(name, {})[kind] = {"l2": math.sqrt(squares), "max": largest}
+    return found
+
+
+@dataclass
+class Difference:
+    """Difference of two tensors, or of all tensors of a kind."""
+
+    largest: float = 0.0
+    """Largest absolute difference of two elements; infinite where one of them is NaN."""
+    squares: float = 0.0
+    """Sum of the squared differences."""
+    reference_squares: float = 0.0
+    """Sum of the squared elements of the first tensor."""
+
+    @property
+    def relative_norm(self) -> float:
+        """||a - b|| / ||a||."""
+        if self.squares == 0:
+            return 0.0
+        return math.sqrt(self.squares / self.reference_squares) if self.reference_squares else math.inf
+
+    def add(self, first: Tensor, second: Tensor) -> None:
+        reference = first.double()
+        same = (first == second) | (first.isnan() & second.isnan())
+        delta = (reference - second.double()).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf)
+        self.largest = max(self.largest, delta.max().item())
+        self.squares += delta.square().sum().item()
+        self.reference_squares += reference[reference.isfinite()].square().sum().item()
+
+    def merge(self, other: Difference) -> None:
+        self.largest = max(self.largest, other.largest)
+        self.squares += other.squares
+        self.reference_squares += other.reference_squares
+
+    def to_json(self) -> dict[str, Any]:
+        return {"largest": self.largest, "relative_norm": self.relative_norm}
+
+
+def comparable(first: Checkpoint, second: Checkpoint) -> list[tuple[str, str]]:
+    """Return (name, kind) of the tensors that both hold, in the same shape."""
+    both = set(_tensors(second))
+    return [
+        (name, kind)
+        for name, kind in _tensors(first)
+        if (name, kind) in both and first.parameters[name].shape == second.parameters[name].shape
+    ]
+
+
+def compare(first: Checkpoint, second: Checkpoint, progress: ReportBytes) -> dict[str, Any]:
+    """Return the differences in the tensors of two checkpoints; `different` says if there is any."""
+    shapes = {
+        name: [list(first.parameters[name].shape), list(second.parameters[name].shape)]
+        for name in first.parameters
+        if name in second.parameters and first.parameters[name].shape != second.parameters[name].shape
+    }
+    kinds: dict[str, Difference] = {}
+    worst: dict[str, str] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, kind in comparable(first, second):
+        difference = Difference()
+        for chunk, other in zip(_chunks(first, name, kind), _chunks(second, name, kind), strict=True):
+            difference.add(chunk, other)
+            progress(ITEM_BYTES * len(chunk))
+        of_kind = kinds.setdefault(kind, Difference())
+        if difference.largest > of_kind.largest:
+            worst[kind] = name
+        of_kind.merge(difference)
+        if difference.largest:
+            tensors[f"{kind} of {name}"] = difference.to_json()
+    in_first, in_second = ({f"{kind} of {name}": None for name, kind in _tensors(each)} for each in (first, second))
+    only_in_first = [tensor for tensor in in_first if tensor not in in_second]
+    only_in_second = [tensor for tensor in in_second if tensor not in in_first]
+    return {
+        "first": str(first.folder),
+        "second": str(second.folder),
+        "only_in_first": only_in_first,
+        "only_in_second": only_in_second,
+        "shapes": shapes,
+        "kinds": {kind: found.to_json() | {"worst": worst.get(kind)} for kind, found in kinds.items()},
+        "tensors": tensors,
+        "different": bool(shapes or tensors or only_in_first or only_in_second),
+    }
+
+
+def _tensors(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    return [(name, kind) for name in checkpoint.parameters for kind in checkpoint.kinds_of(name)]
+
+
+def _chunks(checkpoint: Checkpoint, name: str, kind: str) -> Iterator[Tensor]:
+    """Yield a whole tensor, flattened, piece by piece."""
+    shard = checkpoint.parameters[name]
+    numel = math.prod(shard.shape)
+    for start in range(0, numel, CHUNK_NUMEL):
+        yield checkpoint.read(name, kind, shard, 0, 1, start, min(CHUNK_NUMEL, numel - start))
