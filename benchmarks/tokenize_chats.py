@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tokenizers
 
 from benchmarks.alternating import alternate, peer_environment, positive, quotients, spread
-from megatron.data.chat.presets import PRESETS
+from megatron.data.chat.template_presets import PRESETS
 from megatron.data.indexed import IndexedDataset
 
 ROOT = Path(__file__).resolve().parent.parent

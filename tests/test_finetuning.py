@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.cli import preprocess_data, train_tokenizer
-from megatron.data.chat.files import preprocess_chats
 from megatron.data.chat.job import ChatJob
+from megatron.data.chat.preprocessing import preprocess_chats
 from tests import runs
 from tests.ranks import RankPools
 from tests.tasks import chats

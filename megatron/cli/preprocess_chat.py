@@ -21,9 +21,9 @@ from megatron.cli.command import run_command
 from megatron.command_names import command_name
 
 if TYPE_CHECKING:
-    from megatron.data.chat.conversation import Sample
-    from megatron.data.chat.files import ChatTotals
+    from megatron.data.chat.encoder import Sample
     from megatron.data.chat.job import ChatJob, ChatSetup
+    from megatron.data.chat.preprocessing import ChatTotals
 
 TRAINED, DIMMED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 WITHOUT_COLOUR = ("\u27e6", "\u27e7")
@@ -138,8 +138,8 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
 
 def first_samples(job: ChatJob, setup: ChatSetup, count: int) -> Iterator[Sample]:
     """The first samples of the input; bad rows are passed over. Raises DataError."""
-    from megatron.data.chat.files import find_chats
-    from megatron.data.chat.job import encode_block
+    from megatron.data.chat.block_encoder import encode_block
+    from megatron.data.chat.preprocessing import find_chats
     from megatron.data.document_blocks import read_blocks
 
     left = count
@@ -196,7 +196,7 @@ def show_samples(job: ChatJob, setup: ChatSetup, count: int) -> None:
 def progress_bar(job: ChatJob):  # type: ignore[no-untyped-def]  # tqdm has no types
     from tqdm import tqdm
 
-    from megatron.data.chat.files import find_chats
+    from megatron.data.chat.preprocessing import find_chats
 
     total = sum(source.path.stat().st_size for source in find_chats(job.inputs))
     return tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False)
@@ -204,8 +204,8 @@ def progress_bar(job: ChatJob):  # type: ignore[no-untyped-def]  # tqdm has no t
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises DataError or OSError, with no final file written."""
-    from megatron.data.chat.files import preprocess_chats
     from megatron.data.chat.job import prepare_chats
+    from megatron.data.chat.preprocessing import preprocess_chats
 
     job = job_of(arguments)
     if arguments.show:

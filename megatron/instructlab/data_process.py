@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.chat.files import ChatJob, ChatTotals, preprocess_chats
+from megatron.data.chat.job import ChatJob
+from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
 from megatron.data.checksums import file_sha256
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, best_dtype
 from megatron.data.indexed_builder import IndexedDatasetBuilder

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron.data.chat.presets import PRESETS
+from megatron.data.chat.template_presets import PRESETS
 from megatron.data.indexed import DataError
 
 if TYPE_CHECKING:

@@ -65,7 +65,6 @@ class ChatTokenizer:
         self.vocab_size = reference.vocab_size
         self.eos_id = reference.eod
         added = self._inner.get_added_tokens_decoder().values()
-        self.added_tokens = frozenset(token.content for token in added)
         self.special_tokens = tuple(token.content for token in added if token.special)
         described = orjson.loads(content)
         if described["pre_tokenizer"]:
@@ -83,10 +82,6 @@ class ChatTokenizer:
     @property
     def identity(self) -> dict[str, Any]:
         return self._reference.identity
-
-    def has_token(self, token: str) -> bool:
-        """Whether it is a token of its own wherever a text holds it."""
-        return token in self.added_tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._reference.decode(ids)
@@ -233,41 +228,6 @@ def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
     for token in added:
         counts[token["id"]] = len(token["content"].encode())
     return counts
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Masks
-
-
-def trained(
-    encoded: EncodedText, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
-) -> NDArray[np.uint8]:
-    """1 for each token that holds a character of one of its text's spans.
-
-    `spans` count characters of their own text; those of one text are in order and do not overlap.
-    """
-    bounds = [(i, start, end) for i, parts in enumerate(spans) for start, end in parts if end > start]
-    if not bounds:
-        return np.zeros(len(encoded.ids), np.uint8)
-    if encoded.is_bytes:
-        places = [(_bytes_before(texts[i], start), _bytes_before(texts[i], end)) for i, start, end in bounds]
-    else:
-        places = [(start, end) for _, start, end in bounds]
-    at = np.array(places, np.int64) + encoded.bases[[i for i, _, _ in bounds]][:, None]
-    # a token without text of its own, such as a dummy prefix, goes with the character that it stands before
-    ends = np.maximum(encoded.ends, encoded.starts + 1)
-    begun = np.searchsorted(at[:, 0], ends, side="left")
-    over = np.searchsorted(at[:, 1], encoded.starts, side="right")
-    mask: NDArray[np.uint8] = (begun > over).astype(np.uint8)
-    return mask
-
-
-def _bytes_before(text: str, place: int) -> int:
-    return place if text.isascii() else len(text[:place].encode())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The copy to train with
 
 
 def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source: TemplateSource) -> None:

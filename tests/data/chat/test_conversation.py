@@ -15,8 +15,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.chat.conversation import BadRow, Chat, ChatCounts, ChatEncoder, ChatRules, Sample, parse_row
-from megatron.data.chat.presets import PRESETS
+from megatron.data.chat.conversation import BadRow, Chat, parse_row
+from megatron.data.chat.encoder import ChatCounts, ChatEncoder, ChatRules, Sample
 from megatron.data.chat.template import (
     MARKER,
     ChatTemplate,
@@ -24,6 +24,7 @@ from megatron.data.chat.template import (
     TemplateSource,
     find_template,
 )
+from megatron.data.chat.template_presets import PRESETS
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.chat.turns import TurnFinder
 from megatron.data.indexed import DataError

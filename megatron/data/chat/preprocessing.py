@@ -1,29 +1,23 @@
-"""Files of chats to a dataset that is trained with: tokens, and beside them the mask of what is trained.
+"""Preprocessing of chat files into a dataset of tokens and a dataset of their loss mask.
 
-PREFIX.bin and .idx hold one sample a document, in the order of the input; PREFIX_loss_mask.bin and .idx as many bytes,
-1 where the token is trained. Both appear together, whole, or not at all.
+PREFIX.bin and .idx hold one sample a document, in the order of the input. PREFIX_loss_mask.bin and .idx hold one byte a
+token: 1 where it is trained. Both datasets appear together when whole, or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.chat.conversation import ChatCounts
-from megatron.data.chat.job import (
-    SHOWN_FAULTS,
-    ChatJob,
-    ChatSetup,
-    EncodedBlock,
-    encode_block,
-    prepare_chats,
-)
+from megatron.data.chat.block_encoder import SHOWN_FAULTS, EncodedBlock, encode_blocks
+from megatron.data.chat.encoder import ChatCounts
+from megatron.data.chat.job import ChatJob, ChatSetup, prepare_chats
 from megatron.data.chat.tokenizer import write_tokenizer
-from megatron.data.chat.worker import WorkerPool
 from megatron.data.document_blocks import read_blocks
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, best_dtype
 from megatron.data.indexed_builder import IndexedDatasetBuilder
@@ -31,40 +25,40 @@ from megatron.data.sources import SourceFile, find_sources
 
 BLOCK_BYTES = 1 << 20
 BYTES_WORTH_A_PROCESS = 16 << 20
-"""Input for which it pays to start one more process, which takes as long as this process needs for as much."""
+"""Input for each process to start: starting one takes as long as encoding this much here."""
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 
 
 @dataclass(frozen=True)
 class ChatTotals:
-    """What came of the input."""
+    """Numbers of rows, samples and tokens."""
 
     num_rows: int
     num_samples: int
     num_tokens: int
     num_loss_tokens: int
-    """Tokens that are trained."""
+    """Trained tokens."""
     num_appended_eos: int
     num_truncated: int
     num_split: int
     """Rows that became several samples."""
     num_blank: int
-    """Lines with nothing in them."""
+    """Blank lines."""
     dropped: dict[str, int]
     """Samples left out, by reason."""
     bad: dict[str, int]
     """Rows that cannot be used, by reason."""
     faults: tuple[str, ...]
-    """The first of these, each with its file and line."""
+    """The first bad rows, each with its file and line."""
     vocab_size: int
-    """Of the tokenizer, with what was added to it."""
+    """Size of the vocabulary, added tokens included."""
     added_tokens: tuple[str, ...]
     length_percentiles: dict[int, int] = field(default_factory=dict)
-    """Percent -> tokens of a sample."""
+    """Percentile -> tokens in a sample."""
 
 
 class _Datasets:
-    """The tokens and the mask, being written."""
+    """Writers of the tokens and of the mask."""
 
     def __init__(self, job: ChatJob, setup: ChatSetup, sources: Sequence[SourceFile]):
         self._prefix = job.output_prefix
@@ -94,7 +88,7 @@ class _Datasets:
         self._mask.seal()
 
     def publish(self) -> None:
-        """Give both their names, the tokens last; an older dataset goes first, which the mask would not fit."""
+        """Rename both, the tokens last. An older dataset is removed first: the new mask does not fit it."""
         Path(f"{self._prefix}.idx").unlink(missing_ok=True)
         self._mask.finalize()
         self._tokens.finalize()
@@ -105,9 +99,10 @@ class _Datasets:
 
 
 def preprocess_chats(job: ChatJob, progress: Callable[[int], None] | None = None) -> ChatTotals:
-    """The whole job. `progress` is told bytes of input as they are done. Raises DataError or OSError; then no dataset.
+    """Run a job. `progress` is called with numbers of input bytes as they are done.
 
-    With workers above 1 and an input worth it, other processes help; the caller's script is not run in them.
+    For large inputs `workers` above 1 starts other processes; they do not import the caller's script. Raises DataError
+    or OSError, and then leaves no dataset.
     """
     sources = find_chats(job.inputs)
     setup = prepare_chats(job)
@@ -117,8 +112,7 @@ def preprocess_chats(job: ChatJob, progress: Callable[[int], None] | None = None
     num_blank = 0
     datasets = _Datasets(job, setup, sources)
     try:
-        encoded = _encoded(job, setup, sources)
-        try:
+        with closing(_encoded(job, setup, sources)) as encoded:
             for num_bytes, block in encoded:
                 datasets.add(block)
                 counts.add(block.counts)
@@ -126,11 +120,9 @@ def preprocess_chats(job: ChatJob, progress: Callable[[int], None] | None = None
                 num_blank += block.num_blank
                 if progress:
                     progress(num_bytes)
-        finally:
-            encoded.close()
         lengths = np.concatenate([*datasets.lengths, np.empty(0, np.int64)])
         if not len(lengths):
-            raise DataError(_nothing_left(job, counts, num_blank))
+            raise DataError(_empty_output(job, counts, num_blank))
         datasets.seal()
         if job.tokenizer_output is not None:
             write_tokenizer(job.tokenizer_output, setup.tokenizer, job.tokenizer, setup.source)
@@ -157,18 +149,18 @@ def preprocess_chats(job: ChatJob, progress: Callable[[int], None] | None = None
 
 
 def find_chats(inputs: Sequence[str]) -> list[SourceFile]:
-    """The JSONL files behind paths, folders and globs. Raises DataError."""
+    """Return the JSONL files of paths, folders and globs. Raises DataError."""
     sources = find_sources(inputs)
     for source in sources:
         if source.kind != "jsonl":
             raise DataError(
-                f"{source.path} is no JSONL; chats are read from files with a JSON object a line: .jsonl, .json, also "
-                "with .gz or .zst behind"
+                f"{source.path} is not JSONL; chats are read from files with one JSON object a line: .jsonl or .json, "
+                "also with .gz or .zst after it"
             )
     return sources
 
 
-def _nothing_left(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:
+def _empty_output(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:
     if not counts.num_rows:
         blank = f", only {num_blank} blank lines" if num_blank else ""
         return f"no conversation in {', '.join(job.inputs)}{blank}; give a file with a JSON object a line"
@@ -177,14 +169,8 @@ def _nothing_left(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:
 
 
 def _encoded(job: ChatJob, setup: ChatSetup, sources: Sequence[SourceFile]) -> Generator[tuple[int, EncodedBlock]]:
-    """Every block in the order of the input, with the bytes of input it came of."""
     remedy = "cut the conversation into several, or leave the line out"
     blocks = read_blocks(sources, (), remedy=remedy, block_bytes=BLOCK_BYTES, goes_on=job.bad_rows == "skip")
     total_bytes = setup.tokenizer.expected_bytes = sum(source.path.stat().st_size for source in sources)
     num_processes = min(job.workers, total_bytes // BYTES_WORTH_A_PROCESS)
-    if num_processes > 1:
-        with WorkerPool(job, setup.encoder, num_processes) as pool:
-            yield from pool.encode(blocks)
-        return
-    for block in blocks:
-        yield block.num_input_bytes, encode_block(setup.encoder, block, job.bad_rows)
+    return encode_blocks(job, setup.encoder, blocks, num_processes)

@@ -1,26 +1,28 @@
-"""Files of chats become two datasets that fit each other, or none."""
+"""Chat files become two datasets that match each other, or none."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from megatron.data.chat import files as chat_files
-from megatron.data.chat import worker as chat_worker
-from megatron.data.chat.files import ChatTotals, preprocess_chats
+from megatron.data.chat import block_encoder, preprocessing
 from megatron.data.chat.job import ChatJob
+from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
 from megatron.data.chat.template import find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.checksums import read_checksums
-from megatron.data.document_blocks import read_blocks
 from megatron.data.indexed import DataError, IndexedDataset
-from megatron.data.sources import find_sources
 from tests.data.chat.test_conversation import bytes_json, turn
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -136,13 +138,13 @@ def test_compressed_files_are_read(name: str, tmp_path: Path, tokenizer: Path) -
 
 
 def test_processes_give_what_one_gives(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_files, "BYTES_WORTH_A_PROCESS", 1 << 10)
-    monkeypatch.setattr(chat_files, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(preprocessing, "BYTES_WORTH_A_PROCESS", 1 << 10)
+    monkeypatch.setattr(preprocessing, "BLOCK_BYTES", 1 << 12)
     rows = [chat(f"question {i} " + "x" * (i % 50), f"answer {i}") for i in range(400)]
     rows[7] = {"messages": []}
     started: list[None] = []
-    start = chat_worker._Worker.__init__
-    monkeypatch.setattr(chat_worker._Worker, "__init__", lambda self, job: started.append(start(self, job)))
+    start = block_encoder._WorkerProcess.start
+    monkeypatch.setattr(block_encoder._WorkerProcess, "start", lambda self: started.append(start(self)))
     source = rows_of(tmp_path / "in.jsonl", *rows)
     expected = preprocess_chats(alone := job_of(source, tokenizer, bad_rows="skip"))
     assert not started
@@ -156,8 +158,8 @@ def test_processes_give_what_one_gives(tmp_path: Path, tokenizer: Path, monkeypa
 def test_a_bad_row_stops_all_processes_and_leaves_nothing(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_files, "BYTES_WORTH_A_PROCESS", 1 << 10)
-    monkeypatch.setattr(chat_files, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(preprocessing, "BYTES_WORTH_A_PROCESS", 1 << 10)
+    monkeypatch.setattr(preprocessing, "BLOCK_BYTES", 1 << 12)
     rows = [chat(f"question {i} " + "x" * 30, f"answer {i}") for i in range(300)]
     rows[250] = {"messages": []}
     job = job_of(rows_of(tmp_path / "in.jsonl", *rows), tokenizer, workers=2)
@@ -166,17 +168,60 @@ def test_a_bad_row_stops_all_processes_and_leaves_nothing(
     assert names(tmp_path / "out") == []
 
 
-def test_a_killed_process_is_an_error_that_says_where(tmp_path: Path, tokenizer: Path) -> None:
-    source = rows_of(tmp_path / "in.jsonl", chat("a", "b"))
-    (block,) = read_blocks(find_sources([str(source)]), ())
-    worker = chat_worker._Worker(job_of(source, tokenizer))
-    try:
-        assert worker.encode(block).lengths.tolist() == [23]
-        worker._process.kill()
-        with pytest.raises(DataError, match=r"a worker died with status -9 at .*in.jsonl:1; .*fewer --workers"):
-            worker.encode(block)
-    finally:
-        worker.stop()
+def test_a_killed_worker_is_an_error_that_names_the_place(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocessing, "BYTES_WORTH_A_PROCESS", 1 << 10)
+    monkeypatch.setattr(preprocessing, "BLOCK_BYTES", 1 << 10)
+    rows = [chat(f"question {i} " + "x" * 30, f"answer {i}") for i in range(2000)]
+    job = job_of(rows_of(tmp_path / "in.jsonl", *rows), tokenizer, workers=2)
+
+    def kill(num_bytes: int) -> None:  # the first block is done, by the worker
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(DataError, match=r"a worker process died at .*in.jsonl:\d+ or after it; .*fewer --workers"):
+        preprocess_chats(job, kill)
+    assert names(tmp_path / "out") == []
+
+
+UNGUARDED = """
+import sys
+from megatron.data.chat import preprocessing
+from megatron.data.chat.job import ChatJob
+
+print("started", flush=True)
+preprocessing.BYTES_WORTH_A_PROCESS = preprocessing.BLOCK_BYTES = 1 << 10
+job = ChatJob((sys.argv[1],), sys.argv[2], sys.argv[3], chat_template="chatml", workers=2)
+progress = (lambda num_bytes: sys.stdin.read()) if len(sys.argv) > 4 else None
+print(preprocessing.preprocess_chats(job, progress).num_samples)
+"""
+
+
+def unguarded_script(tmp_path: Path, tokenizer: Path, *more: str) -> list[str]:
+    """Return the command of a script that calls preprocess_chats without `if __name__ == "__main__"`."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    source = rows_of(tmp_path / "in.jsonl", *[chat(f"question {i}", f"answer {i}") for i in range(300)])
+    return [sys.executable, str(tmp_path / "script.py"), str(source), str(tmp_path / "chats"), str(tokenizer), *more]
+
+
+def test_workers_do_not_run_the_callers_script(tmp_path: Path, tokenizer: Path) -> None:
+    run = subprocess.run(unguarded_script(tmp_path, tokenizer), capture_output=True, text=True, timeout=120)
+    assert run.stdout == "started\n300\n", run.stderr
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path, tokenizer: Path) -> None:
+    command = unguarded_script(tmp_path, tokenizer, "wait after the first block")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"started\n"
+        deadline_s = time.monotonic() + 60
+        while not (children := psutil.Process(parent.pid).children(recursive=True)):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        parent.kill()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,7 +249,7 @@ def test_skipped_rows_are_counted_by_reason_and_told(tmp_path: Path, tokenizer: 
         "nothing trained": 1,
         "unknown role": 1,
         "missing content": 1,
-        "no JSON": 2,
+        "not JSON": 2,
     }
     lines = [fault.split(": ")[0].rpartition(":")[2] for fault in totals.faults]
     assert lines == ["2", "3", "4", "5", "7", "8"]
@@ -246,7 +291,7 @@ def test_a_cut_off_file_is_an_error(tmp_path: Path, tokenizer: Path) -> None:
 
 def test_other_kinds_of_files_are_refused_with_the_remedy(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in.txt").write_text("x")
-    with pytest.raises(DataError, match=r"in.txt is no JSONL; chats are read from"):
+    with pytest.raises(DataError, match=r"in.txt is not JSONL; chats are read from"):
         preprocess_chats(job_of(tmp_path / "in.txt", tokenizer))
 
 
@@ -310,7 +355,7 @@ def test_a_python_file_is_read_and_not_run_and_its_tokens_are_added(tmp_path: Pa
     template.write_text(INSTRUCTLAB)
     source = rows_of(tmp_path / "in.jsonl", chat("a", "b"))
     job = job_of(source, tokenizer, chat_template=str(template), add_special_tokens=True)
-    with pytest.raises(DataError, match=r"lacks <\|user\|>, <\|assistant\|>, <\|end\|>, <\|pad\|>; say with"):
+    with pytest.raises(DataError, match=r"lacks <\|user\|>, <\|assistant\|>, <\|end\|>, <\|pad\|>; name a folder"):
         preprocess_chats(job)
     job = job_of(source, tokenizer, chat_template=str(template))
     with pytest.raises(DataError, match=r"eos_token '<\|end\|>' is not in the vocabulary.*--add-special-tokens"):

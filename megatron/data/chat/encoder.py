@@ -1,0 +1,262 @@
+"""Conversations encoded as samples: token ids, and a mask of the tokens that are trained.
+
+By default the loss is on what the assistant writes: everything after the generation prompt, the end-of-turn marker
+included. A sample has no padding token, so the end-of-sequence token has one meaning only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.chat.conversation import BadRow, Chat, split_exchanges
+from megatron.data.chat.template import ChatTemplate, TemplateFailure
+from megatron.data.chat.tokenizer import ChatTokenizer, EncodedText
+from megatron.data.chat.turns import Rendered, Span, TurnFinder
+from megatron.data.indexed import DataError
+
+TrainOn = Literal["assistant", "all_but_system"]
+TooLong = Literal["drop", "truncate", "split"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The tokens of a conversation, or of a part of one."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    """1: the token is trained. Always 0 for the first token, which nothing precedes."""
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class ChatRules:
+    """Options that decide how conversations become samples."""
+
+    train_on: TrainOn = "assistant"
+    """Tokens to train in rows without `unmask`."""
+    append_eos: bool = True
+    """Add EOS to the last turn if the template writes nothing after it."""
+    max_length: int | None = None
+    """Tokens in a sample."""
+    min_length: int = 1
+    too_long: TooLong = "drop"
+
+
+@dataclass
+class ChatCounts:
+    """Numbers of rows and samples by outcome. Counters are by reason."""
+
+    num_rows: int = 0
+    num_appended_eos: int = 0
+    num_truncated: int = 0
+    num_split: int = 0
+    """Rows that became several samples."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Samples left out."""
+    bad: Counter[str] = field(default_factory=Counter)
+    """Rows that cannot be used."""
+
+    def add(self, other: ChatCounts) -> None:
+        self.num_rows += other.num_rows
+        self.num_appended_eos += other.num_appended_eos
+        self.num_truncated += other.num_truncated
+        self.num_split += other.num_split
+        self.dropped.update(other.dropped)
+        self.bad.update(other.bad)
+
+
+class ChatEncoder:
+    """Encode conversations as samples, many at a time."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: ChatTokenizer, rules: ChatRules):
+        """Raises DataError if the template writes an EOS that the tokenizer lacks."""
+        self.template, self.tokenizer, self.rules = template, tokenizer, rules
+        self._finder = TurnFinder(template)
+        if "eos_token" in template.variables:
+            tokenizer.eos_of_text()
+
+    def encode(self, chats: Sequence[Chat], counts: ChatCounts) -> list[list[Sample] | BadRow]:
+        """Return for each conversation its samples (none if it was dropped), or the error. Adds to `counts`."""
+        results: list[list[Sample] | BadRow] = []
+        written: list[_Written] = []
+        rows: list[int] = []
+        for number, chat in enumerate(chats):
+            try:
+                written.append(self._write(chat))
+            except BadRow as error:
+                results.append(error)
+            else:
+                results.append([])
+                rows.append(number)
+        try:
+            samples = self._tokenize(written)
+        except DataError as error:
+            if len(chats) == 1:
+                return [BadRow("cannot be encoded", str(error))]
+            return [self.encode([chat], counts)[0] for chat in chats]  # one by one, to find the refused text
+        for number, sample, text in zip(rows, samples, written, strict=True):
+            try:
+                results[number] = self._fitted(chats[number], sample, counts)
+                counts.num_appended_eos += text.has_appended_eos and bool(results[number])
+            except BadRow as error:
+                results[number] = error
+        return results
+
+    def _write(self, chat: Chat) -> _Written:
+        """Return a conversation's text and its trained spans. Raises BadRow, DataError."""
+        try:
+            rendered = self._finder.find(chat.messages)
+        except TemplateFailure as error:
+            raise BadRow("refused by the template", str(error)) from None
+        text, spans = rendered.text, [turn for turn in rendered.turns if turn]
+        has_appended_eos = self.rules.append_eos and self._is_open_ended(rendered)
+        if has_appended_eos:
+            eos = self.tokenizer.eos_of_text()
+            # the model then also writes the white space before it
+            spans[-1] = (spans[-1][0], len(text) + len(eos))
+            text += eos
+        if chat.unmask or self.rules.train_on == "all_but_system":
+            for message, content in zip(chat.messages, rendered.contents, strict=True):
+                if message["role"] not in ("assistant", "system") and content:
+                    spans.append(content)
+        return _Written(text, _merged(spans), has_appended_eos)
+
+    def _is_open_ended(self, rendered: Rendered) -> bool:
+        """Return true if the assistant has the last message and nothing after its content tells the model to stop."""
+        content, turn = rendered.contents[-1], rendered.turns[-1]
+        if turn is None or content is None or rendered.text[content[1] :].strip():
+            return False
+        return not rendered.text[content[0] : content[1]].endswith(self.tokenizer.special_tokens)
+
+    def _tokenize(self, written: Sequence[_Written]) -> list[Sample]:
+        texts = [one.text for one in written]
+        encoded = self.tokenizer.encode(texts)
+        mask = loss_mask(encoded, texts, [one.spans for one in written])
+        starts = np.cumsum(encoded.lengths) - encoded.lengths
+        mask[starts[encoded.lengths > 0]] = 0
+        return [
+            Sample(encoded.ids[start : start + length], mask[start : start + length])
+            for start, length in zip(starts, encoded.lengths, strict=True)
+        ]
+
+    def _fitted(self, chat: Chat, sample: Sample, counts: ChatCounts) -> list[Sample]:
+        """Return the samples kept of a conversation. Raises BadRow if none of its tokens is trained."""
+        rules = self.rules
+        if not sample.mask.any():
+            raise BadRow(
+                "nothing trained",
+                "no token of the conversation is trained: it has no assistant message, or the template leaves it out; "
+                "add the answer, or set unmask",
+            )
+        if sample.length < rules.min_length:
+            counts.dropped[f"shorter than {rules.min_length} tokens"] += 1
+            return []
+        limit = rules.max_length
+        if limit is None or sample.length <= limit:
+            return [sample]
+        if rules.too_long == "drop":
+            counts.dropped[f"longer than {limit} tokens"] += 1
+            return []
+        if rules.too_long == "truncate":
+            pieces = [_part(sample, 0, limit)]
+            counts.num_truncated += 1
+        else:
+            pieces = self._split(chat, sample, limit)
+            counts.num_split += 1
+        kept = [piece for piece in pieces if piece.mask.any() and piece.length >= rules.min_length]
+        if len(kept) < len(pieces):
+            what = "truncated before" if rules.too_long == "truncate" else "pieces of a split row without"
+            counts.dropped[f"{what} anything trained"] += len(pieces) - len(kept)
+        return kept
+
+    def _split(self, chat: Chat, sample: Sample, limit: int) -> list[Sample]:
+        """Return pieces of whole exchanges, each after the system messages; an exchange above `limit` is cut."""
+        head, exchanges = split_exchanges(chat.messages)
+        pieces: list[Sample] = []
+        done = 0
+        try:
+            while done < len(exchanges):
+                # the most exchanges that fit, by bisection
+                fits, best = 0, None
+                low, high = 1, len(exchanges) - done
+                while low <= high:
+                    middle = (low + high) // 2
+                    messages = [*head, *(m for exchange in exchanges[done : done + middle] for m in exchange)]
+                    piece = self._tokenize([self._write(Chat(messages, chat.unmask))])[0]
+                    if piece.length <= limit:
+                        fits, best, low = middle, piece, middle + 1
+                    else:
+                        high, shortest = middle - 1, piece
+                if best is None:
+                    pieces += _cut(shortest, limit)
+                    done += 1
+                else:
+                    pieces.append(best)
+                    done += fits
+        except BadRow:  # the template refuses a part of this conversation
+            return _cut(sample, limit)
+        return pieces
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A conversation as text."""
+
+    text: str
+    spans: list[Span]
+    has_appended_eos: bool
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """Return spans in order, with those that touch or overlap merged."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _part(sample: Sample, start: int, end: int) -> Sample:
+    mask = sample.mask[start:end].copy()
+    mask[:1] = 0
+    return Sample(sample.ids[start:end], mask)
+
+
+def _cut(sample: Sample, limit: int) -> list[Sample]:
+    return [_part(sample, start, start + limit) for start in range(0, sample.length, limit)]
+
+
+def loss_mask(encoded: EncodedText, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> NDArray[np.uint8]:
+    """Return 1 for each token that holds a character of one of its text's spans, else 0.
+
+    `spans` are in characters of their own text; those of one text are in order and do not overlap.
+    """
+    bounds = [(i, start, end) for i, parts in enumerate(spans) for start, end in parts if end > start]
+    if not bounds:
+        return np.zeros(len(encoded.ids), np.uint8)
+    if encoded.is_bytes:
+        places = [(_bytes_before(texts[i], start), _bytes_before(texts[i], end)) for i, start, end in bounds]
+    else:
+        places = [(start, end) for _, start, end in bounds]
+    at = np.array(places, np.int64) + encoded.bases[[i for i, _, _ in bounds]][:, None]
+    # a token without text of its own, such as a dummy prefix, belongs to the character after it
+    ends = np.maximum(encoded.ends, encoded.starts + 1)
+    begun = np.searchsorted(at[:, 0], ends, side="left")
+    over = np.searchsorted(at[:, 1], encoded.starts, side="right")
+    mask: NDArray[np.uint8] = (begun > over).astype(np.uint8)
+    return mask
+
+
+def _bytes_before(text: str, place: int) -> int:
+    return place if text.isascii() else len(text[:place].encode())
