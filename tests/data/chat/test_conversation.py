@@ -494,11 +494,11 @@ def test_short_samples_are_dropped_where_it_is_asked_for(small: ChatTokenizer) -
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
         ({"text": "x"}, "no key 'messages'; the row has 'text'"),
         ({"messages": []}, "at least one message"),
         ({"messages": "x"}, "at least one message"),
-        ({"messages": ["x"]}, "message 1 is no object"),
+        ({"messages": ["x"]}, "message 1 is not an object"),
         ({"messages": [QUESTION, {"content": "x"}]}, "message 2 has no role"),
         (
             {"messages": [{"role": "human", "content": "x"}]},
