@@ -111,7 +111,14 @@ def installed(request: pytest.FixtureRequest, builds: Builds, tmp_path_factory: 
     # .pth files of the folders named here, such as that of this checkout, are not followed
     dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (environment.packages / "dependencies.pth").write_text("\n".join(dependencies))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", environment.root / "bin" / "python"]
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        environment.root / "bin" / "python",
+    ]
     call([*pip, "install", "-q", "--no-deps", "--no-index", builds.wheels[request.param]], work)
     return environment
 
