@@ -1,7 +1,7 @@
-"""docs/megatron_flags.md: each flag it calls ours is, none that it calls missing is, and no option of ours is left out.
+"""docs/megatron_flags.md: flags it lists as ours exist, flags it lists as missing do not, every option is listed.
 
-Left columns of the page hold Megatron's flags, everything else ours. A flag that ends in `*` stands for all that begin
-so.
+The left columns of the page hold Megatron's flags, the other columns ours. A flag that ends in `*` stands for all flags
+with that prefix.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MISSING = ("Megatron", "why, or what instead")
 TABLES = {
     "Same name, same meaning": {SAME, OTHER_DEFAULT},
     "Renamed, or other values": {RENAMED},
-    "Not here": {MISSING},
-    "Only here": {SAME},
+    "Not supported": {MISSING},
+    "Only in this project": {SAME},
 }
 
 
 def flags_in(text: str) -> list[str]:
-    """The flags of a text, in dashes."""
+    """Return the flags in a text, in dashes."""
     return [found.replace("_", "-") for found in re.findall(r"--\w[\w-]*\*?", text)]
 
 
@@ -45,7 +45,7 @@ def sections_of(page: str) -> dict[str, str]:
 
 
 def tables_of(body: str) -> list[tuple[tuple[str, ...], list[Row]]]:
-    """Head and rows of each table. Every row has as many cells as its head."""
+    """Return head and rows of each table. Every row has as many cells as its head."""
     tables = []
     for block in re.findall(r"(?:^\|.*\|\n)+", body, flags=re.MULTILINE):
         head, rule, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()]
@@ -62,7 +62,7 @@ def rows(section: str, head: tuple[str, ...]) -> list[Row]:
 
 
 def accepted(name: str) -> bool:
-    """Whether the command line knows this flag, or any flag of `--moe-*`."""
+    """Return True if the command line accepts this flag, or any flag of `--moe-*`."""
     if name.endswith("*"):
         return any(ours.startswith(name[:-1]) for ours in OUR_OPTIONS)
     return PARSER.parse_known_args([name])[1] == []
@@ -73,18 +73,18 @@ def theirs(table: list[Row]) -> list[str]:
 
 
 def parsed(command: str) -> Config:
-    """The config of a command as the page writes it, such as `--vocab-size N`."""
+    """Return the config of a command as written on the page, such as `--vocab-size N`."""
     return parse_arguments([PLACEHOLDERS.get(word, word) for word in command.split()])[0]
 
 
 same = rows("Same name, same meaning", SAME)
 other_defaults = rows("Same name, same meaning", OTHER_DEFAULT)
 renamed = rows("Renamed, or other values", RENAMED)
-missing = rows("Not here", MISSING)
-only_here = rows("Only here", SAME)
+missing = rows("Not supported", MISSING)
+only_here = rows("Only in this project", SAME)
 
 
-def test_page_is_its_four_parts_and_every_table_is_one_of_theirs() -> None:
+def test_page_has_four_sections_and_each_table_a_known_head() -> None:
     found = sections_of(PAGE.read_text("utf-8"))
     assert {section: {head for head, _ in tables_of(body)} for section, body in found.items()} == TABLES
     assert min(map(len, (same, other_defaults, renamed, missing, only_here))) > 5
@@ -110,7 +110,7 @@ def test_every_option_of_ours_is_listed_once() -> None:
     assert {name: counts[name] for name in OUR_OPTIONS if counts[name] != 1} == {}
 
 
-def test_no_flag_of_megatron_is_answered_twice() -> None:
+def test_no_flag_of_megatron_is_listed_twice() -> None:
     answered = [name for row in renamed + missing for name in set(flags_in(row[0]))]
     answered += [name for row in same for name in flags_in(row[1])]
     assert [name for name, count in Counter(answered).items() if count > 1] == []
@@ -129,7 +129,7 @@ def test_what_a_renamed_flag_becomes_is_accepted_as_written() -> None:
             assert parsed(command[1])
 
 
-def test_a_missing_flag_is_refused() -> None:
+def test_a_missing_flag_is_rejected() -> None:
     assert [name for name in theirs(missing) if accepted(name)] == []
 
 
