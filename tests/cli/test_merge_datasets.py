@@ -175,7 +175,7 @@ def test_what_reads_back_otherwise_is_not_published(
     def failing_disk(path: str, progress: object) -> str:
         return hashlib.sha256(b"something else").hexdigest()
 
-    monkeypatch.setattr(merge_datasets, "file_sha256", failing_disk)
+    monkeypatch.setattr("megatron.data.merge.file_sha256", failing_disk)
     assert merge("--input", tmp_path / "in", "--output-prefix", tmp_path / "d") == 1
     assert "has the SHA-256" in capsys.readouterr().err
     assert {name: (tmp_path / name).read_bytes() for name in ("d.bin", "d.idx", "d.sha256")} == before

@@ -318,7 +318,7 @@ def test_a_full_disk_is_foreseen_and_met(
     assert merge_datasets.main(command) == 1
     assert f"{small_disk} has 0.0 GB free, but" in capsys.readouterr().err
     # others may fill the disk during the merge
-    monkeypatch.setattr(merge_datasets, "check_space", lambda inputs, folder: None)
+    monkeypatch.setattr("megatron.data.merge.check_space", lambda inputs, folder: None)
     assert merge_datasets.main(command) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert os.listdir(small_disk) == []
