@@ -219,7 +219,7 @@ def test_another_tokenizer_than_the_datas_is_found(tmp_path: Path, capsys: pytes
         write_documents(tmp_path / "d", [[[1]]], tokenizer=identity)
         assert inspect(tmp_path / "d", "--verify", *NULL) == status
     said = capsys.readouterr().out
-    assert re.search(r'd\.sha256 says .*"vocab_size": 1001.*, the one given is .*"vocab_size": 1000', said)
+    assert re.search(r'd\.sha256 says .*"vocab_size": 1001.*, but the tokenizer is .*"vocab_size": 1000', said)
 
 
 def test_a_vocabulary_that_the_files_type_cannot_hold_is_found(
