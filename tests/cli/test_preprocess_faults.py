@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from megatron.cli import preprocess_data
-from megatron.data import document_blocks
+from megatron.data import document_blocks, preprocess
 from megatron.data.checksums import read_checksums
 from megatron.data.indexed import IndexedDataset
 
@@ -154,7 +154,7 @@ def test_kills_at_random_moments_leave_nothing_that_looks_finished_and_resume_to
     with start(tmp_path, "--resume") as run:
         assert run.wait(120) == 0
         assert run.stderr is not None
-        assert b"going on after" in run.stderr.read()
+        assert b"resuming after" in run.stderr.read()
     resumed = outputs(tmp_path)
     for name in resumed:
         (tmp_path / name).unlink()
@@ -180,7 +180,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     status, said = run_main(command(tmp_path), capsys)
     assert status == 1
     assert "in.jsonl:31: the value of 'b' is a JSON number, not a string" in said
-    assert f"what was done is kept in {tmp_path / 'out.unfinished'}: --resume goes on from there" in said
+    assert f"the work so far is kept in {tmp_path / 'out.unfinished'}: --resume continues from there" in said
     assert outputs(tmp_path) == {}
     return tmp_path
 
@@ -202,7 +202,7 @@ def test_a_bad_line_can_be_mended_and_the_run_resumed(stopped: Path, capsys: pyt
     (stopped / "in.jsonl").write_bytes((stopped / "good.jsonl").read_bytes())
     status, said = run_main(command(stopped, "--resume"), capsys)
     assert status == 0
-    assert "going on after" in said
+    assert "resuming after" in said
     assert data_files(stopped) == finished(stopped, "good.jsonl", capsys)
 
 
@@ -293,7 +293,7 @@ def test_an_interrupt_says_what_is_kept(tmp_path: Path) -> None:
         said = run.stderr.read().decode()
     assert said.splitlines()[-2:] == [
         "interrupted",
-        f"what was done is kept in {tmp_path / 'out.unfinished'}: --resume goes on from there",
+        f"the work so far is kept in {tmp_path / 'out.unfinished'}: --resume continues from there",
     ]
     assert outputs(tmp_path) == {}
 
@@ -310,7 +310,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path) -> None:
     )
     assert small.returncode == 1
     assert "File too large" in small.stderr
-    assert "--resume goes on from there" in small.stderr
+    assert "--resume continues from there" in small.stderr
     assert "Traceback" not in small.stderr
     assert outputs(tmp_path) == {}
     assert preprocess_data.main(command(tmp_path, "--resume")) == 0
@@ -329,7 +329,6 @@ def test_a_difference_that_shows_late_begins_anew_with_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The accelerated tokenizer agrees on the first sample and the first blocks, then no more."""
-    from megatron.data.tokenizers import acceleration
 
     monkeypatch.setattr(document_blocks, "BLOCK_BYTES", 400)
     write_rows(tmp_path / "in.jsonl", 40)
@@ -352,7 +351,7 @@ def test_a_difference_that_shows_late_begins_anew_with_the_reference(
             found: list[int] = self.encode_batch([text]).ids.tolist()
             return found
 
-    monkeypatch.setattr(acceleration, "accelerate", Liar)
+    monkeypatch.setattr(preprocess, "accelerate", Liar)
     arguments = [part.replace("NullTokenizer", "nulltokenizer") for part in command(tmp_path)]
     from megatron.data.tokenizers import build as tokenizers
 
@@ -360,7 +359,7 @@ def test_a_difference_that_shows_late_begins_anew_with_the_reference(
     monkeypatch.setattr(tokenizers, "build_tokenizer", lambda _, *rest, **named: build("NullTokenizer", *rest, **named))
     status, said = run_main(arguments, capsys)
     assert status == 0
-    assert "the reference tokenizer does the work: " in said
+    assert "encoding with the reference tokenizer: " in said
     first = data_files(tmp_path)
     assert first == finished(tmp_path, "in.jsonl", capsys)
 
