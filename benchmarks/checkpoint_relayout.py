@@ -70,8 +70,8 @@ def save_source(arguments: str, folder: Path) -> None:
     from megatron.accelerator import quiet
     from megatron.interop.universal import universal_info
     from megatron.parallel.shards import shard_of
+    from megatron.planning.progress import Progress
     from megatron.training.checkpoints import Checkpoints
-    from megatron.training.progress import Progress
 
     engine, task = build(f"{arguments} --save {folder / 'ours'}")
     train_step(engine, task)
@@ -90,7 +90,7 @@ def resume(arguments: str, folder: Path) -> Resumed:
     from megatron.accelerator import quiet
     from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
-    from megatron.training.checkpoints import find_checkpoint, read_progress, restore
+    from megatron.training.resume import find_checkpoint, read_progress, restore
 
     ours = not (folder / UNIVERSAL).is_dir()
     if ours:

@@ -77,8 +77,7 @@ def durable_saves(engine: Engine, folder: Path, rounds: int) -> tuple[Times, dic
     import torch.distributed.checkpoint as torch_checkpoint
 
     from megatron.accelerator import quiet
-    from megatron.training import state
-    from megatron.training.progress import Progress
+    from megatron.planning.progress import Progress
 
     rank, world_size = engine.ctx.rank, engine.ctx.world_size
     written: dict[str, int] = {}
@@ -90,7 +89,7 @@ def durable_saves(engine: Engine, folder: Path, rounds: int) -> tuple[Times, dic
         checkpoints.finish(lambda _: None)
 
     # plain tensors of one name are one tensor to it; each rank's are its own
-    owned = state.fragments(engine, with_optimizer=True)
+    owned = engine.state.fragments(with_optimizer=True)
     tensors = {f"rank{rank}/{fragment.kind}/{fragment.name}": fragment.tensor for fragment in owned}
 
     def torchs(place: Path, turn: int) -> None:
@@ -145,8 +144,7 @@ def blocking_saves(engine: Engine, folder: Path, rounds: int) -> Times:
     import torch
     import torch.distributed as dist
 
-    from megatron.training import state
-    from megatron.training.progress import Progress
+    from megatron.planning.progress import Progress
 
     checkpoints, turn = checkpoints_in(engine, folder / "asynchronous", asynchronous=True), 0
 
@@ -162,7 +160,7 @@ def blocking_saves(engine: Engine, folder: Path, rounds: int) -> Times:
             shutil.rmtree(folder / "asynchronous" / f"global_step{turn}")
         return seconds
 
-    owned = state.fragments(engine, with_optimizer=True)
+    owned = engine.state.fragments(with_optimizer=True)
     buffers = [torch.empty_like(fragment.tensor) for fragment in owned]
 
     def memcpy() -> float:

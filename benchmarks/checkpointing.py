@@ -61,15 +61,8 @@ def build(
     ctx = ctx or ParallelContext.build(config.parallel, "cpu")
     if faults := check(config, ctx.world_size):
         raise SystemExit("\n".join(faults))
-    task = PretrainTask(config, None)
-    engine = build_engine(
-        config,
-        ctx,
-        task.loss(ctx),
-        masks_loss=False,
-        will_restore=will_restore,
-    )
-    return engine, task
+    task = PretrainTask(config)
+    return build_engine(config, ctx, task, will_restore=will_restore), task
 
 
 def train_step(engine: Engine, task: PretrainTask) -> float:

@@ -42,9 +42,9 @@ def main() -> int:
 
     config, _ = parse_arguments(["--config", options.config, *flags, "--data-path", "none", "--device", "cpu"])
     ctx = ParallelContext.build(config.parallel, "cpu")
-    task = PretrainTask(config, None)
+    task = PretrainTask(config)
     size = config.training.global_batch_size
-    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=False)
+    engine = build_engine(config, ctx, task)
 
     generator = np.random.default_rng(0)
     shape = (config.training.micro_batch_size, config.training.seq_length + 1)
@@ -92,7 +92,6 @@ def bare_loop(config: Any, ctx: Any, task: Any, batch: list[Any]) -> Callable[[]
 
     model = SequentialModel(build_layers(config, ctx))
     initialise(model.named_parameters(), config.training.seed, 0, 1)
-    loss_of = task.loss(ctx)
     options = config.optimizer
     decayed = [p for p in model.parameters() if len(shard_of(p).shape) > 1]
     others = [p for p in model.parameters() if len(shard_of(p).shape) == 1]
@@ -102,10 +101,12 @@ def bare_loop(config: Any, ctx: Any, task: Any, batch: list[Any]) -> Callable[[]
 
     def step() -> float:
         total = 0.0
-        tokens = sum(microbatch.num_loss_tokens for microbatch in batch)
+        scale = 1 / sum(microbatch.normaliser for microbatch in batch)
         for microbatch in batch:
-            labels = (microbatch.labels, microbatch.loss_mask / tokens)
-            loss = model(microbatch.inputs, lambda outputs, labels=labels: loss_of(outputs, labels))
+            targets = microbatch.targets
+            loss = model(
+                microbatch.inputs, lambda outputs, targets=targets: task.loss(outputs, targets, scale, ctx).total
+            )
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad)

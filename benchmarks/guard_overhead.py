@@ -69,23 +69,25 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     from megatron.resilience.replica_check import ReplicaCheck
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
+    from megatron.training.optimizer import Observation
 
     config, _ = parse_arguments(["--config", options.config, *flags, "--data-path", "none", "--device", "cpu"])
     ctx = ParallelContext.build(config.parallel, "cpu")
-    task = PretrainTask(config, None)
+    task = PretrainTask(config)
     training = config.training
     size = training.global_batch_size
-    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=False)
+    engine = build_engine(config, ctx, task)
     shape = (training.micro_batch_size, training.seq_length + 1)
     generator = np.random.default_rng(0)
     batch = [
         task.collate(generator.integers(0, config.model.vocab_size, shape, dtype=np.int64))
         for _ in range(size // training.micro_batch_size // ctx.num_batch_ranks)
     ]
-    observe = engine.gate._observe
+    gate = engine._gate
+    observe, free = gate._observe, Observation(1.0, 1.0, True, False)
 
     def steps(judges: bool) -> float:
-        engine.gate._observe = observe if judges else lambda: [1.0, 1.0, 0.0]  # type: ignore[method-assign]
+        gate._observe = observe if judges else lambda: free  # type: ignore[method-assign]
         began_s = time.perf_counter()
         for _ in range(options.steps):
             engine.train_step(
@@ -97,16 +99,15 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
         return (time.perf_counter() - began_s) / options.steps
 
     measured = alternate({"checked": lambda: steps(True), "free": lambda: steps(False)}, options.rounds)
-    engine.gate._observe = observe  # type: ignore[method-assign]
-    losses, check_step_s = engine.gate.losses, []
+    gate._observe = observe  # type: ignore[method-assign]
+    check_step_s = []
     for _ in range(options.rounds):
         began_s = time.perf_counter()
         for _ in range(JUDGEMENTS):
-            engine.gate.begin_step()
-            engine.gate.losses = losses
-            engine.gate.lets_step()
+            gate.begin_step()
+            gate.is_open()
         check_step_s.append((time.perf_counter() - began_s) / JUDGEMENTS)
-    replicas, check_s = ReplicaCheck(engine), []
+    replicas, check_s = ReplicaCheck(ctx, engine.state.held()), []
     for _ in range(options.rounds):
         began_s = time.perf_counter()
         replicas.check(0)

@@ -87,13 +87,14 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
     """One run, from its engine to its last step, as megatron.train builds it."""
     from megatron.observability.memory import MemoryLog
     from megatron.observability.metrics import MetricsLog
+    from megatron.planning.progress import Progress
     from megatron.planning.schedule import Schedule
     from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.engine import build_engine
     from megatron.training.loop import Loop
-    from megatron.training.progress import Progress
+    from megatron.training.spikes import SpikeDetector
 
     class Turnstile(Shutdown):
         def decide(self, progress: Progress | None = None) -> bool:
@@ -103,8 +104,9 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
             return stops
 
     turns.wait(name)
-    task = PretrainTask(config, None)
-    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss)
+    progress = Progress()
+    task = PretrainTask(config)
+    engine = build_engine(config, ctx, task, SpikeDetector(config.guard, progress))
     memory = MemoryLog(config.logging.log_memory_interval, ctx)
     log = MetricsLog(config, writes=True, world_size=1, device_peak_tflops=None, total_iterations=steps)
     stop, watchdog = Turnstile(config.training, ctx), Watchdog(config)
@@ -118,7 +120,7 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
             task,
             (dataset, None, None),
             Schedule(config.training, config.optimizer),
-            Progress(),
+            progress,
             log,
             stop,
             None,

@@ -43,11 +43,11 @@ def side(options: argparse.Namespace, flags: list[str], packing: str) -> tuple[C
         words += ["--packing", "none", "--micro-batch-size", str(per_microbatch)]
     config, _ = parse_arguments([*words, *flags])
     ctx = ParallelContext.build(config.parallel, "cpu")
-    task = SFTTask.of(config, ctx)
-    dataset: Any = task.open_data()[0]
+    task = SFTTask(config)
+    dataset: Any = task.open_data(ctx)[0]
     size = config.training.global_batch_size
     plan = task.plan(dataset, lambda _: size, 0, 1)
-    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss)
+    engine = build_engine(config, ctx, task)
     losses: list[float] = []
     consumed = 0
 
@@ -63,7 +63,7 @@ def side(options: argparse.Namespace, flags: list[str], packing: str) -> tuple[C
                 count = config.training.micro_batch_size
                 keys = [[chats[i : i + 1] for i in range(at, min(at + count, size))] for at in range(0, size, count)]
             batches = [task.read(dataset, key) for key in keys]
-            trained += sum(batch.num_loss_tokens for batch in batches)
+            trained += sum(batch.normaliser for batch in batches)
             result = engine.train_step(batches, consumed_samples=consumed, lr=config.optimizer.lr)
             losses.append(float(result.loss))
             consumed += size

@@ -7,15 +7,16 @@ Exit status: megatron/exit_codes.py.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.config.command_line import load_config
 from megatron.config.options import Config, ConfigError
+from megatron.config.plugins import load_task
 from megatron.exit_codes import DONE, REFUSED
 from megatron.observability.wandb_log import check_wandb
 from megatron.resilience.shutdown import Signals
@@ -23,10 +24,12 @@ from megatron.resilience.shutdown import Signals
 if TYPE_CHECKING:
     from megatron.observability.metrics import MetricsLog
     from megatron.parallel.context import ParallelContext
+    from megatron.planning.progress import Progress
     from megatron.planning.schedule import Schedule
     from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.task import Task
-    from megatron.training.progress import Progress
+    from megatron.training.checkpoints import Checkpoints
+    from megatron.training.resume import Start
 
 
 def main(arguments: list[str], signals: Signals) -> None:
@@ -56,9 +59,9 @@ def main(arguments: list[str], signals: Signals) -> None:
             watchdog.phase("end", watchdog.step)
             raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
         except BaseException as error:
-            to_tell = watchdog.fail(error)
-            if to_tell is not error:
-                raise to_tell from error
+            to_raise = watchdog.fail(error)
+            if to_raise is not error:
+                raise to_raise from error
             raise
         finally:
             if dist.is_initialized():
@@ -66,77 +69,58 @@ def main(arguments: list[str], signals: Signals) -> None:
 
 
 def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, watchdog: Watchdog | None = None) -> None:
-    """Build everything, restore what was saved, and train. Collective.
+    """Build all parts of a run, restore a saved state, and train. Collective.
 
-    `signals`: those that ask for a stop, as noted since the process began; None: noted from here on. `watchdog`: which
-    is told what the run is at; None: nobody watches.
+    `signals`: those noted since the process began; None: noted from here on. `watchdog`: the one that is informed of
+    the progress; None: nothing watches.
     """
     from megatron.observability.memory import MemoryLog
     from megatron.observability.run_folder import RunFolder
     from megatron.planning.schedule import Schedule
-    from megatron.resilience.errors import raise_on_all_ranks
-    from megatron.resilience.host_consistency import check_same_config, check_same_data
+    from megatron.resilience.host_consistency import check_same_config
     from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
-    from megatron.tasks.registry import TASKS
-    from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore, starting_options
     from megatron.training.engine import build_engine
     from megatron.training.loop import Loop
-    from megatron.training.progress import Progress, check_data
+    from megatron.training.resume import find_start, restore_start
+    from megatron.training.spikes import SpikeDetector
 
-    training = config.training
-    watchdog = watchdog or Watchdog(config)  # one that nobody has started
+    watchdog = watchdog or Watchdog(config)  # one that was never started
     check_same_config(ctx, config)
-    with Shutdown(training, ctx, signals) as shutdown:
-        shutdown.exit_if_requested()
-        watchdog.phase("reading the checkpoint")
-        start = starting_options(config.checkpoint, ctx)
-        checkpoint = find_checkpoint(dataclasses.replace(config, checkpoint=start), ctx)
-        shutdown.exit_if_requested()
-        progress, saved_data = Progress(), None
-        if checkpoint is not None:
-            progress, saved_data = raise_on_all_ranks(ctx, lambda: read_progress(checkpoint, start))
-        watchdog.phase("opening the data")
-        task = raise_on_all_ranks(ctx, lambda: TASKS[training.task](config, ctx))
-        datasets = raise_on_all_ranks(ctx, task.open_data)
-        shutdown.exit_if_requested()
-        check_same_data(ctx, config, datasets)
-        fingerprint = datasets[0].fingerprint
-        if saved_data is not None and (
-            change := raise_on_all_ranks(ctx, lambda: check_data(saved_data, config, fingerprint))
-        ):
-            announce(ctx, f"allow_data_change: {change}")
-        schedule = Schedule(training, config.optimizer, task.samples_per_epoch(datasets[0]))
-        if (described := raise_on_all_ranks(ctx, lambda: task.describe(datasets[0]))) is not None:
-            announce(ctx, described)
+    with Shutdown(config.training, ctx, signals) as shutdown:
+
+        def begin(phase: str) -> None:
+            shutdown.exit_if_requested()
+            watchdog.phase(phase)
+
+        begin("reading the checkpoint")
+        start = find_start(config, ctx)
+        progress = start.progress
+        begin("opening the data")
+        task, datasets = open_data(config, ctx, start)
+        schedule = Schedule(config.training, config.optimizer, task.samples_per_epoch(datasets[0]))
+        begin("building the model")
         memory = MemoryLog(config.logging.log_memory_interval, ctx)
         memory.take("before_model", progress.iteration)
-        watchdog.phase("building the model")
         engine = build_engine(
             config,
             ctx,
-            task.loss(ctx),
-            masks_loss=task.masks_loss,
-            will_restore=checkpoint is not None,
+            task,
+            SpikeDetector(config.guard, progress),
+            will_restore=start.checkpoint is not None,
             after_model=lambda: memory.take("after_model", progress.iteration),
         )
         memory.take("after_optimizer", progress.iteration)
-        shutdown.exit_if_requested()
-        if checkpoint is not None:
-            watchdog.phase("restoring")
-            restored = raise_on_all_ranks(ctx, lambda: restore(engine, checkpoint, progress, start))
-            announce(ctx, f"{restored}; iteration {progress.iteration}, {progress.consumed_samples} samples")
+        if start.checkpoint is not None:
+            begin("restoring")
+            announce(ctx, restore_start(engine, start))
             memory.take("after_restore", progress.iteration)
         shutdown.exit_if_requested()
         watchdog.open()
-        # opened late: nothing is written before the data and what is resumed were found good
-        beat = partial(watchdog.beat_of, "save")
-        source = None if checkpoint is None else checkpoint.metadata.get("source")
-        saves = config.checkpoint.save is not None
-        saving = Checkpoints(config, ctx, beat, source) if saves else contextlib.nullcontext()
+        # opened late: nothing is written before the data and the checkpoint were found good
         with (
-            saving as checkpoints,
-            raise_on_all_ranks(ctx, lambda: open_log(config, ctx, progress, schedule, task, datasets[0])) as log,
+            open_checkpoints(config, ctx, start, watchdog) as checkpoints,
+            open_log(config, ctx, progress, schedule, task, datasets[0]) as log,
             RunFolder(config, ctx, log, progress) as folder,
         ):
             memory.open(log)
@@ -144,26 +128,59 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
             folder.stopped = shutdown.reason
 
 
+def open_data(config: Config, ctx: ParallelContext, start: Start) -> tuple[Task, Sequence[Any]]:
+    """Return the task and its datasets, after the checks that they fit the checkpoint and all hosts. Collective."""
+    from megatron.resilience.errors import raise_on_all_ranks
+    from megatron.resilience.host_consistency import check_same_data
+    from megatron.training.resume import check_data
+
+    task: Task = load_task(config)
+    datasets = raise_on_all_ranks(ctx, lambda: task.open_data(ctx))
+    check_same_data(ctx, config, datasets)
+    saved, fingerprint = start.saved_data, datasets[0].fingerprint
+    if saved is not None and (change := raise_on_all_ranks(ctx, lambda: check_data(saved, config, task, fingerprint))):
+        announce(ctx, f"allow_data_change: {change}")
+    if description := raise_on_all_ranks(ctx, lambda: task.describe(datasets[0])):
+        announce(ctx, description)
+    return task, datasets
+
+
+def open_checkpoints(
+    config: Config, ctx: ParallelContext, start: Start, watchdog: Watchdog
+) -> contextlib.AbstractContextManager[Checkpoints | None]:
+    """Return the saves of the run; nothing where it saves none. Collective."""
+    from megatron.training.checkpoints import Checkpoints
+
+    if config.checkpoint.save is None:
+        return contextlib.nullcontext()
+    source = None if start.checkpoint is None else start.checkpoint.metadata.get("source")
+    return Checkpoints(config, ctx, partial(watchdog.beat_of, "save"), source)
+
+
 def open_log(
     config: Config, ctx: ParallelContext, progress: Progress, schedule: Schedule, task: Task, dataset: Any
 ) -> MetricsLog:
-    """What this rank tells from here on."""
+    """Return the log, which rank 0 writes. Collective."""
     from megatron import accelerator
     from megatron.observability.metrics import MetricsLog
+    from megatron.resilience.errors import raise_on_all_ranks
 
-    return MetricsLog(
-        config,
-        writes=ctx.rank == 0,
-        world_size=ctx.world_size,
-        device_peak_tflops=accelerator.peak_tflops(),
-        total_iterations=schedule.total_iterations,
-        tokens=partial(task.consumed_tokens, dataset),
-        resumed_iteration=progress.iteration,
+    return raise_on_all_ranks(
+        ctx,
+        lambda: MetricsLog(
+            config,
+            writes=ctx.rank == 0,
+            world_size=ctx.world_size,
+            device_peak_tflops=accelerator.peak_tflops(),
+            total_iterations=schedule.total_iterations,
+            tokens=partial(task.consumed_tokens, dataset),
+            resumed_iteration=progress.iteration,
+        ),
     )
 
 
 def check_deepspeed(config: Config) -> None:
-    """Raise ConfigError for a DeepSpeed JSON that cannot be, before any rank joins the others."""
+    """Raise ConfigError for a DeepSpeed JSON that is missing or contradicts the config, before any rank joins."""
     from megatron.training.deepspeed_config import deepspeed_config
 
     model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
@@ -172,17 +189,18 @@ def check_deepspeed(config: Config) -> None:
 
 
 def announce(ctx: ParallelContext, text: str) -> None:
+    """Print a line on rank 0."""
     if ctx.rank == 0:
         print(text, flush=True)
 
 
 def start() -> int:
-    """`main` with the user's faults as messages instead of tracebacks; the process's exit status."""
+    """Run `main`, print the user's faults as messages without traceback, and return the exit status."""
     try:
         with Signals() as signals:  # first, since importing torch may take longer than a signal leaves
             main(sys.argv[1:], signals)
     except ConfigError as error:
-        # equal on every rank, so one of them speaks
+        # equal on every rank, so one of them prints it
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         return REFUSED
@@ -192,19 +210,19 @@ def start() -> int:
         rank = os.environ.get("RANK", "0")
         if isinstance(error, TrainingAborted):
             if rank == "0":  # equal on every rank
-                tell(f"training aborted: {error}")
+                print_error(f"training aborted: {error}")
         elif isinstance(error, PeerLostError):
-            tell(str(error))
+            print_error(str(error))
         elif isinstance(error, USER_FAULTS):
-            tell(f"rank {rank}: {error}")
+            print_error(f"rank {rank}: {error}")
         else:
-            tell(traceback.format_exc().rstrip())
+            print_error(traceback.format_exc().rstrip())
         return exit_status(error)
     return DONE
 
 
-def tell(text: str) -> None:
-    """On stderr, where that can be: on a full disk the exit status must still tell."""
+def print_error(text: str) -> None:
+    """Print on stderr. On a full disk nothing is printed, and the exit status remains."""
     with contextlib.suppress(OSError):
         if text:
             print(text, file=sys.stderr, flush=True)

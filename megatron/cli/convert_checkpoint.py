@@ -262,7 +262,7 @@ def write_native(model: Model, folder: Path) -> None:
     from megatron.checkpoint.writer import write_checkpoint
     from megatron.interop.huggingface import parameters_of
     from megatron.interop.huggingface_files import DTYPES as TORCH_DTYPES
-    from megatron.training.progress import Progress
+    from megatron.planning.progress import Progress
 
     shards = parameters_of(model.config)
     dtype = str(TORCH_DTYPES[model.config.training.precision]).removeprefix("torch.")

@@ -69,22 +69,6 @@ class Config:
     sft: SFTConfig = Field(default_factory=SFTConfig)
 
     @property
-    def packs_documents(self) -> bool:
-        """True if a row may hold several documents with separate attention or separate position counts."""
-        return self.training.task == "sft" or self.data.reset_position_ids or self.data.reset_attention_mask
-
-    @property
-    def row_length(self) -> int:
-        """Length in tokens of the longest row of a microbatch."""
-        packs_steps = self.training.task == "sft" and self.sft.packing == "step"
-        return (self.sft.max_batch_len if packs_steps else None) or self.training.seq_length
-
-    @property
-    def varies_shapes(self) -> bool:
-        """True if microbatches differ in length."""
-        return self.training.task == "sft" and self.sft.packing != "dataset"
-
-    @property
     def effective_watchdog_timeout_s(self) -> float:
         """Timeout of the watchdog in seconds. 0: no watchdog."""
         given = self.guard.watchdog_timeout_s

@@ -9,7 +9,7 @@ import importlib
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from megatron.config.options import ConfigError
+from megatron.config.options import Config, ConfigError
 from megatron.files import IMPORT_ROOT
 
 Kind = Literal["architecture", "task"]
@@ -54,3 +54,11 @@ def load_plugin(kind: Kind, name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError([f"{kind}={name!r} cannot be loaded: {error}; give package.module:ATTRIBUTE"]) from error
+
+
+def load_task(config: Config) -> Any:
+    """Return the task that the config selects (megatron/tasks/task.py: Task).
+
+    Raises ConfigError if it is unknown or its options are wrong.
+    """
+    return load_plugin("task", config.training.task)(config)

@@ -34,9 +34,11 @@ class ParallelConfig:
 class TrainingConfig:
     """Task, batch sizes, length and precision of training."""
 
-    task: Literal["pretrain", "sft"] = "pretrain"
-    """Training objective. `pretrain`: next-token prediction on documents. `sft`: supervised fine-tuning on the answers
-    in chats, as written by tools/preprocess_chat.py."""
+    task: str = "pretrain"
+    """Data and loss. `pretrain`: next-token prediction on documents. `sft`: supervised fine-tuning on the answers in
+    chats, as written by tools/preprocess_chat.py. `package.module:Class`: a task of your own."""
+    task_options: tuple[str, ...] = ()
+    """NAME=VALUE ... for a task of your own that declares options."""
     micro_batch_size: Positive = 1
     """Samples per forward pass of one data-parallel rank."""
     global_batch_size: Positive = 8

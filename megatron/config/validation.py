@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from megatron.config.data import parse_data_path, parse_split
-from megatron.config.options import Config, batch_sizes, options
+from megatron.config.options import Config, ConfigError, batch_sizes, options, sections
+from megatron.config.plugins import known_plugins, load_task
 
 # options that have no effect without another one
 SAVING = (
@@ -40,7 +42,6 @@ PROFILING = (
     "pytorch_profiler_collect_shapes",
     "pytorch_profiler_collect_callstack",
 )
-SFT = ("num_epochs", "packing", "max_batch_len", "bucketing", "buckets_per_octave", "num_buckets")
 DOCUMENT_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 
@@ -53,12 +54,10 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_engine(config),
         *_check_model(config),
         *_check_precision_and_device(config),
-        *_check_batch(config, world_size),
         *_check_rampup(config, world_size),
-        *_check_length(config),
         *_check_schedule(config),
         *_check_data(config),
-        *_check_sft(config, world_size),
+        *_check_task(config, world_size),
         *_check_tokenizer(config),
         *_check_checkpoint(config),
         *_check_logging(config, world_size),
@@ -189,28 +188,19 @@ def _check_precision_and_device(config: Config) -> Iterator[str]:
         yield f"use_fast_softmax is for hpu only, but device={device}; turn it off"
 
 
-def _data_parallel_size(config: Config, world_size: int) -> int:
+def parallel_batch_size(config: Config, world_size: int) -> tuple[int, int]:
+    """Return the data-parallel size, and the samples in one microbatch of all data-parallel ranks."""
     parallel = config.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    return max(1, world_size // model_ranks)
-
-
-def _check_batch(config: Config, world_size: int) -> Iterator[str]:
-    training, dp = config.training, _data_parallel_size(config, world_size)
-    per_pass = training.micro_batch_size * dp
-    if training.task != "sft" and training.global_batch_size % per_pass:
-        yield (
-            f"global_batch_size={training.global_batch_size} is not a multiple of micro_batch_size x data-parallel "
-            f"size = {training.micro_batch_size} x {dp} = {per_pass}; use a multiple of {per_pass}"
-        )
+    data_parallel_size = max(1, world_size // model_ranks)
+    return data_parallel_size, config.training.micro_batch_size * data_parallel_size
 
 
 def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
-    training, dp = config.training, _data_parallel_size(config, world_size)
+    training, (dp, per_pass) = config.training, parallel_batch_size(config, world_size)
     if training.rampup_batch_size is None:
         return
     start, increment, samples = training.rampup_batch_size
-    per_pass = training.micro_batch_size * dp
     given = f"rampup_batch_size={start} {increment} {samples}"
     if start > training.global_batch_size:
         yield f"{given} starts above global_batch_size={training.global_batch_size}; start lower"
@@ -230,24 +220,6 @@ def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
         )
     if training.train_samples is None:
         yield f"{given} counts samples, but train_samples is not given; give it instead of train_iters"
-
-
-def _check_length(config: Config) -> Iterator[str]:
-    training, size = config.training, config.training.global_batch_size
-    names = ["train_samples", "train_iters", *(["num_epochs"] if training.task == "sft" else [])]
-    given = [f"{name}={getattr(training, name)}" for name in names if getattr(training, name)]
-    if len(given) > 1:
-        yield (
-            f"{' and '.join(given)} are all given; keep one"
-            if len(given) > 2
-            else (f"{' and '.join(given)} are both given; keep one")
-        )
-    if not given:
-        said = f"neither {names[0]} nor {names[1]}" if len(names) == 2 else f"none of {', '.join(names)}"
-        yield f"{said} is given; give one to set the length of training"
-    samples = training.train_samples
-    if training.task != "sft" and samples and samples < size:
-        yield f"train_samples={samples} is less than one global_batch_size={size}; train longer, or in smaller batches"
 
 
 def _check_schedule(config: Config) -> Iterator[str]:
@@ -288,8 +260,6 @@ def _check_data(config: Config) -> Iterator[str]:
         yield f"data_path and {option} are both given; keep data_path and split, or give each split its own path"
     elif data.per_split and not data.train_data_path:
         yield "valid_data_path or test_data_path is given without train_data_path; give it, or data_path for all three"
-    elif not data.data_path and not data.per_split:
-        yield "data_path is not given; pass the prefix that tools/preprocess_data.py wrote (--data-path)"
     for option, words in [("data_path", data.data_path), *(data.paths if data.per_split else [])]:
         try:
             if words:
@@ -298,46 +268,19 @@ def _check_data(config: Config) -> Iterator[str]:
             yield f"{option}={' '.join(words)!r} {rule}"
 
 
-def _check_sft(config: Config, world_size: int) -> Iterator[str]:
-    training, sft, tp = config.training, config.sft, config.parallel.tensor_model_parallel_size
-    if training.task != "sft":
-        return
-    dp = _data_parallel_size(config, world_size)
-    if training.global_batch_size < dp:
-        yield (
-            f"global_batch_size={training.global_batch_size} is less than the data-parallel size {dp}: some ranks "
-            f"would have no chat; use {dp} or more"
-        )
-    if sft.max_batch_len is not None and sft.max_batch_len < training.seq_length:
-        yield (
-            f"max_batch_len={sft.max_batch_len} is less than seq_length={training.seq_length}, so the longest chat "
-            "would fit into no microbatch; raise it, or lower seq_length"
-        )
-    if sft.packing == "step" and training.micro_batch_size > 1:
-        yield (
-            f"micro_batch_size={training.micro_batch_size}, but packing=step makes each microbatch one row of up to "
-            "max_batch_len tokens; use 1, and set max_batch_len"
-        )
-    if config.parallel.sequence_parallel and config.row_length % tp:
-        yield (
-            f"sequence_parallel needs tensor_model_parallel_size={tp} to divide max_batch_len={config.row_length}; "
-            f"use {divisors(config.row_length, 64)}, or turn it off"
-        )
-    if training.rampup_batch_size is not None:
-        yield "rampup_batch_size is for task=pretrain; with task=sft leave it out"
-    for name in DOCUMENT_ENDS:
-        if getattr(config.data, name):
-            yield f"{name} has no effect with task=sft, which knows where each chat begins; leave it out"
-    for option, words in dict.fromkeys(config.data.paths):
-        if words and _is_weighted(words):
-            yield f"{option}={' '.join(words)!r} has weights, but task=sft reads all chats alike; give prefixes alone"
-
-
-def _is_weighted(words: tuple[str, ...]) -> bool:
+def _check_task(config: Config, world_size: int) -> Iterator[str]:
+    own: tuple[str, ...] = (config.training.task,)
     try:
-        return parse_data_path(words)[1] is not None
-    except ValueError:
-        return False  # reported by _check_data
+        task = load_task(config)
+    except ConfigError as error:
+        yield from error.faults
+    else:
+        yield from task.faults(world_size)
+        own += task.sections
+    for other in known_plugins("task"):
+        if other in sections() and other not in own:
+            names = [field.name for field in fields(sections()[other])]
+            yield from idle_options(config, f"task={other}", "choose that", names)
 
 
 def _check_tokenizer(config: Config) -> Iterator[str]:
@@ -451,30 +394,20 @@ def _check_idle(config: Config) -> Iterator[str]:
             "choose that",
             ("vocab_file", "merge_file"),
         ),
-        (config.training.task == "sft", "task=sft", "choose that", SFT),
-        (config.training.task == "sft" or not checkpoint.save, "task=sft", "choose that", ("save_at_epoch",)),
-        (config.training.task != "sft" or config.sft.packing == "step", "packing=step", "choose that", SFT[2:3]),
-        (config.training.task != "sft" or config.varies_shapes, "packing=step or none", "choose one", SFT[3:]),
-        (
-            config.training.task != "sft" or config.sft.bucketing == "optimal",
-            "bucketing=optimal",
-            "choose that",
-            ("num_buckets",),
-        ),
-        (
-            config.training.task != "sft" or config.sft.bucketing in ("auto", "octave"),
-            "bucketing=octave",
-            "choose that",
-            ("buckets_per_octave",),
-        ),
         # an export copies its files, whatever their kind
         (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
         (config.logging.profile, "profile", "turn it on", PROFILING),
         (config.logging.wandb_project, "wandb_project", "give one", WANDB),
     ]
     for present, needed, remedy, names in needs:
-        for name in () if present else names:
-            section, declared = options()[name]
-            value = getattr(getattr(config, section), name)
-            if value != declared.default:
-                yield f"{name}={value} has no effect without {needed}; {remedy}, or leave it out"
+        if not present:
+            yield from idle_options(config, needed, remedy, names)
+
+
+def idle_options(config: Config, needed: str, remedy: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each option in `names` that differs from its default, for lack of what is `needed`."""
+    for name in names:
+        section, declared = options()[name]
+        value = getattr(getattr(config, section), name)
+        if value != declared.default:
+            yield f"{name}={value} has no effect without {needed}; {remedy}, or leave it out"

@@ -15,6 +15,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.config.options import Config, ModelConfig
+from megatron.config.plugins import load_task
 from megatron.models.attention import AttentionParts, Packing, SelfAttention
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import (
@@ -199,7 +200,7 @@ def transformer(
 ) -> list[LayerSpec]:
     """The list of layers: word embedding, its output, the transformer layers, final norm, output projection."""
     model, seq_length = config.model, config.training.seq_length
-    parts = AttentionParts.build(model, ctx, config.packs_documents)
+    parts = AttentionParts.build(model, ctx, load_task(config).packs_documents)
 
     def make_norm() -> nn.Module:
         if norm is RMSNorm:

@@ -64,6 +64,8 @@ class StepMetrics:
     """Of this step, before clipping. None where the engine has none, as after a skipped step."""
     skipped_iterations: int
     nan_iterations: int
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The task's own, over the steps since the last log line."""
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """As `accelerator.memory_stats` gives it."""
     straggler: StragglerStats | None = None
@@ -218,6 +220,7 @@ class MetricsLog:
         lm_loss: float,
         num_tokens: int,
         split: Literal["valid", "test"] = "valid",
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Tell of the loss over `num_tokens` held-out tokens, and of its perplexity, exp(min(20, loss))."""
         if not self._writes:
@@ -232,14 +235,17 @@ class MetricsLog:
                 "lm_loss": lm_loss,
                 "perplexity": perplexity,
                 "num_tokens": num_tokens,
+                **({"metrics": metrics} if metrics else {}),
             },
         )
         name = "validation" if split == "valid" else "test"
         tag = f"lm-loss-validation/lm loss {name}"
-        self._write_scalars({tag: lm_loss, f"{tag} ppl": perplexity}, iteration, consumed_samples)
+        scalars = {tag: lm_loss, f"{tag} ppl": perplexity}
+        scalars |= {f"metrics-validation/{key} {name}": value for key, value in (metrics or {}).items()}
+        self._write_scalars(scalars, iteration, consumed_samples)
         self.message(
             f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-            f" tokens: {num_tokens} |"
+            f" tokens: {num_tokens} |{''.join(f' {key}: {value:.6E} |' for key, value in (metrics or {}).items())}"
         )
 
     def log_memory(self, event: str, iteration: int, values: Mapping[str, RankStats]) -> None:
@@ -341,6 +347,7 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
         f"learning rate: {step.learning_rate:.3E}",
         f"global batch size: {step.global_batch_size:5d}",
         f"lm loss: {step.lm_loss:.6E}",
+        *(f"{key}: {value:.6E}" for key, value in step.metrics.items()),
         f"loss scale: {step.loss_scale:.1f}",
     ]
     if step.grad_norm is not None:
@@ -380,6 +387,8 @@ def _step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     straggler = row.pop("straggler")
     if step.compiled_graphs is None:
         del row["compiled_graphs"]
+    if not step.metrics:
+        del row["metrics"]
     return {**row, **vars(speed), **memory, **({} if straggler is None else vars(straggler))}
 
 
@@ -400,6 +409,7 @@ def _step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
         "memory/max_memory_allocated (GB)": step.memory.get(MAX_ALLOCATED),
         "compiled-graphs/compiled-graphs": step.compiled_graphs,
     }
+    scalars |= {f"metrics-training/{key}": value for key, value in step.metrics.items()}
     if step.straggler is not None:
         scalars |= {
             "straggler/own time min": step.straggler.own_time_min_s,

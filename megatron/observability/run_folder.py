@@ -32,8 +32,8 @@ from megatron.files import IMPORT_ROOT, replacing
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.run_totals import Best, RunTotals
 from megatron.parallel.context import ParallelContext
+from megatron.planning.progress import Progress
 from megatron.resilience.errors import is_lost_peer
-from megatron.training.progress import Progress
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"

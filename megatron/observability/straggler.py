@@ -16,20 +16,21 @@ from typing import Any
 from torch import nn
 
 from megatron.observability.rank_times import RankTimes, StragglerStats, straggler_stats
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.training.engine import Engine
 
 
 class Straggler:
     """Measures this rank's training steps from its making on."""
 
-    def __init__(self, engine: Engine):
-        self._ctx = engine.ctx
+    def __init__(self, ctx: ParallelContext, module: nn.Module):
+        """`module`: the one whose call is the forward pass of a microbatch."""
+        self._ctx = ctx
         self._steps = 0
         self._data_wait_s = self._own_s = 0.0
         self._pairs: list[tuple[Any, Any]] = []
-        self._makes_events = engine.ctx.device.type != "cpu"
-        for first, at_output, last, at_input in _sections(engine):
+        self._makes_events = ctx.device.type != "cpu"
+        for first, at_output, last, at_input in _sections(ctx, module):
             began: list[Any] = []
             # torch calls hooks with the module and its inputs (and outputs)
             begin = _Begin(self, began)
@@ -85,15 +86,12 @@ class _Finish(_Begin):
             self._straggler._add(self._began.pop(), self._straggler._mark())
 
 
-def _sections(engine: Engine) -> Iterator[tuple[nn.Module, bool, nn.Module, bool]]:
+def _sections(ctx: ParallelContext, whole: nn.Module) -> Iterator[tuple[nn.Module, bool, nn.Module, bool]]:
     """Where no rank waits for another: from a module's input (True: output) to another's output (True: input)."""
-    if engine.ctx.tensor_size == 1:
-        # the pipeline engine calls its module itself; what it compiles are the layers in there. The other one is called
-        # itself, and may compile its module with all hooks
-        whole = engine.module if engine.config.uses_pipeline else engine.deepspeed
+    if ctx.tensor_size == 1:
         yield whole, False, whole, False
         return
-    for module in engine.module.modules():
+    for module in whole.modules():
         children = list(module.children())
         columns = [child for child in children if isinstance(child, ColumnParallelLinear)]
         rows = [child for child in children if isinstance(child, RowParallelLinear)]

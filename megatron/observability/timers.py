@@ -82,23 +82,23 @@ class StepTimers:
 
         return call
 
-    def watch(self, engine: Any, *, is_pipeline: bool) -> None:
-        """Time the steps of a DeepSpeed engine from inside. At level 0 it is left as it is.
+    def watch_pipeline(self, engine: Any) -> None:
+        """Time the steps of DeepSpeed's pipeline engine from inside, by its table of instructions.
 
         DeepSpeed's own timers (wall_clock_breakdown) leave out the loss and the reductions of a pipeline, and print
-        each step. It offers no hook around either: so of this one engine a method is wrapped, or its table of
-        instructions.
+        each step, and it has no hook around either.
         """
-        if self.level == 0:
-            return
-        if is_pipeline:
+        if self.level > 0:
             engine._INSTRUCTION_MAP = {
                 instruction: self.timed(_PHASES[instruction.__name__], method)
                 if instruction.__name__ in _PHASES
                 else method
                 for instruction, method in engine._INSTRUCTION_MAP.items()
             }
-        else:
+
+    def watch_sequential(self, engine: Any) -> None:
+        """Time the reduction of gradients in DeepSpeed's plain engine."""
+        if self.level > 0:
             engine.allreduce_gradients = self.timed("grads-all-reduce", engine.allreduce_gradients)
 
     def read(self, num_steps: int, ctx: ParallelContext) -> dict[str, RankStats]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron.config.options import Config, ModelConfig, batch_sizes
+from megatron.config.plugins import load_task
 
 GIB = 2**30
 
@@ -233,7 +234,7 @@ def activation_bytes_per_layer(config: Config) -> int:
     model, training = config.model, config.training
     t = config.parallel.tensor_model_parallel_size
     number = 4 if training.precision == "fp32" else 2
-    tokens = training.micro_batch_size * config.row_length
+    tokens = training.micro_batch_size * load_task(config).row_length
     sequence_cut = t if config.parallel.sequence_parallel else 1
     if training.recompute_granularity == "full":
         return tokens * model.hidden_size * number // sequence_cut
@@ -245,7 +246,7 @@ def activation_bytes_per_layer(config: Config) -> int:
     cut += (2 if model.architecture == "bloom" else 4) * (model.ffn_size // t) * number
     if stores_attention_scores(config):
         per_score = number + (1 + number if model.attention_dropout > 0 else 0)
-        cut += model.num_attention_heads // t * config.row_length * per_score
+        cut += model.num_attention_heads // t * load_task(config).row_length * per_score
     return tokens * (whole // sequence_cut + cut)
 
 
@@ -310,7 +311,7 @@ def _activations(config: Config, start: int, stop: int, in_flight: int) -> tuple
     """Bytes of the activations, and of the logits, of entries [start, stop) of the list of layers."""
     model, training, t = config.model, config.training, config.parallel.tensor_model_parallel_size
     number = 4 if training.precision == "fp32" else 2
-    tokens = training.micro_batch_size * config.row_length
+    tokens = training.micro_batch_size * load_task(config).row_length
     num_layers = max(0, min(stop, model.num_layers + 2) - max(start, 2))
     activations = num_layers * activation_bytes_per_layer(config) * in_flight
     if start <= 1 < stop and model.hidden_dropout > 0:
@@ -336,7 +337,6 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     t, p = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     world_size = nodes * devices_per_node
     dp = world_size // (t * p)
-    m = num_microbatches(config, dp)
     stages = memory_by_stage(config, dp)
     tokens = training.global_batch_size * training.seq_length
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads"
@@ -345,9 +345,8 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     kind = "device" if parallel.device == "auto" else f"{parallel.device} device"
     ranks = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(world_size, 'rank')}"
     layout = f"PP {p} x TP {t} x DP {dp}" + (", sequence parallel" if parallel.sequence_parallel else "")
-    is_sft = training.task == "sft"
-    most = "at most " if is_sft else ""
-    split = f"DP {dp} x micro {training.micro_batch_size} x {_count(m, 'microbatch', 'es')}"
+    task = load_task(config)
+    most = "at most " if task.pads_rows else ""
     rows = [
         ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
         ("", f"{model.position_embedding_type} positions, sequence {training.seq_length}, {vocabulary}"),
@@ -356,7 +355,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         ("layout", layout + ("" if config.uses_pipeline else ", sequential engine")),
         ("precision", f"{training.precision}, recompute {training.recompute_granularity}"),
         ("ZeRO", _zero_text(config)),
-        ("batch", _fine_tuning_batch(config, dp) if is_sft else f"{training.global_batch_size} samples = {split}"),
+        ("batch", task.batch_text(dp)),
     ]
     if training.rampup_batch_size is not None:
         ramp_start, increment, ramp_samples = training.rampup_batch_size
@@ -409,21 +408,13 @@ def _length_text(config: Config) -> str:
     return "neither train_samples nor train_iters is given"
 
 
-def _fine_tuning_batch(config: Config, data_parallel_size: int) -> str:
-    size, rows = config.training.global_batch_size, f"rows of at most {config.row_length:,} tokens"
-    if config.sft.packing == "dataset":
-        return f"{size} {rows} over DP {data_parallel_size}"
-    padded = f"{config.training.micro_batch_size} to a microbatch, padded"
-    return f"{size} chats over DP {data_parallel_size}, {padded if config.sft.packing == 'none' else f'in {rows}'}"
-
-
 def _bubble_text(config: Config, data_parallel_size: int) -> str:
     p = config.parallel.pipeline_model_parallel_size
     if p == 1:
         return "none, one stage"
-    if config.training.task == "sft":
-        return "as many microbatches as the chats of a step fill"
-    m = num_microbatches(config, data_parallel_size)
+    m = load_task(config).num_microbatches(data_parallel_size)
+    if m is None:
+        return "depends on the data: as many microbatches as the samples of a step fill"
     text = f"{bubble_fraction(p, m):.1%} of a step: (p - 1) / (m + p - 1) with p={p}, m={m}"
     first = batch_sizes(config.training)[0] // (config.training.micro_batch_size * data_parallel_size)
     return (

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.shards import shard_of
 from megatron.resilience.errors import TrainingAborted
 
 if TYPE_CHECKING:
-    from megatron.training.engine import Engine
+    from megatron.parallel.context import ParallelContext
 
 SHOWN = 4
 """Copies that a message describes."""
@@ -41,15 +41,10 @@ class Copy(NamedTuple):
 class ReplicaCheck:
     """Compares copies as often as it is asked. Made and used by all ranks together."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._ctx = ctx = engine.ctx
-        stretches = engine.config.optimizer.zero_stage == 3
-        self._held: dict[Copy, Tensor] = {}
-        for name, parameter in engine.module.named_parameters():
-            part = 0 if shard_of(parameter).dim is None else ctx.tensor_rank
-            held = parameter.ds_tensor if stretches else parameter  # type: ignore[attr-defined]
-            self._held[Copy(name, part, ctx.grad_rank if stretches else 0)] = held
-        holders = Counter(copy for held in ctx.gather_objects(list(self._held)) for copy in held)
+    def __init__(self, ctx: ParallelContext, held: Mapping[Copy, Tensor]) -> None:
+        """`held`: what this rank holds, whole or a stretch, a tensor each."""
+        self._ctx, self._held = ctx, held
+        holders = Counter(copy for held in ctx.gather_objects(list(held)) for copy in held)
         self._copies = sorted(copy for copy, count in holders.items() if count > 1)
 
     def check(self, iteration: int) -> None:

@@ -22,7 +22,7 @@ from megatron.config.options import TrainingConfig
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
-    from megatron.training.progress import Progress
+    from megatron.planning.progress import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -1,85 +1,248 @@
-"""What a task is: a dataset, how its samples become the microbatches of a step, and a loss.
+"""Interface of a training task: its data, options, rules, loss and metrics, and what the plan and the log say of it.
+
+A task is built from the config alone and imports no torch until it reads data: the plan and the validation query it
+before torch is loaded. A subclass outside this package is selected by `--task package.module:Class`.
 
 B samples (rows) of a microbatch, S tokens of a row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from torch import Tensor
+from pydantic import TypeAdapter, ValidationError
 
-from megatron.config.options import Config
-from megatron.data.batches import BatchPlan
-from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import linear_cross_entropy
+from megatron.config.options import Config, ConfigError
+from megatron.config.validation import idle_options, parallel_batch_size
 
-Labels = tuple[Tensor, Tensor]
-"""Labels [B, S] and token weights [B, S], as the engine hands them to the loss."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.data.batches import BatchPlan
+    from megatron.parallel.context import ParallelContext
 
 
-@dataclass(frozen=True)
+class Metric(NamedTuple):
+    """Sum and weight of a quantity over one microbatch; sums and weights add up, and the log shows sum / weight."""
+
+    sum: Tensor
+    weight: Tensor | float
+
+
+@dataclasses.dataclass(frozen=True)
+class LossResult:
+    """Loss of one microbatch."""
+
+    total: Tensor
+    """Scalar to differentiate: the sum of the losses, scaled as the engine demands."""
+    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
+    """Unscaled, one for each name in `Task.metrics`, alike on all tensor-parallel ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass reads."""
+    """Input of one forward pass, on the host."""
 
     inputs: Any
-    """Tokens [B, S] int64, or (tokens, positions, starts) over packed documents."""
-    labels: Tensor
-    """[B, S] int64."""
-    loss_mask: Tensor
-    """[B, S] float32: 1 where the token's loss counts."""
-    num_loss_tokens: float
-    """Sum of the mask, known on the host."""
+    """Tensor or tuple of tensors for the first layer: tokens [B, S] int64, or (tokens, positions, starts)."""
+    targets: Any
+    """Tensor or tuple of tensors for the loss: (labels [B, S] int64, token weights [B, S]) in the built-in tasks."""
+    normaliser: float
+    """Divides the summed loss; added up over the global batch. The number of loss tokens in the built-in tasks."""
 
 
 class Task(ABC):
-    """One for a run, alike on every rank. A dataset is what `open_data` returned; None is no dataset."""
+    """Base of all tasks. Its defaults fit next-token prediction over a stream of samples of seq_length + 1 tokens.
+
+    Every rank builds one from the same config. A dataset is one entry of what `open_data` returns; it has a length and
+    a `fingerprint`, a string that changes with its content.
+    """
+
+    Options: ClassVar[type | None] = None
+    """Pydantic dataclass of the options in `--task-options NAME=VALUE ...`; None: the task has none."""
+    sections: ClassVar[tuple[str, ...]] = ()
+    """Sections of the config that this task reads and no other task does."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of the metrics that `loss` returns beside the loss."""
+    counts_epochs: ClassVar[bool] = False
+    """The training data is read in epochs, whose length `samples_per_epoch` returns; else it is a stream."""
+    reads_data_path: ClassVar[bool] = True
+    """The data is that of `data_path` or `train_data_path`, one of which is then required."""
+    order_options: ClassVar[tuple[str, ...]] = (
+        "data.data_path",
+        "data.split",
+        "training.seq_length",
+        "training.seed",
+        "training.task_options",
+    )
+    """Options that select the training samples and their order; a resume reports those that have changed."""
+
+    def __init__(self, config: Config) -> None:
+        """Raise ConfigError if the task options are wrong."""
+        self.config = config
+        self.options: Any = read_options(self.Options, config)
+
+    # Before torch is imported: rules, plan
+
+    def faults(self, world_size: int) -> Iterator[str]:
+        """Yield a message for every broken rule of this task: value, rule, remedy."""
+        config = self.config
+        training, data = config.training, config.data
+        if self.reads_data_path and not data.data_path and not data.per_split:
+            yield "data_path is not given; pass the prefix that tools/preprocess_data.py wrote (--data-path)"
+        yield from self._length_faults()
+        if self.counts_epochs:
+            return
+        size, (dp, per_pass) = training.global_batch_size, parallel_batch_size(config, world_size)
+        if size % per_pass:
+            yield (
+                f"global_batch_size={size} is not a multiple of micro_batch_size x data-parallel size = "
+                f"{training.micro_batch_size} x {dp} = {per_pass}; use a multiple of {per_pass}"
+            )
+        samples = training.train_samples
+        if samples and samples < size:
+            yield (
+                f"train_samples={samples} is less than one global_batch_size={size}; train longer, or in smaller "
+                "batches"
+            )
+        names = ("num_epochs", *(["save_at_epoch"] if config.checkpoint.save else []))
+        yield from idle_options(config, "a task that counts epochs, such as task=sft", "choose one", names)
+
+    def _length_faults(self) -> Iterator[str]:
+        training = self.config.training
+        names = ["train_samples", "train_iters", *(["num_epochs"] if self.counts_epochs else [])]
+        given = [f"{name}={getattr(training, name)}" for name in names if getattr(training, name)]
+        if len(given) > 1:
+            yield f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; keep one"
+        if not given:
+            said = f"neither {names[0]} nor {names[1]}" if len(names) == 2 else f"none of {', '.join(names)}"
+            yield f"{said} is given; give one to set the length of training"
 
     @property
-    @abstractmethod
-    def masks_loss(self) -> bool:
-        """Whether ranks may hold different numbers of loss tokens."""
+    def row_length(self) -> int:
+        """Tokens in the longest row of a microbatch."""
+        return self.config.training.seq_length
+
+    @property
+    def pads_rows(self) -> bool:
+        """Rows may hold padding, so a step may have fewer tokens than places."""
+        return False
+
+    @property
+    def varies_shapes(self) -> bool:
+        """Microbatches differ in their number of rows or tokens."""
+        return False
+
+    @property
+    def packs_documents(self) -> bool:
+        """A row may hold several documents that do not see each other, or whose positions restart."""
+        return False
+
+    @property
+    def varies_normaliser(self) -> bool:
+        """Ranks may differ in the sum of their normalisers; else a rank's own times their number is the whole."""
+        return True
+
+    def num_microbatches(self, data_parallel_size: int) -> int | None:
+        """Return the microbatches of each rank in a full step; None if the data decides."""
+        return self.config.training.global_batch_size // (self.config.training.micro_batch_size * data_parallel_size)
+
+    def batch_text(self, data_parallel_size: int) -> str:
+        """Return the plan's line on the global batch."""
+        training, m = self.config.training, self.num_microbatches(data_parallel_size)
+        microbatches = "1 microbatch" if m == 1 else f"{m} microbatches"
+        split = f"DP {data_parallel_size} x micro {training.micro_batch_size} x {microbatches}"
+        return f"{training.global_batch_size} samples = {split}"
+
+    # The data
 
     @abstractmethod
-    def open_data(self) -> Sequence[Any]:
-        """To train on, to validate on, to test on; the last two None where the config leaves none. Raises DataError."""
+    def open_data(self, ctx: ParallelContext) -> Sequence[Any]:
+        """Return the datasets for training, validation and test; the last two may be None. Raises DataError."""
 
-    @abstractmethod
     def samples_per_epoch(self, dataset: Any) -> int | None:
-        """None where there are no epochs: a stream of samples."""
+        """Return the length of an epoch; None for a stream of samples."""
+        return None
 
-    @abstractmethod
     def consumed_tokens(self, dataset: Any, consumed_samples: int) -> int:
-        """Tokens in the first so many samples that a run trains on."""
+        """Return the number of tokens in the first `consumed_samples` samples of a run."""
+        return consumed_samples * self.config.training.seq_length
 
-    @abstractmethod
     def plan(
-        self, dataset: Any, global_batch_size: Callable[[int], int], data_parallel_rank: int, data_parallel_size: int
+        self, dataset: Any, global_batch_size: Callable[[int], int], batch_rank: int, num_batch_ranks: int
     ) -> BatchPlan[Any]:
-        """What a rank reads for each step, whose sizes are as `global_batch_size(consumed_samples)` says."""
+        """Return what a rank reads in each step, of `global_batch_size(consumed_samples)` samples."""
+        from megatron.data.batches import dealt_evenly
+
+        return dealt_evenly(
+            len(dataset),
+            global_batch_size=global_batch_size,
+            micro_batch_size=self.config.training.micro_batch_size,
+            data_parallel_rank=batch_rank,
+            data_parallel_size=num_batch_ranks,
+        )
 
     @abstractmethod
     def read(self, dataset: Any, key: Any) -> Microbatch:
-        """A microbatch on the host, of what the plan named. Called by several threads. Raises DataError."""
+        """Return the microbatch that the plan calls `key`. Called by several threads. Raises DataError."""
 
-    @abstractmethod
     def samples_of(self, key: Any) -> list[int]:
-        """The samples in a microbatch, by their number in the dataset."""
+        """Return the numbers of the samples in a microbatch."""
+        return list(key)
 
-    def describe(self, dataset: Any) -> str | None:
-        """What a user wants to know of the training data before the first step; None: nothing."""
+    def documents_of(self, dataset: Any, sample: int) -> tuple[str, list[int]] | None:
+        """Return the prefix and the document numbers that a sample is from; None if there are none."""
         return None
 
-    def loss(self, ctx: ParallelContext) -> Callable[[tuple[Tensor, Tensor], Labels], Tensor]:
-        """The loss function of the last stage: ((hidden, output weight), (labels, token weights)) -> scalar."""
+    def describe(self, dataset: Any) -> str | None:
+        """Return a line on the training data, printed before the first step; None: nothing."""
+        return None
 
-        def weighted_cross_entropy(outputs: tuple[Tensor, Tensor], labels: Labels) -> Tensor:
-            return linear_cross_entropy(*outputs, *labels, ctx)
+    # The loss
 
-        return weighted_cross_entropy
+    def loss(self, outputs: tuple[Tensor, Tensor], targets: Any, scale: float, ctx: ParallelContext) -> LossResult:
+        """Return the loss of one microbatch from (hidden, output weight), on the last pipeline stage.
+
+        `hidden` is the residual stream [S, B, H] ([S/tp, B, H] under sequence parallelism), `weight` this rank's rows
+        of the vocabulary. `scale` belongs into the weights of the single losses rather than onto their sum, where
+        16-bit gradients would be rounded differently. Default: cross-entropy over (labels, token weights).
+        """
+        from megatron.parallel.losses import linear_cross_entropy
+
+        labels, weights = targets
+        return LossResult(linear_cross_entropy(*outputs, labels, weights * scale, ctx))
 
 
-TaskFactory = Callable[[Config, ParallelContext], Task]
+def read_options(declared: Any, config: Config) -> Any:
+    """Return the dataclass `declared` filled from `task_options`, or None. Raises ConfigError with every fault."""
+    task, words = config.training.task, config.training.task_options
+    if declared is None:
+        if words:
+            raise ConfigError(
+                [f"task_options={' '.join(words)} is given, but task={task} has no options; leave it out"]
+            )
+        return None
+    pairs = [word.partition("=") for word in words]
+    known = [field.name for field in dataclasses.fields(declared)]
+    faults = [f"task_options {word!r} is not NAME=VALUE; write it so" for word in words if "=" not in word]
+    faults += [
+        f"task_options {name}={value!r} is unknown to task={task}; use {', '.join(known)}"
+        for name, equals, value in pairs
+        if equals and name not in known
+    ]
+    try:
+        values = {name: value for name, _, value in pairs if name in known}
+        options = TypeAdapter(declared).validate_python(values)
+    except ValidationError as error:
+        faults += [
+            f"task_options {'.'.join(map(str, fault['loc']))}={fault['input']!r}: {fault['msg']}"
+            if fault["type"] != "missing"
+            else f"task_options lacks {'.'.join(map(str, fault['loc']))}, which task={task} needs; give it"
+            for fault in error.errors()
+        ]
+    if faults:
+        raise ConfigError(faults)
+    return options

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,29 +28,46 @@ from megatron.models.transformer import compute_dtype
 from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import initialise, shard_of
-from megatron.tasks.task import Microbatch
+from megatron.planning.progress import Progress
+from megatron.tasks.task import Microbatch, Task
 from megatron.training.deepspeed_config import deepspeed_config
-from megatron.training.optimizer import Gate, build_optimizer
-from megatron.training.state import uncounted_gradients
-
-LossFunction = Callable[[Any, Any], Tensor]
+from megatron.training.losses import StepLosses
+from megatron.training.optimizer import Observation, UpdateGate, build_optimizer
+from megatron.training.spikes import SpikeDetector
+from megatron.training.state import EngineState
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step tells, on every rank. Tensors stay on the device until they are logged."""
+    """Result of one optimizer step, on every rank. Tensors stay on the device until they are logged."""
 
     loss: Tensor
     grad_norm: Tensor | float
     skipped: bool
-    """Whether weights and optimizer are as they were before."""
-    is_finite: bool = True
-    """Whether loss and gradient are."""
-    observed: tuple[float, float] | None = None
-    """Loss and gradient norm as the guard judged them, equal bit for bit on every rank; None: DeepSpeed itself refused
-    a norm that is not finite."""
+    """Weights and optimizer are as they were before."""
+    observation: Observation | None = None
+    """What the update was decided by; None if DeepSpeed itself refused a norm that is not finite."""
     microbatch_losses: Sequence[Tensor] = ()
-    """Of this rank's microbatches; none on inner stages."""
+    """Losses of this rank's microbatches; none on inner stages."""
+    metrics: Tensor | None = None
+    """Sums and weights of the task's metrics on this rank: input of `Engine.read_metrics`."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Loss and gradient are finite."""
+        return self.observation is not None and self.observation.is_finite
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation over one global batch."""
+
+    loss: Tensor
+    """Summed loss divided by the normaliser."""
+    normaliser: float
+    """Sum over the global batch; right on the ranks that read data."""
+    metrics: Tensor | None
+    """As in StepResult."""
 
 
 class SequentialModel(nn.Module):
@@ -79,25 +98,30 @@ class SequentialModel(nn.Module):
         return last(inputs, project)
 
 
-class Engine:
-    """One face for both of DeepSpeed's engines."""
+class Engine(ABC):
+    """Trains and evaluates over global batches. Its two subclasses differ in how they run the microbatches."""
 
     def __init__(
-        self, engine: Any, config: Config, ctx: ParallelContext, loss: LossFunction, masks_loss: bool, gate: Gate
+        self,
+        engine: Any,
+        config: Config,
+        ctx: ParallelContext,
+        task: Task,
+        losses: StepLosses,
+        detector: SpikeDetector | None,
     ) -> None:
-        self.deepspeed, self.config, self.ctx, self.gate = engine, config, ctx, gate
-        self._loss, self._masks_loss = loss, masks_loss
+        self.deepspeed, self.config, self.ctx = engine, config, ctx
+        self._task, self._losses = task, losses
         self._num_microbatches = 0  # set by the first step
         self._draws = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
         self.dropout_seed = config.training.seed
-        """Of the random streams. A resumed run keeps that of its checkpoint."""
+        """Seed of the random streams. A resumed run keeps that of its checkpoint."""
         self.timers = StepTimers(config.logging.timing_log_level, ctx.device)
-        self.timers.watch(engine, is_pipeline=config.uses_pipeline)
-        # what DeepSpeed's engine itself reads after the step
-        gate.norm = lambda: getattr(engine.optimizer, "_global_grad_norm", None)
-        gate.uncounted = uncounted_gradients(self)
+        self.state = EngineState(engine.module, engine.optimizer, config, ctx)
+        self._gate = UpdateGate(ctx, self.state, losses, detector)
+        self.state.torch_optimizer.gate = self._gate  # type: ignore[attr-defined]
         if config.training.fp16:
-            # at its end the scale stays; the guard counts, and gives up with a message
+            # at its end the scale stays; the guard counts, and aborts with a message
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     @property
@@ -105,13 +129,24 @@ class Engine:
         return self.deepspeed.module  # type: ignore[no-any-return]
 
     @property
+    @abstractmethod
+    def called_module(self) -> nn.Module:
+        """The module whose call is the forward pass of one microbatch on this rank."""
+
+    @property
     def reads_data(self) -> bool:
-        """Whether this rank feeds tokens or labels: inner stages do not."""
+        """This rank feeds inputs or targets: inner stages do not."""
         return self.ctx.is_first_stage or self.ctx.is_last_stage
 
     @property
     def loss_scale(self) -> float:
         return float(getattr(self.deepspeed.optimizer, "cur_scale", 1.0)) if self.config.training.fp16 else 1.0
+
+    def count_from(self, progress: Progress) -> None:
+        """Set DeepSpeed's own counters."""
+        self.deepspeed.global_steps = progress.iteration
+        self.deepspeed.global_samples = progress.consumed_samples
+        self.deepspeed.skipped_steps = progress.skipped_iterations
 
     def train_step(
         self,
@@ -121,117 +156,177 @@ class Engine:
         consumed_samples: int,
         lr: float,
     ) -> StepResult:
-        """Forward, backward and update over one global batch, of which these are this rank's microbatches.
+        """Run forward, backward and update over one global batch; `microbatches` are this rank's share.
 
-        Every rank has as many, but inner pipeline stages, which read none, pass none: for them `num_microbatches` says
-        how many they are. `consumed_samples` counts those before this step.
+        Every rank has as many, but inner pipeline stages, which read none, pass none: for them `num_microbatches` is
+        the number. `consumed_samples` counts those before this step.
         """
         ctx = self.ctx
-        self._expect(len(microbatches) if num_microbatches is None else num_microbatches)
+        self._set_num_microbatches(len(microbatches) if num_microbatches is None else num_microbatches)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         if self._draws:
             ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
-        batches, _ = self._weighted(microbatches)
-        self.gate.begin_step()
+        self._begin(microbatches)
+        self._gate.begin_step()
         skipped_before = self.deepspeed.skipped_steps
-        loss = self.deepspeed.train_batch(batches) if self.config.uses_pipeline else self._sequential_step(batches)
-        gate = self.gate
+        loss = self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
+        observation = self._gate.observation
+        refused = observation is not None and not observation.is_applied
         return StepResult(
             loss.detach(),
             self.deepspeed.get_global_grad_norm(),
-            skipped=gate.refused or self.deepspeed.skipped_steps > skipped_before,
-            is_finite=gate.is_finite,
-            observed=gate.observed,
-            microbatch_losses=gate.losses,
+            skipped=refused or self.deepspeed.skipped_steps > skipped_before,
+            observation=observation,
+            microbatch_losses=self._losses.values,
+            metrics=self._losses.metrics,
         )
 
-    def _expect(self, num_microbatches: int) -> None:
-        """Tell DeepSpeed how many microbatches the next step has."""
-        if num_microbatches == self._num_microbatches:
+    def evaluate(self, microbatches: Sequence[Microbatch], num_microbatches: int) -> Evaluation:
+        """Return the loss over one global batch, of which `microbatches` are this rank's share. No update."""
+        normaliser = self._begin(microbatches)
+        loss = self._evaluate([(batch.inputs, batch.targets) for batch in microbatches], num_microbatches)
+        return Evaluation(loss, normaliser, self._losses.metrics)
+
+    @abstractmethod
+    def _train(self, batches: Iterator[tuple[Any, Any]]) -> Tensor:
+        """Run a training step over (inputs, targets) pairs; return the mean loss of microbatches and ranks."""
+
+    @abstractmethod
+    def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
+        """Return the mean loss of microbatches and ranks, without gradients."""
+
+    def _set_num_microbatches(self, number: int) -> None:
+        """Set DeepSpeed's number of microbatches for the next step."""
+        if number == self._num_microbatches:
             return
         engine = self.deepspeed
-        engine.set_train_batch_size(num_microbatches * engine.train_micro_batch_size_per_gpu() * self.ctx.grad_size)
+        engine.set_train_batch_size(number * engine.train_micro_batch_size_per_gpu() * self.ctx.grad_size)
         if hasattr(engine.optimizer, "gradient_accumulation_steps"):
             # ZeRO's own copy, by which it adds up offloaded gradients; DeepSpeed 0.19.8 leaves it as it was
-            engine.optimizer.gradient_accumulation_steps = num_microbatches
-        self._num_microbatches = num_microbatches
+            engine.optimizer.gradient_accumulation_steps = number
+        self._num_microbatches = number
 
-    def _weighted(self, microbatches: Sequence[Microbatch]) -> tuple[Iterator[Any], float]:
-        """(inputs, (labels, token weights)) of each microbatch, weighted so that DeepSpeed's mean over microbatches and
-        data-parallel ranks is the sum over loss tokens divided by their number in the whole batch. And that number.
+    def _begin(self, microbatches: Sequence[Microbatch]) -> float:
+        """Set the scale of the losses, and return the normaliser of the global batch.
+
+        The scale makes DeepSpeed's mean over microbatches and data-parallel ranks the summed loss divided by the
+        normaliser.
         """
-        count = sum(batch.num_loss_tokens for batch in microbatches)
-        # ranks hold different numbers of loss tokens only where a mask drops some
-        total = self.ctx.sum_over_batch_ranks(count) if self._masks_loss else count * self.ctx.grad_size
-        factor = len(microbatches) * self.ctx.grad_size / max(total, 1.0)
-        return iter([(batch.inputs, (batch.labels, batch.loss_mask * factor)) for batch in microbatches]), total
+        own = sum(batch.normaliser for batch in microbatches)
+        total = self.ctx.sum_over_batch_ranks(own) if self._task.varies_normaliser else own * self.ctx.grad_size
+        self._losses.begin_step(len(microbatches) * self.ctx.grad_size / (total if total > 0 else 1.0))
+        return total
 
-    def _sequential_step(self, batches: Iterator[Any]) -> Tensor:
-        engine, losses = self.deepspeed, self.gate.losses
-        steps = engine.gradient_accumulation_steps()
-        for index, (inputs, labels) in enumerate(batches):
+    def read_metrics(self, sums: Tensor | None) -> dict[str, float]:
+        """Return the task's metrics over all ranks from each rank's sums. Collective if the task declares metrics.
+
+        A metric without weight is NaN.
+        """
+        names = self._task.metrics
+        if not names:
+            return {}
+        total = torch.zeros((len(names), 2), dtype=torch.float32, device=self.ctx.device)
+        if sums is not None and self.ctx.tensor_rank == 0:  # tensor-parallel ranks hold equal sums
+            total += sums
+        if self.ctx.world_size > 1:
+            dist.all_reduce(total)
+        return {
+            name: numerator / weight if weight else math.nan
+            for name, (numerator, weight) in zip(names, total.tolist(), strict=True)
+        }
+
+
+class PipelineEngine(Engine):
+    """DeepSpeed's 1F1B schedule over a PipelineModule, of one stage or more."""
+
+    def __init__(self, engine: Any, *arguments: Any) -> None:
+        super().__init__(engine, *arguments)
+        self.timers.watch_pipeline(engine)
+
+    @property
+    def called_module(self) -> nn.Module:
+        return self.module  # the pipeline engine calls it itself; compiled are the layers in it
+
+    def _train(self, batches: Iterator[tuple[Any, Any]]) -> Tensor:
+        return self.deepspeed.train_batch(batches)  # type: ignore[no-any-return]
+
+    def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
+        loss: Tensor = self.deepspeed.eval_batch(iter(batches), num_micro_batches=num_microbatches)
+        self.module.train()
+        return loss
+
+
+class SequentialEngine(Engine):
+    """One microbatch after the other through the whole model, for ZeRO-2, ZeRO-3 and offload."""
+
+    def __init__(self, engine: Any, *arguments: Any) -> None:
+        super().__init__(engine, *arguments)
+        self.timers.watch_sequential(engine)
+
+    @property
+    def called_module(self) -> nn.Module:
+        return self.deepspeed  # type: ignore[no-any-return]  # called itself; it may compile its module with all hooks
+
+    def _train(self, batches: Iterator[tuple[Any, Any]]) -> Tensor:
+        engine, steps = self.deepspeed, self.deepspeed.gradient_accumulation_steps()
+        for index, (inputs, targets) in enumerate(batches):
             engine.set_gradient_accumulation_boundary(index == steps - 1)
             with self.timers("forward-compute"):
-                loss = self._sequential_loss(inputs, labels)
-            losses.append(loss.detach())
+                loss = self._loss(inputs, targets)
             with self.timers("backward-compute"):
                 engine.backward(loss)
             with self.timers("optimizer"):
                 engine.step()
-        return self._mean_over_grad_ranks(torch.stack(losses).mean())
+        return self._mean_loss()
 
-    def _sequential_loss(self, inputs: Any, labels: Any) -> Tensor:
-        device = self.ctx.device
+    def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
+        self.deepspeed.eval()
+        with torch.no_grad():
+            for inputs, targets in batches:
+                self._loss(inputs, targets)
+        self.deepspeed.train()
+        return self._mean_loss()
+
+    def _loss(self, inputs: Any, targets: Any) -> Tensor:
         with self.timers("batch-generator"):
-            labels = tuple(part.to(device) for part in labels)
-            inputs = inputs.to(device) if isinstance(inputs, Tensor) else tuple(part.to(device) for part in inputs)
-        return self.deepspeed(inputs, partial(self._loss_of, labels=labels))  # type: ignore[no-any-return]
+            inputs, targets = (_to_device(part, self.ctx.device) for part in (inputs, targets))
+        loss: Tensor = self.deepspeed(inputs, partial(self._losses.compute, targets=targets))
+        self._losses.values.append(loss.detach())
+        return loss
 
-    def _loss_of(self, outputs: tuple[Tensor, Tensor], labels: Any) -> Tensor:
-        return self._loss(outputs, labels)
-
-    def _mean_over_grad_ranks(self, loss: Tensor) -> Tensor:
+    def _mean_loss(self) -> Tensor:
+        loss = torch.stack(self._losses.values).mean()
         if self.ctx.grad_group is not None:
             dist.all_reduce(loss, group=self.ctx.grad_group)
             loss /= self.ctx.grad_size
         return loss
 
-    def evaluate(self, microbatches: Sequence[Microbatch], num_microbatches: int) -> tuple[Tensor, float]:
-        """Mean loss per loss token over these microbatches of every data-parallel rank, and the number of those tokens
-        (0 on inner pipeline stages, which read none). No update.
-        """
-        batches, tokens = self._weighted(microbatches)
-        if self.config.uses_pipeline:
-            loss: Tensor = self.deepspeed.eval_batch(batches, num_micro_batches=num_microbatches)
-            self.module.train()
-            return loss, tokens
-        self.deepspeed.eval()
-        with torch.no_grad():
-            losses = [self._sequential_loss(inputs, labels) for inputs, labels in batches]
-        self.deepspeed.train()
-        return self._mean_over_grad_ranks(torch.stack(losses).mean()), tokens
+
+def _to_device(tensors: Any, device: torch.device) -> Any:
+    return tensors.to(device) if isinstance(tensors, Tensor) else tuple(part.to(device) for part in tensors)
 
 
 def build_engine(
     config: Config,
     ctx: ParallelContext,
-    loss: LossFunction,
+    task: Task,
+    detector: SpikeDetector | None = None,
     *,
-    masks_loss: bool,
     will_restore: bool = False,
     after_model: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """Allocate this rank's layers, start their parameters, and wrap them in DeepSpeed. Collective.
+    """Allocate this rank's layers, initialise their parameters, and wrap them in DeepSpeed. Collective.
 
-    `will_restore`: leave out the start, since a checkpoint is going to fill every parameter. `after_model` is called
-    between the model and its optimizer.
+    `detector` finds the spikes that the update gate refuses; None: only what is not finite is refused. `will_restore`:
+    leave out the initialisation, since a checkpoint is going to fill every parameter. `after_model` is called between
+    the model and its optimizer.
     """
     settings = deepspeed_config(config, ctx.grad_size)
-    specs, gate = build_layers(config, ctx), Gate(ctx)
+    specs, losses = build_layers(config, ctx), StepLosses(task, ctx)
     with quiet():
         model = (
-            _pipeline(config, ctx, specs, gate.recording(loss))
+            _pipeline(config, ctx, specs, losses, task.varies_shapes)
             if config.uses_pipeline
             else _sequential(config, ctx, specs, settings)
         )
@@ -240,7 +335,7 @@ def build_engine(
         model.to(ctx.device)
     after_model()
     with quiet():
-        optimizer = build_optimizer(model, config, ctx, gate)
+        optimizer = build_optimizer(model, config, ctx)
         _import_muon_uncompiled()
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
@@ -248,33 +343,36 @@ def build_engine(
         # alone, a rank has nothing to reduce; DeepSpeed would copy every gradient into a buffer and back
         engine.pipeline_enable_backward_allreduce = False
     if config.uses_pipeline and engine.steps_per_print() is None:
-        # DeepSpeed's own timer keeps two events of every step until it prints, which it is not asked to
+        # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
         engine.timers = NoopTimer()
     if config.training.torch_compile:
         engine.module.compile()
-    return Engine(engine, config, ctx, loss, masks_loss, gate)
+    cls = PipelineEngine if config.uses_pipeline else SequentialEngine
+    return cls(engine, config, ctx, task, losses, detector)
 
 
 def _import_muon_uncompiled() -> None:
     """Keep torch's compiler out of the start of a run.
 
-    DeepSpeed 0.19.8 asks of each optimizer whether it is its Muon, and that module hands functions to torch.compile
-    when it is imported: 2 s of processor time a rank, for an optimizer that nobody chose.
+    DeepSpeed 0.19.8 checks each optimizer for its Muon, and that module passes functions to torch.compile when it is
+    imported: 2 s of processor time a rank, for an optimizer that is not in use.
     """
     with contextlib.suppress(ImportError), patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
-def _pipeline(config: Config, ctx: ParallelContext, specs: list[LayerSpec], loss: LossFunction) -> nn.Module:
+def _pipeline(
+    config: Config, ctx: ParallelContext, specs: list[LayerSpec], losses: StepLosses, varies_shapes: bool
+) -> nn.Module:
     # without no_grad, its broadcast of tied weights would become part of their autograd graph
     with _default_dtype(compute_dtype(config)), torch.no_grad():
         return PipelineModule(
             specs,
             topology=ctx.topology,
-            loss_fn=loss,
+            loss_fn=losses,
             partition_method=config.parallel.pipeline_partition_method,
             activation_checkpoint_interval=0,
-            dynamic_shape=config.varies_shapes,
+            dynamic_shape=varies_shapes,
         )
 
 

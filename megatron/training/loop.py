@@ -20,6 +20,7 @@ from megatron.observability.metrics import MetricsLog, StepMetrics
 from megatron.observability.profiling import Profile
 from megatron.observability.straggler import Straggler
 from megatron.parallel.context import ParallelContext
+from megatron.planning.progress import Progress
 from megatron.planning.schedule import Schedule
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
@@ -27,11 +28,10 @@ from megatron.tasks.task import Microbatch, Task
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
 from megatron.training.guard import Guard
-from megatron.training.progress import Progress
 
 
 class Interval:
-    """What adds up between two log lines. Stays on the device until it is read: no step waits for the host."""
+    """Sums over the steps between two log lines. They stay on the device until they are read: no step waits."""
 
     def __init__(self) -> None:
         self.restart()
@@ -40,6 +40,8 @@ class Interval:
         self.steps = 0
         self._loss: Tensor | None = None
         self._nan_steps: Tensor | None = None
+        self.metrics: Tensor | None = None
+        """Sums and weights of the task's metrics on this rank over the finite steps."""
         self._began_s = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
@@ -48,13 +50,16 @@ class Interval:
         self._loss = loss if self._loss is None else self._loss + loss
         self._nan_steps = nan if self._nan_steps is None else self._nan_steps + nan
         self.steps += 1
+        if result.metrics is not None:
+            metrics = torch.where(finite, result.metrics, 0.0)
+            self.metrics = metrics if self.metrics is None else self.metrics + metrics
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was no training."""
+        """Leave out time that was not training."""
         self._began_s += seconds
 
     def read(self) -> tuple[float, int, float]:
-        """Mean loss of the finite steps, number of the others, seconds a step. Waits for the device."""
+        """Return mean loss of the finite steps, number of the others, seconds a step. Waits for the device."""
         assert self._loss is not None
         assert self._nan_steps is not None
         nan_steps = int(self._nan_steps)
@@ -63,7 +68,7 @@ class Interval:
 
 
 class SaveTimer:
-    """When the minutes between two checkpoints are over, by the clock of rank 0."""
+    """Timer of the minutes between two checkpoints, by the clock of rank 0."""
 
     def __init__(self, minutes: float | None, ctx: ParallelContext) -> None:
         self._interval_s = None if minutes is None else minutes * 60
@@ -74,7 +79,7 @@ class SaveTimer:
         self._began_s = time.monotonic()
 
     def is_due(self) -> bool:
-        """Collective where there is such an interval."""
+        """Return True once the interval is over. Collective where there is one."""
         if self._interval_s is None:
             return False
         return bool(self._ctx.broadcast(int(time.monotonic() - self._began_s >= self._interval_s)))
@@ -82,15 +87,15 @@ class SaveTimer:
 
 @dataclass
 class Loop:
-    """Training, and all that takes part in it. Each rank makes one, alike; `train` is collective."""
+    """Training, and all its parts. Each rank builds one, alike; `train` is collective."""
 
     engine: Engine
     task: Task
     datasets: Sequence[Any]
-    """To train on, to validate on, to test on; None where there is none."""
+    """For training, validation and test; None where there is none."""
     schedule: Schedule
     progress: Progress
-    """Where to begin; moves on."""
+    """Where to begin; advances with the training."""
     log: MetricsLog
     shutdown: Shutdown
     checkpoints: Checkpoints | None
@@ -115,17 +120,17 @@ class Loop:
         self._guard = Guard(
             self.engine, self.progress, self.task, self.datasets[0], self._plan, self.log, self.checkpoints
         )
-        self._straggler = Straggler(self.engine) if config.logging.log_straggler else None
+        self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
 
     def train(self) -> None:
-        """To the end of the configured samples, or until `shutdown` says so."""
+        """Train to the end of the configured samples, or until `shutdown` has a reason."""
         config, progress, shutdown = self.engine.config, self.progress, self.shutdown
         if self.checkpoints is not None:
             self.checkpoints.reserve(self.engine)
             self.watchdog.phase("save", progress.iteration)
             self.checkpoints.export_what_is_due(progress, self.log.message, self.watchdog.beat)
         if progress.iteration == 0:
-            # where the run starts from; and a validation that cannot work fails now, not after hours
+            # the loss at the start; and a validation that cannot work fails now, not after hours
             self._evaluate("valid")
             self._interval.restart()
         profile = Profile(config.logging, rank=self.engine.ctx.rank, iteration=progress.iteration)
@@ -153,7 +158,7 @@ class Loop:
         return self.schedule.is_complete(self.progress.consumed_samples)
 
     def _step(self) -> bool:
-        """Train on the next global batch, unless a rollback leaves it out. Whether this step rolled the run back."""
+        """Train on the next global batch, unless a rollback leaves it out. Return True if the run was rolled back."""
         engine, progress, interval = self.engine, self.progress, self._interval
         begin, step, result = progress.consumed_samples, progress.iteration + 1, None
         size, lr = self.schedule.global_batch_size(begin), self.schedule.learning_rate(begin)
@@ -186,14 +191,14 @@ class Loop:
         return False
 
     def _next_batch(self) -> list[Microbatch]:
-        """This rank's microbatches. Raises DataError where there are none: other ranks may have some."""
+        """Return this rank's microbatches. Raises DataError where there are none: other ranks may have some."""
         began_s = time.perf_counter()
         try:
             microbatches = next(self._batches)
         except StopIteration:
             raise DataError(
-                f"this rank has no data after {self._batches.consumed_samples} samples, though the run goes on; see to "
-                "it that every host has the same files"
+                f"this rank has no data after {self._batches.consumed_samples} samples, though the run continues; "
+                "give every host the same files"
             ) from None
         if self._straggler is not None:
             self._straggler.add_data_wait(time.perf_counter() - began_s)
@@ -214,6 +219,7 @@ class Loop:
                 learning_rate=lr,
                 global_batch_size=size,
                 lm_loss=loss,
+                metrics=engine.read_metrics(interval.metrics),
                 loss_scale=engine.loss_scale,
                 grad_norm=None if result is None or result.grad_norm is None else float(result.grad_norm),
                 skipped_iterations=progress.skipped_iterations,
@@ -227,7 +233,7 @@ class Loop:
         self.log.log_timers(progress.iteration, progress.consumed_samples, timers)
 
     def _save_where_due(self, consumed_before: int) -> None:
-        """Begin a save where it is time for one, and tell what became of earlier ones.
+        """Begin a save if one is due, and report on earlier ones.
 
         `consumed_before`: samples before this step.
         """
@@ -244,7 +250,7 @@ class Loop:
             self.log.message(line)
 
     def _is_export_due(self, consumed_before: int) -> bool:
-        """Whether the last step reached or passed a multiple of save_samples, or ended an epoch."""
+        """Return True if the last step reached or passed a multiple of save_samples, or ended an epoch."""
         options, consumed = self.engine.config.checkpoint, self.progress.consumed_samples
         every = options.save_samples
         passed = every is not None and consumed // every > consumed_before // every
@@ -261,12 +267,12 @@ class Loop:
             self._export()
 
     def _export(self) -> None:
-        """In the phase of the save, which it waits for first."""
+        """Export, in the phase of the save, which it waits for first."""
         assert self.checkpoints is not None
         self.checkpoints.export(self.progress, self.log.message, self.watchdog.beat)
 
     def _end(self) -> None:
-        """Say why, save and export what is not yet, and evaluate a run that is complete."""
+        """Log the reason, save and export what is not yet, and evaluate a run that is complete."""
         progress = self.progress
         if self.shutdown.reason is not None:
             self.log.message(self.shutdown.reason)
@@ -289,8 +295,10 @@ class Loop:
             self.checkpoints.finish_exports()
 
     def _evaluate(self, split: Literal["valid", "test"]) -> None:
-        """Loss over the first eval_iters global batches of the split: the same samples each time. Nothing once
-        `shutdown` says so, checked before each batch: an evaluation may take longer than the time that a signal leaves.
+        """Log the loss over the first eval_iters global batches of the split: the same samples each time.
+
+        Nothing is logged once a shutdown is requested, which is queried before each batch: an evaluation may take
+        longer than the time that a signal leaves.
         """
         dataset, num_batches = (
             self.datasets[("train", "valid", "test").index(split)],
@@ -307,30 +315,29 @@ class Loop:
         with self.engine.timers.on_host("evaluate"):
             evaluated = evaluate(self.engine, num_batches, self.task, dataset, stops)
         if evaluated is not None:
-            loss, tokens = evaluated
+            loss, normaliser, metrics = evaluated
             iteration, consumed_samples = self.progress.iteration, self.progress.consumed_samples
-            self.log.log_validation(iteration, consumed_samples, loss, int(tokens), split)
+            self.log.log_validation(iteration, consumed_samples, loss, int(normaliser), split, metrics)
 
 
 def evaluate(
     engine: Engine, num_batches: int, task: Task, dataset: Any, stops: Callable[[], bool] = lambda: False
-) -> tuple[float, float] | None:
-    """Mean loss per loss token over `num_batches` global batches, or what there is of them, and the number of those
-    tokens.
+) -> tuple[float, float, dict[str, float]] | None:
+    """Return loss, normaliser and metrics over `num_batches` global batches, or what there is of them. Collective.
 
-    Both are right on ranks that read data, rank 0 among them. None if `stops`, which all ranks answer alike, is true
-    before one of the batches.
+    The first two are right on ranks that read data, rank 0 among them. None if `stops`, which returns the same on all
+    ranks, is true before one of the batches.
     """
     training, ctx = engine.config.training, engine.ctx
     per_epoch = task.samples_per_epoch(dataset)
 
     def size_at(consumed_samples: int) -> int:
-        """0 where all there is was seen once."""
+        """Return 0 once the dataset was read through."""
         size = training.global_batch_size
         return size if per_epoch is None else min(size, per_epoch - consumed_samples)
 
     plan = task.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
-    total, tokens, consumed_samples = 0.0, 0.0, 0
+    total, normaliser, consumed_samples, metrics = 0.0, 0.0, 0, None
     for _ in range(num_batches):
         if stops():
             return None
@@ -338,6 +345,9 @@ def evaluate(
         if size == 0:
             break
         microbatches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
-        loss, count = engine.evaluate(microbatches, len(keys))
-        total, tokens, consumed_samples = total + float(loss) * count, tokens + count, consumed_samples + size
-    return total / max(tokens, 1.0), tokens
+        batch = engine.evaluate(microbatches, len(keys))
+        total, normaliser = total + float(batch.loss) * batch.normaliser, normaliser + batch.normaliser
+        consumed_samples += size
+        if batch.metrics is not None:
+            metrics = batch.metrics if metrics is None else metrics + batch.metrics
+    return total / (normaliser if normaliser > 0 else 1.0), normaliser, engine.read_metrics(metrics)

@@ -1,9 +1,10 @@
-"""The optimizer that DeepSpeed is given: it asks before it updates. And the norm where DeepSpeed adds none."""
+"""The optimizer that DeepSpeed is given: it steps only through an open gate. And the norm where DeepSpeed adds none."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,100 +14,92 @@ from torch import Tensor, nn
 from megatron.config.options import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import shard_of
+from megatron.training.losses import StepLosses
+from megatron.training.spikes import SpikeDetector
+from megatron.training.state import EngineState
 
-Judge = Callable[[float, float], bool]
-"""(loss, gradient norm) of a step, finite and equal on all ranks -> whether the optimizer may apply it."""
+
+@dataclass(frozen=True)
+class Observation:
+    """Loss and gradient of a step before its update; but for `is_bad_here` equal bit for bit on every rank."""
+
+    loss: float
+    grad_norm: float
+    is_finite: bool
+    """No rank saw a loss or gradient that is not finite."""
+    is_bad_here: Tensor | bool
+    """This rank itself saw one."""
+    spikes: tuple[str, ...] = ()
+    """A reason for each spike."""
+    is_applied: bool = True
+    """The optimizer updates."""
 
 
-class Gate:
-    """Decides once a training step, on all ranks alike, whether the optimizer updates.
+class UpdateGate:
+    """Decides once a training step, on all ranks alike, if the optimizer updates.
 
-    Non-finite steps are refused; of the others `judge` may refuse some. The optimizer is what asks, when DeepSpeed lets
-    it step: after the reduction and the norm, before anything is changed. It asks once a parameter group under ZeRO,
-    where all but the first get the same answer. DeepSpeed's own optimizers refuse a non-finite norm themselves; then
-    nobody asks. What their norm does not show is looked at here: the loss, and gradients that it leaves out because
-    another tensor-parallel rank's copies count.
+    Refuses steps that are not finite, and spikes where the detector refuses them. The optimizer queries it when
+    DeepSpeed lets it step: after the reduction and the norm, before anything is changed; under ZeRO once a parameter
+    group. DeepSpeed's own optimizers refuse a norm that is not finite themselves, and then do not step. What their norm
+    does not show is examined here: the loss, and the gradients of which another tensor-parallel rank's copies count.
     """
 
-    def __init__(self, ctx: ParallelContext) -> None:
-        self._ctx = ctx
-        self.judge: Judge = lambda loss, norm: True
-        self.norm: Callable[[], Tensor | float | None] = lambda: None
-        """The gradient norm that DeepSpeed has found in this step."""
-        self.uncounted: Callable[[], list[Tensor]] = list
-        """Gradients of this rank that the norm leaves out."""
-        self.losses: list[Tensor] = []
-        """Of this rank's microbatches in this step; none on inner stages."""
-        self._answer: bool | None = True  # nobody decides outside of a training step
-        self.observed: tuple[float, float] | None = None
-        """Loss and norm of this step, equal on all ranks; None where nobody asked."""
-
-        self.is_finite = True
-        """Whether loss and gradient of this step are, as far as anybody asked."""
-        self.is_bad_here: Tensor | bool = False
-        """Whether this rank itself saw something that is not."""
-
-    @property
-    def refused(self) -> bool:
-        """Whether the optimizer asked in this step, in vain."""
-        return self._answer is False
+    def __init__(
+        self, ctx: ParallelContext, state: EngineState, losses: StepLosses, detector: SpikeDetector | None
+    ) -> None:
+        self._ctx, self._state, self._losses, self._detector = ctx, state, losses, detector
+        self.observation: Observation | None = None
+        """Of this step; None until the optimizer steps."""
 
     def begin_step(self) -> None:
-        self.losses = []
-        self._answer, self.observed, self.is_finite, self.is_bad_here = None, None, False, False
+        self.observation = None
 
-    def recording(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """A pipeline's loss function that leaves each training loss in `losses`."""
-
-        def recorded(outputs: Any, labels: Any) -> Tensor:
-            value = loss(outputs, labels)
-            if torch.is_grad_enabled():
-                self.losses.append(value.detach())
-            return value
-
-        return recorded
-
-    def lets_step(self) -> bool:
-        """Whether to update. Collective over all ranks, at the first call of a step."""
-        if self._answer is None:
-            loss, norm, num_bad = self._observe()
-            self.observed, self.is_finite = (loss, norm), num_bad == 0
-            self._answer = self.is_finite and self.judge(loss, norm)
-        return self._answer
+    def is_open(self) -> bool:
+        """Return the decision. Collective over all ranks at the first call of a step."""
+        if self.observation is None:
+            self.observation = self._observe()
+        return self.observation.is_applied
 
     @torch.no_grad()
-    def _observe(self) -> list[float]:
-        """Mean loss, gradient norm, and the number of ranks that see something not finite: equal bit for bit, for all
-        read the same sum. The one wait for the device is for that sum; the norm was waited for before.
+    def _observe(self) -> Observation:
+        """Reduce mean loss, gradient norm, and the number of ranks that see something not finite.
+
+        All ranks read the same sum, so their numbers are equal bit for bit. The one wait for the device is for that
+        sum; the norm was waited for before.
         """
         ctx = self._ctx
         facts = torch.zeros(3, dtype=torch.float32, device=ctx.device)
         seen = [facts[:1]]
-        if self.losses:
-            loss = torch.stack(self.losses).float().mean()
+        if self._losses.values:
+            loss = torch.stack(self._losses.values).float().mean()
             seen.append(loss.view(1))
             if ctx.tensor_rank == 0:
                 facts[0] = loss / ctx.grad_size
-        norm = self.norm()
+        norm = self._state.gradient_norm()
         if norm is not None:
             norm = torch.as_tensor(norm, dtype=torch.float32, device=ctx.device)
             seen.append(norm.view(1))
             if ctx.rank == 0:
                 facts[1] = norm
-        if uncounted := self.uncounted():
+        if uncounted := self._state.uncounted_gradients():
             # the largest number shows whatever is not finite, and no square can overflow
             largest = torch.stack(torch._foreach_norm(uncounted, float("inf"))).float().max()
             seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
-        facts[2] = self.is_bad_here = (~torch.isfinite(torch.cat(seen))).any()
+        facts[2] = is_bad_here = (~torch.isfinite(torch.cat(seen))).any()
         if ctx.world_size > 1:
             dist.all_reduce(facts)
-        return facts.tolist()
+        mean_loss, grad_norm, num_bad = facts.tolist()
+        if num_bad:
+            return Observation(mean_loss, grad_norm, False, is_bad_here, is_applied=False)
+        spikes = () if self._detector is None else self._detector.find(mean_loss, grad_norm)
+        is_applied = not spikes or self._detector is None or not self._detector.refuses_spikes
+        return Observation(mean_loss, grad_norm, True, is_bad_here, spikes, is_applied)
 
 
-def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext, gate: Gate) -> torch.optim.Optimizer:
-    """AdamW, Adam or SGD over two groups: matrices, which decay, and biases and normalisation weights, which don't.
+def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> torch.optim.Optimizer:
+    """Return AdamW, Adam or SGD over two groups: matrices, which decay, and biases and norms, which do not.
 
-    It updates only what `gate` lets pass. In float32 without ZeRO, DeepSpeed leaves the optimizer bare: then it finds
+    Its attribute `gate` may refuse updates. In float32 without ZeRO, DeepSpeed leaves the optimizer bare: then it finds
     the norm, and clips by it, itself.
     """
     options = config.optimizer
@@ -117,9 +110,10 @@ def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext, gate
     ]
     groups = [group for group in groups if group["params"]]
     cls, arguments = _choose(config, ctx)
+    gated = _gated(cls)
     if config.effective_zero_stage == 0:
-        return _clipping(cls)(groups, lr=options.lr, gate=gate, ctx=ctx, max_norm=options.clip_grad, **arguments)
-    return _guarded(cls)(groups, lr=options.lr, gate=gate, **arguments)
+        return _clipping(gated)(groups, lr=options.lr, ctx=ctx, max_norm=options.clip_grad, **arguments)
+    return gated(groups, lr=options.lr, **arguments)
 
 
 def _decays(parameter: Tensor) -> bool:
@@ -139,27 +133,26 @@ def _choose(config: Config, ctx: ParallelContext) -> tuple[Callable[..., torch.o
     return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW), arguments
 
 
-def _guarded(cls: Any) -> Callable[..., torch.optim.Optimizer]:
-    """`cls` that asks the gate before it updates anything."""
+def _gated(cls: Any) -> Any:
+    """Return a subclass that updates only through an open gate."""
 
-    class Guarded(cls):  # type: ignore[misc]
-        def __init__(self, groups: Any, *, gate: Gate, **arguments: Any) -> None:
-            super().__init__(groups, **arguments)
-            self._gate = gate
+    class Gated(cls):  # type: ignore[misc]
+        gate: UpdateGate | None = None
+        """None while DeepSpeed is being built, which steps once to allocate states."""
 
         def step(self, closure: Any = None) -> Any:
-            return super().step(closure) if self._gate.lets_step() else None
+            return super().step(closure) if self.gate is None or self.gate.is_open() else None
 
-    return _named_as(Guarded, cls)
+    return _named_as(Gated, cls)
 
 
-def _clipping(cls: Any) -> Callable[..., torch.optim.Optimizer]:
-    """`_guarded` where DeepSpeed wraps nothing around it: it also finds the whole model's norm, and clips by it."""
+def _clipping(gated: Any) -> Any:
+    """Return a subclass for where DeepSpeed wraps nothing around it: finds the model's norm, and clips by it."""
 
-    class Clipping(cls):  # type: ignore[misc]
-        def __init__(self, groups: Any, *, gate: Gate, ctx: ParallelContext, max_norm: float, **arguments: Any) -> None:
+    class Clipping(gated):  # type: ignore[misc]
+        def __init__(self, groups: Any, *, ctx: ParallelContext, max_norm: float, **arguments: Any) -> None:
             super().__init__(groups, **arguments)
-            self._gate, self._ctx, self._max_norm = gate, ctx, max_norm
+            self._ctx, self._max_norm = ctx, max_norm
             # read by DeepSpeed's engine under these names
             self._global_grad_norm: float | Tensor = 0.0
             self.overflow = False
@@ -167,24 +160,22 @@ def _clipping(cls: Any) -> Callable[..., torch.optim.Optimizer]:
         def step(self, closure: Any = None) -> Any:
             parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             norm = self._global_grad_norm = gradient_norm(parameters, self._ctx)
-            self.overflow = not self._gate.lets_step()
-            if self.overflow:
-                return None
-            if self._max_norm > 0.0:
+            self.overflow = not (self.gate is None or self.gate.is_open())
+            if self._max_norm > 0.0 and not self.overflow:
                 torch._foreach_mul_([p.grad for p in parameters], (self._max_norm / (norm + 1e-6)).clamp(max=1.0))
             return super().step(closure)
 
-    return _named_as(Clipping, cls)
+    return _named_as(Clipping, gated)
 
 
-def _named_as(made: Any, cls: Any) -> Callable[..., torch.optim.Optimizer]:
+def _named_as(made: Any, cls: Any) -> Any:
     made.__name__ = cls.__name__
     made.__signature__ = inspect.signature(cls)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def gradient_norm(parameters: Iterable[Tensor], ctx: ParallelContext) -> Tensor:
-    """L2 norm of the whole model's gradient, a float32 scalar equal on every rank.
+    """Return the L2 norm of the whole model's gradient, a float32 scalar equal on every rank.
 
     Counts each parameter once: replicated ones on the first tensor-parallel rank, tied ones on their first stage.
     """

@@ -1,9 +1,9 @@
-"""What a rank owns of weights and optimizer: the only file that knows where DeepSpeed keeps them.
+"""Weights and optimizer state that a rank owns: the only file that knows where DeepSpeed keeps them.
 
-An owned part is a stretch of a parameter's flattened local tensor: its float32 weights, and the optimizer's moments for
-them. Who owns what:
+An owned slice is a stretch of a parameter's flattened local tensor: its float32 weights, and the optimizer's moments
+for them. Owners:
 
-    float32 without ZeRO   everyone everything; data-parallel ranks take turns, so that each saves a share
+    float32 without ZeRO   every rank everything; data-parallel ranks take turns, so that each saves a share
     bf16, fp16, ZeRO-1, 2  stretches that DeepSpeed's flat partitions cut out, known to each parameter's `_hp_mapping`
     ZeRO-3                 equal stretches of each parameter
 
@@ -14,24 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
+from megatron.config.options import Config
 from megatron.models.transformer import compute_dtype
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, shard_of
-
-if TYPE_CHECKING:
-    from megatron.training.engine import Engine
+from megatron.resilience.replica_check import Copy
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class Readable(Protocol):
-    """What weights and moments are restored from."""
+    """Source of weights and moments to restore."""
 
     kinds: tuple[str, ...]
 
@@ -41,7 +41,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnedSlice:
     """A stretch of a parameter's flattened local tensor that this rank's optimizer updates."""
 
     name: str
@@ -52,227 +52,228 @@ class Part:
     moments: dict[str, Tensor]
     """Views like `weight`, by kind; none before the first step."""
     is_saved_here: bool
-    """Whether no other rank saves it."""
+    """No other rank saves it."""
 
     @property
     def shard(self) -> Shard:
         return shard_of(self.parameter)
 
 
-def fragments(engine: Engine, *, with_optimizer: bool) -> list[Fragment]:
-    """What this rank saves."""
-    found = []
-    dtype = str(compute_dtype(engine.config)).removeprefix("torch.")
-    for part in _parts(engine):
-        if not part.is_saved_here:
-            continue
-        kinds = {"weight": part.weight, **(part.moments if with_optimizer else {})}
-        rank, size = _place(engine, part.shard)
-        for kind, tensor in kinds.items():
-            found.append(Fragment(part.name, kind, part.shard, rank, size, part.start, tensor.detach().view(-1), dtype))
-    return found
+class EngineState:
+    """Access to the weights and optimizer state of a DeepSpeed engine, alike for all precisions and ZeRO stages."""
 
+    def __init__(self, module: nn.Module, optimizer: Any, config: Config, ctx: ParallelContext) -> None:
+        """`optimizer` is the engine's: DeepSpeed's own, or the bare one."""
+        self._module, self._optimizer, self._config, self._ctx = module, optimizer, config, ctx
+        self.torch_optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.uncounted_gradients = self._uncounted_gradients()
+        """Return, while the optimizer steps, this rank's gradients that the norm of the whole model leaves out."""
 
-def scalars(engine: Engine) -> dict[str, Any]:
-    """What is one number for the whole run: the optimizer's step count and the loss scaler. JSON values."""
-    steps = [float(state["step"]) for state in _torch_optimizer(engine).state.values() if "step" in state]
-    scaler = getattr(engine.deepspeed.optimizer, "loss_scaler", None) if engine.config.training.fp16 else None
-    return {
-        "step": max(steps, default=None),
-        "loss_scaler": None if scaler is None else _numbers(scaler),
-    }
+    # Saving
 
+    def fragments(self, *, with_optimizer: bool) -> list[Fragment]:
+        """Return what this rank saves."""
+        found = []
+        dtype = str(compute_dtype(self._config)).removeprefix("torch.")
+        for owned in self.owned():
+            if not owned.is_saved_here:
+                continue
+            kinds = {"weight": owned.weight, **(owned.moments if with_optimizer else {})}
+            rank, size = self._place(owned.shard)
+            for kind, tensor in kinds.items():
+                flat = tensor.detach().view(-1)
+                found.append(Fragment(owned.name, kind, owned.shard, rank, size, owned.start, flat, dtype))
+        return found
 
-def restore(engine: Engine, checkpoint: Readable, saved: dict[str, Any] | None) -> None:
-    """Read this rank's weights and, unless `saved` is None, its optimizer's state; `saved` is what `scalars` gave.
+    def scalars(self) -> dict[str, Any]:
+        """Return the optimizer's step count and the loss scaler, one for the whole run. JSON values."""
+        steps = [float(state["step"]) for state in self.torch_optimizer.state.values() if "step" in state]
+        scaler = getattr(self._optimizer, "loss_scaler", None) if self._config.training.fp16 else None
+        return {"step": max(steps, default=None), "loss_scaler": None if scaler is None else _numbers(scaler)}
 
-    Raises CheckpointError where the checkpoint is of another model. Every rank reads its own; none waits for another.
-    """
-    moments = [kind for kind in MOMENTS if kind in checkpoint.kinds] if saved is not None else []
-    if moments:
-        _start_optimizer(engine, moments, float(saved["step"] or 0.0))  # type: ignore[index]
-    parts = {part.name: part for part in _parts(engine)}
+    def held(self) -> dict[Copy, Tensor]:
+        """Return every tensor that this rank computes with, for the comparison of copies."""
+        stretches = self._config.optimizer.zero_stage == 3
+        found: dict[Copy, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            tensor_rank = 0 if shard_of(parameter).dim is None else self._ctx.tensor_rank
+            tensor = parameter.ds_tensor if stretches else parameter  # type: ignore[attr-defined]
+            found[Copy(name, tensor_rank, self._ctx.grad_rank if stretches else 0)] = tensor
+        return found
 
-    def read(name: str, kind: str, shard: Shard, start: int, numel: int) -> Tensor:
-        return checkpoint.read(name, kind, shard, *_place(engine, shard), start, numel)
+    # Restoring
 
-    with torch.no_grad():
-        for name, parameter in engine.module.named_parameters():
-            part = parts.get(name)
-            if engine.config.optimizer.zero_stage != 3:
-                whole = read(name, "weight", shard_of(parameter), 0, parameter.numel())
-                parameter.copy_(whole.view(parameter.shape))
-                if part is not None:
-                    part.weight.copy_(whole[part.start : part.start + part.weight.numel()])
-            elif part is not None:
-                part.weight.copy_(read(name, "weight", part.shard, part.start, part.weight.numel()))
-                parameter.ds_tensor.narrow(0, 0, part.weight.numel()).copy_(part.weight)  # type: ignore[attr-defined]
-        for part in parts.values():
-            for kind in moments:
-                target = part.moments[kind]
-                target.copy_(read(part.name, kind, part.shard, part.start, target.numel()))
-    if saved is not None and saved.get("loss_scaler") and engine.config.training.fp16:
-        for name, value in saved["loss_scaler"].items():
-            setattr(engine.deepspeed.optimizer.loss_scaler, name, value)
-
-
-def gather_again(engine: Engine) -> None:
-    """After `restore` into an engine that has trained: ZeRO-3 keeps small parameters whole on all ranks. Collective."""
-    if engine.config.optimizer.zero_stage == 3:
-        optimizer = engine.deepspeed.optimizer
-        for parameter in optimizer.persistent_parameters:
-            parameter.partition(has_been_updated=False)
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-
-
-def _place(engine: Engine, shard: Shard) -> tuple[int, int]:
-    """Tensor-parallel rank and size of a local tensor; (0, 1) where every rank holds the whole."""
-    return (0, 1) if shard.dim is None else (engine.ctx.tensor_rank, engine.ctx.tensor_size)
-
-
-def _torch_optimizer(engine: Engine) -> torch.optim.Optimizer:
-    optimizer = engine.deepspeed.optimizer
-    return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
-
-
-def _parts(engine: Engine) -> Iterator[Part]:
-    config, ctx = engine.config, engine.ctx
-    optimizer, inner = engine.deepspeed.optimizer, _torch_optimizer(engine)
-    for index, (name, parameter) in enumerate(engine.module.named_parameters()):
-        is_first = ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
-        is_saved_here = is_first and not getattr(parameter, "ds_pipe_replicated", False)
-        if config.effective_zero_stage == 0:
-            moments = {kind: state for kind, state in inner.state.get(parameter, {}).items() if kind in MOMENTS}
-            is_turn = index % ctx.grad_size == ctx.grad_rank
-            yield Part(
-                name,
-                parameter,
-                0,
-                parameter.detach().view(-1),
-                {kind: tensor.view(-1) for kind, tensor in moments.items() if tensor is not None},
-                is_saved_here and is_turn,
+    def check_model(self, checkpoint: Checkpoint) -> None:
+        """Raise CheckpointError, with every difference, if the checkpoint is not of this rank's model."""
+        wrong = []
+        for name, parameter in self._module.named_parameters():
+            shard = shard_of(parameter)
+            saved = checkpoint.parameters.get(name)
+            if saved is None:
+                wrong.append(f"{name} is not in it")
+            elif (saved.shape, saved.pieces) != (shard.shape, shard.pieces):
+                wrong.append(f"{name} is {list(saved.shape)} there, {list(shard.shape)} here")
+        if wrong:
+            more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            raise CheckpointError(
+                f"{checkpoint.folder} is of another model: {'; '.join(wrong[:4])}{more}. Give the model's own options, "
+                "or another checkpoint"
             )
-        elif hasattr(parameter, "ds_id"):
-            yield from _zero3_part(engine, name, parameter, is_saved_here)
-        elif (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
-            flat = _flat_partitions(optimizer)[mapping.param_group_index]
-            where = mapping.get_hp_fragment_address()
-            moments = {kind: state for kind, state in inner.state.get(flat, {}).items() if kind in MOMENTS}
-            yield Part(
-                name,
-                parameter,
-                mapping.lp_fragment_address.start,
-                flat.detach().narrow(0, where.start, where.numel),
-                {kind: tensor.narrow(0, where.start, where.numel) for kind, tensor in moments.items()},
-                is_saved_here,
-            )
+
+    def restore(self, checkpoint: Readable, saved: dict[str, Any] | None) -> None:
+        """Read this rank's weights and, unless `saved` (of `scalars`) is None, its optimizer's state.
+
+        Raises CheckpointError where the checkpoint is of another model. Not collective.
+        """
+        moments = [kind for kind in MOMENTS if kind in checkpoint.kinds] if saved is not None else []
+        if moments:
+            self._allocate_moments(moments, float(saved["step"] or 0.0))  # type: ignore[index]
+        slices = {owned.name: owned for owned in self.owned()}
+
+        def read(name: str, kind: str, shard: Shard, start: int, numel: int) -> Tensor:
+            return checkpoint.read(name, kind, shard, *self._place(shard), start, numel)
+
+        with torch.no_grad():
+            for name, parameter in self._module.named_parameters():
+                owned = slices.get(name)
+                if self._config.optimizer.zero_stage != 3:
+                    whole = read(name, "weight", shard_of(parameter), 0, parameter.numel())
+                    parameter.copy_(whole.view(parameter.shape))
+                    if owned is not None:
+                        owned.weight.copy_(whole[owned.start : owned.start + owned.weight.numel()])
+                elif owned is not None:
+                    owned.weight.copy_(read(name, "weight", owned.shard, owned.start, owned.weight.numel()))
+                    parameter.ds_tensor.narrow(0, 0, owned.weight.numel()).copy_(owned.weight)  # type: ignore[attr-defined]
+            for owned in slices.values():
+                for kind in moments:
+                    target = owned.moments[kind]
+                    target.copy_(read(owned.name, kind, owned.shard, owned.start, target.numel()))
+        if saved is not None and saved.get("loss_scaler") and self._config.training.fp16:
+            for name, value in saved["loss_scaler"].items():
+                setattr(self._optimizer.loss_scaler, name, value)
+
+    def regather(self) -> None:
+        """Gather what ZeRO-3 keeps whole on all ranks, after a restore of an engine that has trained. Collective."""
+        if self._config.optimizer.zero_stage == 3:
+            persistent = self._optimizer.persistent_parameters
+            for parameter in persistent:
+                parameter.partition(has_been_updated=False)
+            if persistent:
+                persistent[0].all_gather(persistent)
+
+    def _allocate_moments(self, kinds: list[str], step: float) -> None:
+        """Allocate the moments, as the first step would, and set how many steps they have seen."""
+        inner = self.torch_optimizer
+        if self._config.effective_zero_stage == 0:
+            tensors = [p for group in inner.param_groups for p in group["params"]]
+        elif self._config.optimizer.zero_stage == 3:
+            tensors = list(self._optimizer.fp32_partitioned_groups_flat)
+        else:
+            tensors = list(_flat_partitions(self._optimizer))
+        for tensor in tensors:
+            state = inner.state[tensor]
+            for kind in kinds:
+                if state.get(kind) is None:
+                    state[kind] = torch.zeros_like(tensor, requires_grad=False)
+            if "momentum_buffer" not in kinds:
+                # torch's optimizers keep it per tensor, on the device where they are fused
+                state["step"] = torch.tensor(step, dtype=torch.float32, device=tensor.device)
+        for group in inner.param_groups:
+            if "step" in group:  # Habana's FusedAdamW counts in the group
+                group["step"] = int(step)
+
+    # Ownership
+
+    def _place(self, shard: Shard) -> tuple[int, int]:
+        """Return tensor-parallel rank and size of a local tensor; (0, 1) where every rank holds the whole."""
+        return (0, 1) if shard.dim is None else (self._ctx.tensor_rank, self._ctx.tensor_size)
+
+    def owned(self) -> Iterator[OwnedSlice]:
+        """Yield the slices that this rank's optimizer updates."""
+        ctx = self._ctx
+        for index, (name, parameter) in enumerate(self._module.named_parameters()):
+            is_first = ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
+            is_saved_here = is_first and not getattr(parameter, "ds_pipe_replicated", False)
+            if self._config.effective_zero_stage == 0:
+                is_turn = index % ctx.grad_size == ctx.grad_rank
+                moments = {kind: tensor.view(-1) for kind, tensor in self._moments_of(parameter).items()}
+                yield OwnedSlice(name, parameter, 0, parameter.detach().view(-1), moments, is_saved_here and is_turn)
+            elif hasattr(parameter, "ds_id"):
+                yield from self._zero3_slice(name, parameter, is_saved_here)
+            elif (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
+                where = mapping.get_hp_fragment_address()
+                flat = _flat_partitions(self._optimizer)[mapping.param_group_index]
+                start = mapping.lp_fragment_address.start
+                yield self._slice_of_flat(name, parameter, start, flat, where.start, where.numel, is_saved_here)
+
+    def _moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
+        state = self.torch_optimizer.state.get(tensor, {})
+        return {kind: moment for kind, moment in state.items() if kind in MOMENTS and moment is not None}
+
+    def _slice_of_flat(
+        self, name: str, parameter: Any, start: int, flat: Tensor, offset: int, numel: int, is_saved_here: bool
+    ) -> OwnedSlice:
+        """Return the slice from `start` on of a parameter whose float32 weights are at `offset` in `flat`."""
+        moments = {kind: tensor.narrow(0, offset, numel) for kind, tensor in self._moments_of(flat).items()}
+        return OwnedSlice(name, parameter, start, flat.detach().narrow(0, offset, numel), moments, is_saved_here)
+
+    def _zero3_slice(self, name: str, parameter: Any, is_saved_here: bool) -> Iterator[OwnedSlice]:
+        per_rank = parameter.ds_tensor.ds_numel
+        start = per_rank * self._ctx.grad_rank
+        numel = min(per_rank, parameter.ds_numel - start)  # the last ranks' stretches are padded
+        if numel > 0:
+            group, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+            flat = self._optimizer.fp32_partitioned_groups_flat[group]
+            yield self._slice_of_flat(name, parameter, start, flat, offset, numel, is_saved_here)
+
+    # Gradients
+
+    def gradient_norm(self) -> Tensor | float | None:
+        """Return the gradient norm that DeepSpeed has found in this step."""
+        return getattr(self._optimizer, "_global_grad_norm", None)
+
+    def _uncounted_gradients(self) -> Callable[[], list[Tensor]]:
+        """Return a function that finds the gradients of parameters that the first tensor-parallel rank holds too."""
+        if self._ctx.tensor_rank == 0:
+            return list
+        optimizer, stage = self._optimizer, self._config.effective_zero_stage
+        parameters: list[Any] = [p for p in self._module.parameters() if p.requires_grad and shard_of(p).dim is None]
+        if stage == 0:
+            return lambda: [p.grad for p in parameters if p.grad is not None]
+        if not hasattr(optimizer, "averaged_gradients"):  # BF16_Optimizer, which has whole gradients
+            return lambda: [p._hp_grad for p in parameters if getattr(p, "_hp_grad", None) is not None]
+        uncounted = {id(p) for p in parameters}
+        if stage == 3:
+            groups, flats = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+        else:
+            groups, flats = optimizer.params_in_partition, _flat_partitions(optimizer)
+
+        def place(parameter: Any) -> tuple[int, int]:
+            """Return first number and length in the flat partition."""
+            if stage == 3:
+                return optimizer.grad_position[optimizer.get_param_id(parameter)][1:]  # type: ignore[no-any-return]
+            where = parameter._hp_mapping.get_hp_fragment_address()
+            return where.start, where.numel
+
+        def find() -> list[Tensor]:
+            found: list[Tensor] = []
+            for index, (group, flat) in enumerate(zip(groups, flats, strict=True)):
+                if flat.grad is not None:  # of the update that is about to be; offloaded ones are always there
+                    found += [flat.grad.narrow(0, *place(p)) for p in group if id(p) in uncounted]
+                    continue
+                gradients = [g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False)]
+                found += [g for p, g in zip(group, gradients, strict=True) if id(p) in uncounted]
+            return found
+
+        return find
 
 
 def _flat_partitions(optimizer: Any) -> list[Tensor]:
-    """The float32 tensors that DeepSpeed gives the torch optimizer, one a group."""
+    """Return the float32 tensors that DeepSpeed gives the torch optimizer, one a group."""
     if hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2
         return optimizer.single_partition_of_fp32_groups  # type: ignore[no-any-return]
     return optimizer.fp32_groups_flat_partition  # type: ignore[no-any-return]  # BF16_Optimizer
 
 
-def _zero3_part(engine: Engine, name: str, parameter: Any, is_saved_here: bool) -> Iterator[Part]:
-    optimizer, inner = engine.deepspeed.optimizer, _torch_optimizer(engine)
-    per_rank = parameter.ds_tensor.ds_numel
-    start = per_rank * engine.ctx.grad_rank
-    numel = min(per_rank, parameter.ds_numel - start)  # the last ranks' stretches are padded
-    if numel <= 0:
-        return
-    group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    flat = optimizer.fp32_partitioned_groups_flat[group]
-    moments = {kind: state for kind, state in inner.state.get(flat, {}).items() if kind in MOMENTS}
-    yield Part(
-        name,
-        parameter,
-        start,
-        flat.detach().narrow(0, offset, numel),
-        {kind: tensor.narrow(0, offset, numel) for kind, tensor in moments.items()},
-        is_saved_here,
-    )
-
-
-def _start_optimizer(engine: Engine, kinds: list[str], step: float) -> None:
-    """Allocate the moments, as the first step would, and set how many steps they have seen."""
-    inner = _torch_optimizer(engine)
-    if engine.config.effective_zero_stage == 0:
-        tensors = [p for group in inner.param_groups for p in group["params"]]
-    elif engine.config.optimizer.zero_stage == 3:
-        tensors = list(engine.deepspeed.optimizer.fp32_partitioned_groups_flat)
-    else:
-        tensors = list(_flat_partitions(engine.deepspeed.optimizer))
-    for tensor in tensors:
-        state = inner.state[tensor]
-        for kind in kinds:
-            if state.get(kind) is None:
-                state[kind] = torch.zeros_like(tensor, requires_grad=False)
-        if "momentum_buffer" not in kinds:
-            # torch's optimizers keep it per tensor, on the device where they are fused
-            state["step"] = torch.tensor(step, dtype=torch.float32, device=tensor.device)
-    for group in inner.param_groups:
-        if "step" in group:  # Habana's FusedAdamW counts in the group
-            group["step"] = int(step)
-
-
-def uncounted_gradients(engine: Engine) -> Callable[[], list[Tensor]]:
-    """Finds, while the optimizer steps, this rank's gradients that the norm of the whole model leaves out: of
-    parameters that the first tensor-parallel rank holds too.
-    """
-    if engine.ctx.tensor_rank == 0:
-        return list
-    optimizer, stage = engine.deepspeed.optimizer, engine.config.effective_zero_stage
-    parameters: list[Any] = [p for p in engine.module.parameters() if p.requires_grad and shard_of(p).dim is None]
-    if stage == 0:
-        return lambda: [p.grad for p in parameters if p.grad is not None]
-    if not hasattr(optimizer, "averaged_gradients"):  # BF16_Optimizer, which has whole gradients
-        return lambda: [p._hp_grad for p in parameters if getattr(p, "_hp_grad", None) is not None]  # type: ignore[attr-defined]
-    uncounted = {id(p) for p in parameters}
-    if stage == 3:
-        groups, flats = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
-    else:
-        groups, flats = optimizer.params_in_partition, _flat_partitions(optimizer)
-
-    def place(parameter: Any) -> tuple[int, int]:
-        """First number and length in the flat partition."""
-        if stage == 3:
-            return optimizer.grad_position[optimizer.get_param_id(parameter)][1:]  # type: ignore[no-any-return]
-        where = parameter._hp_mapping.get_hp_fragment_address()
-        return where.start, where.numel
-
-    def find() -> list[Tensor]:
-        found: list[Tensor] = []
-        for index, (group, flat) in enumerate(zip(groups, flats, strict=True)):
-            if flat.grad is not None:  # of the update that is about to be; offloaded ones are always there
-                found += [flat.grad.narrow(0, *place(p)) for p in group if id(p) in uncounted]
-                continue
-            gradients = [g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False)]
-            found += [g for p, g in zip(group, gradients, strict=True) if id(p) in uncounted]
-        return found
-
-    return find
-
-
 def _numbers(scaler: Any) -> dict[str, float | int | bool]:
     return {name: value for name, value in vars(scaler).items() if isinstance(value, float | int | bool)}
-
-
-def check_model(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError, with every difference, if the checkpoint is not of this rank's model."""
-    wrong = []
-    for name, parameter in engine.module.named_parameters():
-        shard = shard_of(parameter)
-        saved = checkpoint.parameters.get(name)
-        if saved is None:
-            wrong.append(f"{name} is not in it")
-        elif (saved.shape, saved.pieces) != (shard.shape, shard.pieces):
-            wrong.append(f"{name} is {list(saved.shape)} there, {list(shard.shape)} here")
-    if wrong:
-        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise CheckpointError(
-            f"{checkpoint.folder} is of another model: {'; '.join(wrong[:4])}{more}. Give the model's own options, or "
-            "another checkpoint"
-        )

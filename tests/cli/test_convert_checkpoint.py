@@ -21,7 +21,7 @@ from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.cli import convert_checkpoint
 from megatron.config.command_line import from_dict
 from megatron.interop import huggingface_config, huggingface_files, universal
-from megatron.training.progress import Progress
+from megatron.planning.progress import Progress
 from tests.models.test_hf_logits import CASES, VOCABULARY, Case, llama
 
 transformers = pytest.importorskip("transformers")

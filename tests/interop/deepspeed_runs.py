@@ -13,7 +13,6 @@ from megatron.checkpoint.saver import Saver
 from megatron.interop.universal import universal_info
 from megatron.parallel.shards import Shard, shard_of
 from megatron.training.engine import Engine
-from megatron.training.state import fragments, scalars
 from tests.training import layouts
 
 TAG = "global_step2"
@@ -64,9 +63,9 @@ def save_native(arguments: str, folder: str) -> Run:
     metadata = {
         "progress": {"iteration": STEPS, "consumed_samples": 16},
         "config": engine.config.to_dict(),
-        "optimizer": scalars(engine),
+        "optimizer": engine.state.scalars(),
     }
-    saver.save(TAG, f"{ctx.broadcast(7):x}", fragments(engine, with_optimizer=True), metadata)
+    saver.save(TAG, f"{ctx.broadcast(7):x}", engine.state.fragments(with_optimizer=True), metadata)
     return Run(state_of(engine), loss_of_step(engine, task, STEPS))
 
 
@@ -90,7 +89,7 @@ def loss_of_step(engine: Engine, task: Any, step: int) -> float:
 
 
 def state_of(engine: Engine) -> list[Fragment]:
-    owned = fragments(engine, with_optimizer=True)
+    owned = engine.state.fragments(with_optimizer=True)
     return [replace(fragment, tensor=fragment.tensor.clone()) for fragment in owned]  # the next step changes them
 
 

@@ -17,7 +17,7 @@ from megatron.models.families.registry import build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import RMSNorm
 from megatron.training.engine import SequentialModel
-from megatron.training.optimizer import Gate, build_optimizer
+from megatron.training.optimizer import build_optimizer
 from tests.models.outputs import build_model, config_of
 
 HPU = ParallelContext(device=torch.device("hpu"))
@@ -140,7 +140,7 @@ def test_fused_adamw_takes_the_configured_options(name: str) -> None:
         f"--optimizer {name} --zero-stage 1 --lr 0.5 --weight-decay 0.25 --adam-eps 1e-7 --adam-beta2 0.5"
     )
     model = build_model(config, ParallelContext.single())
-    optimizer = build_optimizer(model, config, HPU, Gate(HPU))
+    optimizer = build_optimizer(model, config, HPU)
     assert isinstance(optimizer, FusedAdamW)
     decayed, kept = optimizer.param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.25, 0.0)
@@ -151,7 +151,7 @@ def test_fused_adamw_takes_the_configured_options(name: str) -> None:
 
 def test_fused_adamw_clips_where_deepspeed_does_not() -> None:
     config = config_of("--optimizer fusedadamw")
-    optimizer = build_optimizer(build_model(config, ParallelContext.single()), config, HPU, Gate(HPU))
+    optimizer = build_optimizer(build_model(config, ParallelContext.single()), config, HPU)
     assert isinstance(optimizer, FusedAdamW)
     assert type(optimizer) is not FusedAdamW
     assert type(optimizer).__name__ == "FusedAdamW"

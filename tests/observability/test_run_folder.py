@@ -17,7 +17,7 @@ from megatron.observability.metrics import MetricsLog
 from megatron.observability.run_folder import RunFolder
 from megatron.observability.run_totals import Best, RunTotals
 from megatron.parallel.context import ParallelContext
-from megatron.training.progress import Progress
+from megatron.planning.progress import Progress
 from tests import runs
 from tests.ranks import RankPools
 

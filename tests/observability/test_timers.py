@@ -102,8 +102,8 @@ def test_level_0_neither_looks_at_the_clock_nor_touches_the_engine(monkeypatch: 
     with timers("forward-compute"), timers.on_host("batch-generator"):
         pass
     engine = SimpleNamespace()
-    timers.watch(engine, is_pipeline=True)
-    timers.watch(engine, is_pipeline=False)
+    timers.watch_pipeline(engine)
+    timers.watch_sequential(engine)
     assert vars(engine) == {}
     assert timers.read(1, ParallelContext.single()) == {}
 
@@ -167,14 +167,15 @@ def timed_steps(arguments: str) -> tuple[float, float, dict[str, RankStats]]:
     """Seconds a step by the clock outside, seconds that a slowed loss adds, and what the timers said, on rank 0."""
     config = load_config([*runs.TINY.split(), "--data-path", "none", "--train-iters", "9", *arguments.split()])
     ctx = ParallelContext.build(config.parallel, "cpu")
-    task, pause_s = PretrainTask(config, None), 0.02
-    loss = task.loss(ctx)
+    pause_s = 0.02
 
-    def slow_loss(*inputs: Any) -> Any:
-        time.sleep(pause_s)
-        return loss(*inputs)
+    class SlowTask(PretrainTask):
+        def loss(self, *inputs: Any) -> Any:
+            time.sleep(pause_s)
+            return super().loss(*inputs)
 
-    engine = build_engine(config, ctx, slow_loss, masks_loss=False)
+    task = SlowTask(config)
+    engine = build_engine(config, ctx, task)
     generator = np.random.default_rng(0)
     batch = [task.collate(generator.integers(0, 128, (2, 17))) for _ in range(4 // ctx.num_batch_ranks)]
     engine.train_step(batch, consumed_samples=0, lr=1e-3)  # warms up

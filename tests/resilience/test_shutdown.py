@@ -25,11 +25,11 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import TrainingConfig
 from megatron.exit_codes import FAILED, REFUSED
 from megatron.parallel.context import ParallelContext
+from megatron.planning.progress import Progress
 from megatron.resilience import shutdown as stop
 from megatron.resilience.errors import OtherRankFailed, exit_status
 from megatron.resilience.shutdown import KillSwitch, Shutdown, Signals
 from megatron.training.checkpoints import Checkpoints
-from megatron.training.progress import Progress
 from tests import runs
 from tests.ranks import RankPools
 
@@ -443,7 +443,7 @@ import signal, sys
 from megatron.config.options import TrainingConfig
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import shutdown as stop
-from megatron.training.progress import Progress
+from megatron.planning.progress import Progress
 stop.REPEAT_S = float(sys.argv[1])
 with stop.Shutdown(TrainingConfig(), ParallelContext.single()) as decision:
     for name in sys.argv[2:]:

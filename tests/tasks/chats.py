@@ -15,10 +15,11 @@ from megatron.data.indexed import LOSS_MASK_SUFFIX
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.models.transformer import unpack
 from megatron.parallel.context import ParallelContext
+from megatron.planning.progress import Progress
+from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, build_engine
-from megatron.training.progress import Progress
 from tests.training import layouts
 
 VOCABULARY = 250
@@ -55,9 +56,9 @@ def build(arguments: str) -> tuple[Engine, SFTTask, ChatDataset]:
     ctx = ParallelContext.build(config.parallel, "cpu")
     faults = check(config, ctx.world_size)
     assert not faults, faults
-    task = SFTTask.of(config, ctx)
-    engine = build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss)
-    dataset: Any = task.open_data()[0]
+    task = SFTTask(config)
+    engine = build_engine(config, ctx, task)
+    dataset: Any = task.open_data(ctx)[0]
     return engine, task, dataset
 
 
@@ -127,7 +128,7 @@ def greedy(arguments: str, prompts: list[list[int]], count: int) -> list[list[in
 
     config = load_config([*runs.TINY.split(), *arguments.split(), "--no-pipeline-parallel"])
     ctx = ParallelContext.build(config.parallel, "cpu")
-    engine = build_engine(config, ctx, lambda *_: torch.zeros(()), masks_loss=False)
+    engine = build_engine(config, ctx, PretrainTask(config))
     layouts.resume(engine)
     engine.module.eval()
     answers = []

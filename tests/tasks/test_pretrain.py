@@ -25,7 +25,7 @@ FLAGS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
 
 
 def task_with(**flags: bool) -> PretrainTask:
-    return PretrainTask(from_dict({"data": {"eod_token_id": EOD, **flags}}), EOD)
+    return PretrainTask(from_dict({"data": {"eod_token_id": EOD, **flags}}))
 
 
 def documents(tokens: list[int]) -> list[int]:
@@ -45,11 +45,12 @@ def documents(tokens: list[int]) -> list[int]:
 def test_collate_equals_a_slow_loop(samples: list[list[int]], chosen: tuple[bool, bool, bool]) -> None:
     flags = dict(zip(FLAGS, chosen, strict=True))
     batch = task_with(**flags).collate(np.array(samples, dtype=np.int64))
-    assert batch.labels.tolist() == [sample[1:] for sample in samples]
+    labels, loss_mask = batch.targets
+    assert labels.tolist() == [sample[1:] for sample in samples]
     mask = [[float(token != EOD or not flags["eod_mask_loss"]) for token in sample[:-1]] for sample in samples]
-    assert batch.loss_mask.tolist() == mask
-    assert batch.loss_mask.dtype == torch.float32
-    assert batch.num_loss_tokens == sum(map(sum, mask))
+    assert loss_mask.tolist() == mask
+    assert loss_mask.dtype == torch.float32
+    assert batch.normaliser == sum(map(sum, mask))
     if not (flags["reset_position_ids"] or flags["reset_attention_mask"]):
         assert batch.inputs.tolist() == [sample[:-1] for sample in samples]
         return
@@ -76,7 +77,7 @@ def test_a_microbatch_stands_on_its_own_and_can_be_sent_anywhere() -> None:
     samples = np.array([[1, 2, EOD, 3]], dtype=np.int64)
     samples.setflags(write=False)  # a dataset's buffer may be read-only
     batch = task_with(reset_position_ids=True).collate(samples.repeat(2, axis=0))
-    assert all(x.is_contiguous() and x.dtype == torch.int64 for x in (*batch.inputs, batch.labels))
+    assert all(x.is_contiguous() and x.dtype == torch.int64 for x in (*batch.inputs, batch.targets[0]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,9 +88,9 @@ def first_step(arguments: str) -> tuple[float, float, float, list[float]]:
     """Loss, gradient norm, validation loss before it, and this rank's loss tokens a microbatch."""
     engine, task = layouts.build(arguments)
     batches = layouts.step_batches(engine, task, 0)
-    validation, _ = engine.evaluate(batches, len(batches))
+    validation = engine.evaluate(batches, len(batches)).loss
     result = engine.train_step(batches, num_microbatches=layouts.num_microbatches(engine), consumed_samples=0, lr=1e-3)
-    counts = [batch.num_loss_tokens for batch in batches]
+    counts = [batch.normaliser for batch in batches]
     return float(result.loss), float(result.grad_norm), float(validation), counts
 
 
@@ -104,18 +105,19 @@ def dense_step(arguments: str) -> tuple[float, float]:
     """Mean loss over all loss tokens of the global batch, and the norm of its gradient, in float64 by torch alone."""
     config, _ = parse_arguments([*layouts.COMMON.split(), *arguments.split()])
     model = build_model(config, ParallelContext.single()).double()
-    batches: list[Microbatch] = layouts.step_batches(AllBatches(config), PretrainTask(config, EOD), 0)  # type: ignore[arg-type]
+    batches: list[Microbatch] = layouts.step_batches(AllBatches(config), PretrainTask(config), 0)  # type: ignore[arg-type]
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
 
         def sum_of_losses(outputs: tuple[Tensor, Tensor], batch: Microbatch = batch) -> Tensor:
             hidden, weight = outputs
+            labels, mask = batch.targets
             logits_SBV = hidden @ weight[: config.model.vocab_size].t()
-            losses = F.cross_entropy(logits_SBV.flatten(0, 1), batch.labels.t().flatten(), reduction="none")
-            return (losses * batch.loss_mask.t().flatten()).sum()
+            losses = F.cross_entropy(logits_SBV.flatten(0, 1), labels.t().flatten(), reduction="none")
+            return (losses * mask.t().flatten()).sum()
 
         total = total + model(batch.inputs, sum_of_losses)
-    loss = total / sum(float(batch.loss_mask.sum()) for batch in batches)
+    loss = total / sum(float(batch.targets[1].sum()) for batch in batches)
     loss.backward()
     squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
     return float(loss.detach()), float(torch.stack(squares).sum().sqrt())
@@ -149,6 +151,6 @@ def test_loss_is_the_mean_over_loss_tokens_of_all_ranks(ranks: RankPools, engine
         assert ours_norm == pytest.approx(norm, rel=1e-5)
 
 
-def test_masking_is_told_to_the_engine() -> None:
-    assert task_with(eod_mask_loss=True).masks_loss
-    assert not task_with(reset_position_ids=True).masks_loss
+def test_masking_makes_the_normaliser_vary() -> None:
+    assert task_with(eod_mask_loss=True).varies_normaliser
+    assert not task_with(reset_position_ids=True).varies_normaliser

@@ -16,6 +16,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import from_dict
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError
 from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.parallel.context import ParallelContext
 from megatron.tasks.sft import SFTTask
 from tests import runs
 from tests.ranks import RankPools
@@ -141,7 +142,7 @@ def test_each_epoch_ends_with_a_checkpoint_and_an_export(ranks: RankPools, data:
     assert {path.name for path in saved.glob("global_step*")} >= {f"global_step{n}" for n in (5, 8, 10, 15)}
 
 
-def task_of(data: Path, data_parallel_size: int = 1, **options: Any) -> SFTTask:
+def task_of(data: Path, **options: Any) -> SFTTask:
     sections: dict[str, dict[str, Any]] = {
         "model": {"vocab_size": chats.VOCABULARY},
         "training": {"task": "sft", "num_epochs": 2, "seq_length": 32, "global_batch_size": 13},
@@ -153,7 +154,11 @@ def task_of(data: Path, data_parallel_size: int = 1, **options: Any) -> SFTTask:
     for name, value in options.items():
         section = "data" if name in ("split", "valid_data_path") else "training" if name in TRAINING else "sft"
         sections[section][name] = value
-    return SFTTask(from_dict(sections), device="cpu", data_parallel_size=data_parallel_size)
+    return SFTTask(from_dict(sections))
+
+
+def open_data(task: SFTTask, num_batch_ranks: int = 1) -> Any:
+    return task.open_data(ParallelContext(num_batch_ranks=num_batch_ranks))
 
 
 TRAINING = ("seq_length", "global_batch_size", "micro_batch_size", "seed")
@@ -162,8 +167,8 @@ TRAINING = ("seq_length", "global_batch_size", "micro_batch_size", "seed")
 @pytest.mark.parametrize("packing", ["step", "dataset", "none"])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -> None:
-    task = task_of(data, size, packing=packing, micro_batch_size=1 if packing == "step" else 2)
-    dataset: Any = task.open_data()[0]
+    task = task_of(data, packing=packing, micro_batch_size=1 if packing == "step" else 2)
+    dataset: Any = open_data(task)[0]
     per_epoch = task.samples_per_epoch(dataset)
 
     def size_at(consumed: int) -> int:
@@ -178,7 +183,7 @@ def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -
             assert len({(samples, len(keys)) for samples, keys in steps}) == 1
             for _, keys in steps:
                 batches = [task.read(dataset, key) for key in keys]
-                assert all(batch.labels.shape[1] <= task.config.row_length for batch in batches)
+                assert all(batch.targets[0].shape[1] <= task.row_length for batch in batches)
                 epoch += [chat for key in keys for chat in task.samples_of(key)]
             consumed += steps[0][0]
             tokens.append(task.consumed_tokens(dataset, consumed))
@@ -191,32 +196,33 @@ def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -
 
 def test_a_row_holds_its_chats_one_after_another_and_nothing_that_counts_behind_them(data: Path) -> None:
     task = task_of(data, max_batch_len=64, bucketing="octave", buckets_per_octave=4)
-    dataset: Any = task.open_data()[0]
+    dataset: Any = open_data(task)[0]
     row = np.array([3, 17, 5])
     batch = task.read(dataset, [row])
     tokens, positions, starts = (part[0] for part in batch.inputs)
+    labels, loss_mask = batch.targets
     begin, counted = 0, 0.0
     for chat in row:
         ids, mask = dataset.read(int(chat))
         place = slice(begin, begin + len(ids) - 1)
         assert tokens[place].tolist() == ids[:-1].tolist()
-        assert batch.labels[0, place].tolist() == ids[1:].tolist()
-        assert batch.loss_mask[0, place].tolist() == mask[1:].tolist()
+        assert labels[0, place].tolist() == ids[1:].tolist()
+        assert loss_mask[0, place].tolist() == mask[1:].tolist()
         assert positions[place].tolist() == list(range(len(ids) - 1))
         assert set(starts[place].tolist()) == {begin}
         begin, counted = begin + len(ids) - 1, counted + mask[1:].sum()
     length = len(tokens)
     assert begin < length <= begin * 1.25
     assert starts[begin:].tolist() == list(range(begin, length))  # each place of padding sees itself
-    assert not batch.loss_mask[0, begin:].any()
-    assert batch.num_loss_tokens == counted == batch.loss_mask.sum()
+    assert not loss_mask[0, begin:].any()
+    assert batch.normaliser == counted == loss_mask.sum()
 
 
 def test_a_microbatch_without_chats_counts_nothing(data: Path) -> None:
     task = task_of(data)
-    dataset: Any = task.open_data()[0]
+    dataset: Any = open_data(task)[0]
     batch = task.read(dataset, [])
-    assert (batch.labels.shape, batch.num_loss_tokens) == ((1, 1), 0.0)
+    assert (batch.targets[0].shape, batch.normaliser) == ((1, 1), 0.0)
 
 
 @given(lengths=st.lists(st.integers(2, 33), min_size=1, max_size=40), k=st.integers(1, 6))
@@ -226,8 +232,8 @@ def test_optimal_buckets_are_few_and_long_enough(
 ) -> None:
     data = chats.write_chats(tmp_path_factory.mktemp("drawn") / "chats", lengths, trained=1.0)
     task = task_of(data, bucketing="optimal", num_buckets=k, max_batch_len=50)
-    task.open_data()
-    found = [task.row_length(filled) for filled in range(1, 51)]
+    open_data(task)
+    found = [task.padded_length(filled) for filled in range(1, 51)]
     assert all(filled <= length <= 50 for filled, length in enumerate(found, 1))
     assert len(set(found)) <= k
     assert found == sorted(found)
@@ -238,9 +244,9 @@ def test_held_out_chats_may_be_longer_than_all_that_are_trained(tmp_path: Path) 
     valid = chats.write_chats(tmp_path / "valid", [30])
     options: dict[str, Any] = {"packing": "none", "bucketing": "optimal", "num_buckets": 2}
     task = task_of(train, valid_data_path=[str(valid)], **options)
-    _, held_out, _ = task.open_data()
+    _, held_out, _ = open_data(task)
     batch = task.read(held_out, [np.array([0])])  # type: ignore[arg-type]
-    assert batch.labels.shape == (1, 29)
+    assert batch.targets[0].shape == (1, 29)
 
 
 def test_held_out_chats_do_not_hang_on_the_seed_and_are_never_trained_on(data: Path) -> None:
@@ -248,7 +254,7 @@ def test_held_out_chats_do_not_hang_on_the_seed_and_are_never_trained_on(data: P
     for seed in (1, 2):
         train, valid, test = (
             {dataset.documents_of(chat)[1][0] for chat in range(len(dataset))}
-            for dataset in task_of(data, split="6,3,1", seed=seed).open_data()
+            for dataset in open_data(task_of(data, split="6,3,1", seed=seed))
             if dataset is not None
         )
         assert not train & valid | train & test | valid & test
@@ -260,7 +266,7 @@ def test_held_out_chats_do_not_hang_on_the_seed_and_are_never_trained_on(data: P
 
 def test_the_run_says_what_its_rows_are_like(data: Path) -> None:
     task = task_of(data, packing="none", micro_batch_size=4)
-    dataset: Any = task.open_data()[0]
+    dataset: Any = open_data(task)[0]
     told = task.describe(dataset)
     assert told.startswith(f"sft: 41 chats, {dataset.lengths.sum():,} tokens an epoch, ")
     assert "packing=none fills " in told
@@ -282,7 +288,7 @@ def with_mask(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> Pa
 def test_bad_data_is_told_at_once(data: Path, tmp_path: Path) -> None:
     def fault(prefix: Path, **options: Any) -> str:
         with pytest.raises(DataError) as raised:
-            task_of(prefix, **options).open_data()
+            open_data(task_of(prefix, **options))
         return str(raised.value)
 
     assert "chats: chat" in (told := fault(data, seq_length=16))
@@ -306,6 +312,6 @@ def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path: Path) -
         builder.add_document(np.array([0, 1, 1], dtype=np.uint8))
         builder.finalize()
     task = task_of(tmp_path / "d")
-    dataset: Any = task.open_data()[0]
+    dataset: Any = open_data(task)[0]
     with pytest.raises(DataError, match="chat 0 holds token 250, but vocab_size=250"):
         task.read(dataset, [np.array([0])])

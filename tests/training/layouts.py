@@ -10,10 +10,11 @@ import numpy as np
 from megatron.config.command_line import parse_arguments
 from megatron.config.validation import check
 from megatron.parallel.context import ParallelContext
+from megatron.planning.progress import Progress
 from megatron.tasks.pretrain import PretrainTask
-from megatron.training.checkpoints import Checkpoints, find_checkpoint, read_progress, restore
+from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, build_engine
-from megatron.training.progress import Progress
+from megatron.training.resume import find_checkpoint, read_progress, restore
 
 EOD = 7
 
@@ -38,8 +39,8 @@ def build(arguments: str) -> tuple[Engine, PretrainTask]:
     ctx = ParallelContext.build(config.parallel, "cpu")
     faults = check(config, ctx.world_size)
     assert not faults, faults
-    task = PretrainTask(config, EOD)
-    return build_engine(config, ctx, task.loss(ctx), masks_loss=task.masks_loss), task
+    task = PretrainTask(config)
+    return build_engine(config, ctx, task), task
 
 
 def num_microbatches(engine: Engine, samples: int | None = None) -> int:
@@ -220,7 +221,7 @@ def save_onto_a_full_disk(arguments: str, folder: str, gets_better: bool = True)
 
 def _evaluate(engine: Engine, task: PretrainTask) -> float:
     """The held-out loss."""
-    return float(engine.evaluate(step_batches(engine, task, HELD_OUT), num_microbatches(engine))[0])
+    return float(engine.evaluate(step_batches(engine, task, HELD_OUT), num_microbatches(engine)).loss)
 
 
 def loss_of_step(engine: Engine, task: PretrainTask, step: int) -> float:

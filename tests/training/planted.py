@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset
-from megatron.training import state
+from megatron.planning.progress import Progress
 from megatron.training.engine import Engine, StepResult
-from megatron.training.progress import Progress
 from tests import runs
 from tests.training import layouts
 
@@ -44,11 +43,11 @@ def snapshot(engine: Engine) -> dict[str, Tensor]:
     for name, parameter in engine.module.named_parameters():
         held = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
         found[name] = held.detach().clone()
-    for part in state._parts(engine):
+    for part in engine.state.owned():
         found |= {
             f"{part.name} {kind}": t.detach().clone() for kind, t in {"weight": part.weight, **part.moments}.items()
         }
-    found["step"] = torch.tensor(state.scalars(engine)["step"] or 0.0)
+    found["step"] = torch.tensor(engine.state.scalars()["step"] or 0.0)
     return found
 
 
@@ -89,19 +88,14 @@ def nan_gradient(engine: Engine, rank: int, name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def nan_loss(engine: Engine, rank: int) -> Iterator[None]:
     """The loss of one rank's microbatches is NaN, its gradient is not."""
-    original = engine._loss
+    original = engine._losses.compute
 
-    def spoiled(outputs: Any, labels: Any) -> Tensor:
-        loss = original(outputs, labels)
+    def spoiled(outputs: Any, targets: Any) -> Tensor:
+        loss = original(outputs, targets)
         return loss + (torch.full_like(loss, float("nan")) if engine.ctx.rank == rank else 0.0)
 
-    if engine.config.uses_pipeline:
-        recorded = engine.gate.recording(spoiled)
-        with patch.object(engine.module, "loss_fn", recorded):
-            yield
-    else:
-        with patch.object(engine, "_loss", spoiled):
-            yield
+    with patch.object(engine._losses, "compute", spoiled):
+        yield
 
 
 def plant_all(arguments: str, faults: list[tuple[str, int, str]]) -> list[dict[str, Any]]:
@@ -157,7 +151,7 @@ def poisoned(begin: int, end: int) -> Iterator[None]:
 @contextlib.contextmanager
 def knowing(begin: int, end: int) -> Iterator[None]:
     """A new run that leaves out the samples [begin, end), as one does after a rollback."""
-    with patch("megatron.training.progress.Progress", partial(Progress, left_out=[(begin, end)])):
+    with patch("megatron.training.resume.Progress", partial(Progress, left_out=[(begin, end)])):
         yield
 
 

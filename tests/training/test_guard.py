@@ -22,8 +22,8 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import load_config
 from megatron.data.gpt import open_datasets
 from megatron.data.indexed import IndexedDataset
+from megatron.planning.progress import Progress, RunningEstimate
 from megatron.resilience.replica_check import checksum, odd_ones
-from megatron.training.progress import Progress, RunningEstimate
 from tests import runs
 from tests.ranks import RankPools
 from tests.training import layouts, planted

@@ -12,7 +12,8 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config
 from megatron.data.gpt import open_datasets
-from megatron.training.progress import SavedData, check_data
+from megatron.tasks.pretrain import PretrainTask
+from megatron.training.resume import SavedData, check_data
 from tests import runs
 from tests.ranks import RankPools
 
@@ -38,7 +39,8 @@ def fingerprint(run: Config) -> str:
 def resume(before: Config, now: Config, saved_fingerprint: str | None = None) -> str | None:
     """What check_data says of continuing `before` as `now`. The config goes through JSON, as it does on disk."""
     saved = json.loads(json.dumps(before.to_dict()))
-    return check_data(SavedData(Path("ckpt"), saved_fingerprint or fingerprint(before), saved), now, fingerprint(now))
+    known = SavedData(Path("ckpt"), saved_fingerprint or fingerprint(before), saved)
+    return check_data(known, now, PretrainTask(now), fingerprint(now))
 
 
 @pytest.fixture

@@ -1,0 +1,76 @@
+"""Progress of a run: the counters that a checkpoint keeps and every layout continues from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunningEstimate:
+    """Exponentially weighted mean and variance, which follow a value that drifts.
+
+    An outlier counts no more than the limit it went over: a single one moves the estimate little, a lasting change
+    moves it there in time. Source: ZClip (arXiv:2504.02507), there for gradient norms.
+    """
+
+    steps: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def limit(self, threshold: float, window: int) -> float:
+        """Return `threshold` standard deviations above the mean; infinity before `window` steps."""
+        return self.mean + threshold * math.sqrt(self.variance) if self.steps >= window else math.inf
+
+    def follow(self, value: float, threshold: float, window: int) -> None:
+        """Add one finite value."""
+        value = min(value, self.limit(threshold, window))
+        self.steps += 1
+        # equal weights at first, so that the estimate does not depend on the very first value alone
+        weight = max(1 / self.steps, 2 / (window + 1))
+        difference = value - self.mean
+        self.mean += weight * difference
+        self.variance = (1 - weight) * (self.variance + weight * difference * difference)
+
+
+@dataclass
+class Progress:
+    """Counters of a run. Global: equal on every rank, and enough to continue on any data-parallel size."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    skipped_in_a_row: int = 0
+    rollbacks: int = 0
+    """Rollbacks since the last checkpoint from beyond all samples that are left out."""
+    left_out: list[tuple[int, int]] = field(default_factory=list)
+    """[from, to) of the samples that rollbacks leave out; sorted, with gaps between them."""
+    loss: RunningEstimate = field(default_factory=RunningEstimate)
+    log_grad_norm: RunningEstimate = field(default_factory=RunningEstimate)
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> Progress:
+        """Return the progress saved as dataclasses.asdict and JSON. Raises TypeError or ValueError."""
+        values = dict(saved)
+        for name in ("loss", "log_grad_norm"):
+            if name in values:
+                values[name] = RunningEstimate(**values[name])
+        if "left_out" in values:
+            values["left_out"] = [(int(begin), int(end)) for begin, end in values["left_out"]]
+        return cls(**values)
+
+    def leaves_out(self, begin: int, end: int) -> bool:
+        """Return whether a step over any of these samples is skipped as a whole."""
+        return any(begin < stop and start < end for start, stop in self.left_out)
+
+    def leave_out(self, begin: int, end: int) -> None:
+        merged = [(begin, end)]
+        for start, stop in sorted(self.left_out):
+            if start <= merged[0][1] and merged[0][0] <= stop:
+                merged[0] = (min(start, merged[0][0]), max(stop, merged[0][1]))
+            else:
+                merged.append((start, stop))
+        self.left_out = sorted(merged)

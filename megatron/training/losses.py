@@ -1,0 +1,57 @@
+"""Losses and metrics of the microbatches of one step, as the task's loss function returns them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.options import ConfigError
+from megatron.parallel.context import ParallelContext
+from megatron.tasks.task import LossResult, Task
+
+
+class StepLosses:
+    """The loss function that an engine calls for each microbatch; it keeps the losses and adds up the metrics.
+
+    Everything stays on the device. Ranks without the last pipeline stage never call it.
+    """
+
+    def __init__(self, task: Task, ctx: ParallelContext) -> None:
+        self._task, self._ctx = task, ctx
+        self.begin_step(1.0)
+
+    def begin_step(self, scale: float) -> None:
+        """Forget the previous step. `scale` multiplies the weight of every single loss."""
+        self._scale = scale
+        self.values: list[Tensor] = []
+        """The loss of each microbatch."""
+        self.metrics: Tensor | None = None
+        """[number of metrics, 2]: sum and weight of each metric of the task; None before the first microbatch."""
+
+    def __call__(self, outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
+        total = self.compute(outputs, targets)
+        self.values.append(total.detach())
+        return total
+
+    def compute(self, outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
+        """Return the loss of one microbatch, without keeping it."""
+        result = self._task.loss(outputs, targets, self._scale, self._ctx)
+        if self._task.metrics:
+            self._add_metrics(result)
+        return result.total
+
+    @torch.no_grad()
+    def _add_metrics(self, result: LossResult) -> None:
+        if set(result.metrics) != set(self._task.metrics):
+            raise ConfigError(
+                [
+                    f"the loss of {type(self._task).__name__} returns the metrics {sorted(result.metrics)}, but the "
+                    f"task declares {sorted(self._task.metrics)}; make them equal"
+                ]
+            )
+        device = result.total.device
+        numbers = [number for name in self._task.metrics for number in result.metrics[name]]
+        sums = torch.stack([torch.as_tensor(n, dtype=torch.float32, device=device) for n in numbers]).view(-1, 2)
+        self.metrics = sums if self.metrics is None else self.metrics + sums

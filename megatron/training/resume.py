@@ -1,0 +1,333 @@
+"""Where a run starts from: the checkpoint it resumes, restores or rolls back to, and whether the data still fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import Checkpoint, holds_checkpoints, newest_checkpoint
+from megatron.config.options import CheckpointConfig, Config
+from megatron.config.options import options as declared_options
+from megatron.data.blend import content_of
+from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
+from megatron.parallel.context import ParallelContext
+from megatron.planning.progress import Progress
+from megatron.resilience.errors import raise_on_all_ranks
+from megatron.resilience.host_consistency import check_same_start
+from megatron.tasks.task import Task
+from megatron.training.checkpoints import TAG
+from megatron.training.engine import Engine
+
+if TYPE_CHECKING:
+    from megatron.interop.universal import ForeignCheckpoint
+
+logger = logging.getLogger(__name__)
+
+Resumable = Union[Checkpoint, "ForeignCheckpoint", HuggingFaceStart]
+
+
+START_OPTIONS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
+"""Options that select the start of a run; they apply to its first start alone."""
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
+
+
+@dataclass(frozen=True)
+class SavedData:
+    """Description of a checkpoint's training data."""
+
+    checkpoint: Path
+    fingerprint: str
+    config: Mapping[str, Mapping[str, Any]]
+    """The run's config, as Config.to_dict gives it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts from."""
+
+    options: CheckpointConfig
+    """Those of `starting_options`."""
+    checkpoint: Resumable | None
+    """None: a new run."""
+    progress: Progress
+    saved_data: SavedData | None = None
+    """None: no checkpoint whose data this run continues."""
+
+
+# Resuming
+
+
+def find_start(config: Config, ctx: ParallelContext) -> Start:
+    """Return where the run starts from: its own newest checkpoint, what `load` names, or nothing. Collective.
+
+    Raises CheckpointError.
+    """
+    options = starting_options(config.checkpoint, ctx)
+    checkpoint = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx)
+    if checkpoint is None:
+        return Start(options, None, Progress())
+    progress, saved_data = raise_on_all_ranks(ctx, lambda: read_progress(checkpoint, options))
+    return Start(options, checkpoint, progress, saved_data)
+
+
+def restore_start(engine: Engine, start: Start) -> str:
+    """Restore what the run starts from into a new engine, and return a line that says so. Collective."""
+    checkpoint, progress = start.checkpoint, start.progress
+    assert checkpoint is not None
+    restored = raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
+    return f"{restored}; iteration {progress.iteration}, {progress.consumed_samples} samples"
+
+
+def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> CheckpointConfig:
+    """Return `options` or, once the run has saved, those that resume its own newest checkpoint.
+
+    So a run that is started again by the same command, by a supervisor, a scheduler or a user, continues. Its own are
+    those checkpoints in `save` whose run had the same START_OPTIONS. Collective. Raises CheckpointError.
+    """
+    own = dataclasses.replace(options, load=options.save, **{name: _DEFAULTS[name] for name in START_OPTIONS[1:]})
+    if options.save is None or own == options:
+        return options
+    folder = Path(options.save)
+
+    def has_saved() -> bool:
+        if ctx.rank or not holds_checkpoints(folder):
+            return False
+        newest = newest_checkpoint(folder, fall_back=options.load_fallback)
+        saved = {} if newest is None else newest.metadata.get("config", {}).get("checkpoint", {})
+        return all(saved.get(name, _DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS) and bool(saved)
+
+    return own if ctx.broadcast_object(raise_on_all_ranks(ctx, has_saved)) else options
+
+
+def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
+    """Return the checkpoint to resume, every byte of it verified, or None for a new run. Collective.
+
+    A Hugging Face folder is recognised; its files have no checksums. Raises CheckpointError.
+    """
+    options = config.checkpoint
+    if options.load is None:
+        return None
+    folder = Path(options.load)
+    if options.universal_checkpoint:
+        opened = raise_on_all_ranks(ctx, lambda: _opened_universal(folder, config, ctx))
+        check_same_start(ctx, folder, opened.folder)
+        return opened
+    if ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: ctx.rank == 0 and is_huggingface(folder))):
+        check_same_start(ctx, folder, folder)
+        return raise_on_all_ranks(ctx, lambda: _opened_huggingface(folder, config))
+    tag = None if options.ckpt_step is None else f"{TAG}{options.ckpt_step}"
+    may_fall_back = tag is None and options.load_fallback
+
+    def choose(damaged: set[Path]) -> Path | None:
+        names = [path.name for path in damaged]
+        found = newest_checkpoint(folder, tag=tag, fall_back=options.load_fallback, excluding=names)
+        return None if found is None else found.folder
+
+    return _first_whole(ctx, choose, load=folder, may_fall_back=may_fall_back)
+
+
+def _first_whole(
+    ctx: ParallelContext, choose: Callable[[set[Path]], Path | None], *, load: Path | None, may_fall_back: bool = True
+) -> Checkpoint | None:
+    """Return the first undamaged one of the checkpoints that `choose(damaged ones)` returns on rank 0, or None.
+
+    Collective. All ranks share the verification. Each damaged checkpoint is reported in a warning, or raised as
+    CheckpointError without `may_fall_back`. `load`: the folder in which every host must find the same one; None: no
+    comparison.
+    """
+    damaged: set[Path] = set()
+    while True:
+        chosen = ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: None if ctx.rank else choose(damaged)))
+        if load is not None:
+            check_same_start(ctx, load, chosen)
+        if chosen is None:
+            return None
+        checkpoint, damage = raise_on_all_ranks(ctx, partial(_opened, chosen, ctx))
+        # all ranks must pass it over, or none
+        damages = [found for found in ctx.gather_objects(damage) if found]
+        if not damages:
+            return checkpoint
+        if not may_fall_back:
+            raise CheckpointError(damages[0])
+        if ctx.rank == 0:
+            logger.warning("%s is passed over: %s", chosen, damages[0])
+        damaged.add(chosen)
+
+
+def _opened(folder: Path, ctx: ParallelContext) -> tuple[Checkpoint | None, str | None]:
+    """Return the checkpoint, or the damage that this rank found in its share of it."""
+    try:
+        checkpoint = Checkpoint(folder)
+        checkpoint.verify((ctx.rank, ctx.world_size))
+    except CheckpointError as error:
+        return None, str(error)
+    return checkpoint, None
+
+
+def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> ForeignCheckpoint:
+    from megatron.interop import universal  # late: it knows every format of DeepSpeed's
+
+    checkpoint = universal.read(folder, config)
+    checkpoint.verify((ctx.rank, ctx.world_size))
+    return checkpoint
+
+
+def _opened_huggingface(folder: Path, config: Config) -> HuggingFaceStart:
+    """Raise CheckpointError, also for options about an optimizer or progress, which such a folder lacks."""
+    options = config.checkpoint
+    # finetune does what happens anyway
+    given = [name for name in START_OPTIONS[1:] if name != "finetune" and getattr(options, name) != _DEFAULTS[name]]
+    if given:
+        said = ", ".join(f"{name}={getattr(options, name)}" for name in given)
+        raise CheckpointError(
+            f"load={folder} is a Hugging Face folder, which has weights only: a run starts at iteration 0, and "
+            f"{said} would do nothing; leave {'it' if len(given) == 1 else 'them'} out"
+        )
+    return HuggingFaceStart(folder, config)
+
+
+def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:
+    """Return the saved progress and description of the data; a new start with `finetune`, or from Hugging Face.
+
+    Raises CheckpointError if the metadata is damaged.
+    """
+    content = checkpoint.metadata
+    if options.finetune or isinstance(checkpoint, HuggingFaceStart):
+        return Progress(), None
+    try:
+        progress = Progress.from_saved(content["progress"])
+        if "data_fingerprint" not in content:  # converted from elsewhere
+            return progress, None
+        return progress, SavedData(checkpoint.folder, content["data_fingerprint"], content["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.folder} has no usable progress ({error!r}); load another one") from None
+
+
+def restore(engine: Engine, checkpoint: Resumable, progress: Progress, options: CheckpointConfig | None = None) -> str:
+    """Restore weights, optimizer and counters into a new engine, and return a line that says so. Not collective.
+
+    `options`: those of `starting_options`, where they are not the engine's own.
+    """
+    options, content = options or engine.config.checkpoint, checkpoint.metadata
+    if isinstance(checkpoint, Checkpoint):  # a foreign one was checked when it was opened
+        engine.state.check_model(checkpoint)
+    saved = content.get("optimizer")
+    if options.finetune or options.no_load_optim or len(checkpoint.kinds) == 1:
+        saved = None
+    engine.state.restore(checkpoint, saved)
+    seed = content.get("rng", {}).get("seed")
+    with_rng = seed is not None and not (options.finetune or options.no_load_rng)
+    if with_rng:
+        engine.dropout_seed = seed
+    engine.count_from(progress)
+    what = ["weights", *(["optimizer"] if saved is not None else []), *(["random streams"] if with_rng else [])]
+    verb = "started from" if isinstance(checkpoint, HuggingFaceStart) else "resumed"
+    return f"{verb} {checkpoint.folder}: {', '.join(what)}"
+
+
+# Rolling back
+
+
+def checkpoint_before(sample: int, config: Config, ctx: ParallelContext) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint, optimizer included, from before `sample` was consumed, or None.
+
+    Collective. It is of the run's own folder, or else of the one that the run resumed from.
+    """
+    options = config.checkpoint
+    folders = [options.save]
+    if options.load != options.save and not (options.universal_checkpoint or options.finetune or options.no_load_optim):
+        folders.append(options.load)
+
+    def choose(damaged: set[Path]) -> Path | None:
+        for folder in (Path(folder) for folder in folders if folder is not None):
+            steps = [(path, path.name.removeprefix(TAG)) for path in folder.glob(f"{TAG}*")]
+            for path, _ in sorted(((p, int(step)) for p, step in steps if step.isdigit()), key=lambda x: -x[1]):
+                if path not in damaged and _is_before(path, sample):
+                    return path
+        return None
+
+    return _first_whole(ctx, choose, load=None)
+
+
+def _is_before(folder: Path, sample: int) -> bool:
+    try:
+        checkpoint = Checkpoint(folder)
+        return len(checkpoint.kinds) > 1 and int(checkpoint.metadata["progress"]["consumed_samples"]) <= sample
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return False
+
+
+def restore_whole(engine: Engine, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Restore a running engine to one of its own checkpoints. Collective."""
+    raise_on_all_ranks(engine.ctx, lambda: engine.state.restore(checkpoint, checkpoint.metadata["optimizer"]))
+    engine.state.regather()
+    engine.dropout_seed = checkpoint.metadata["rng"]["seed"]
+    engine.count_from(progress)
+
+
+# The data
+
+
+def check_data(saved: SavedData, config: Config, task: Task, fingerprint: str) -> str | None:
+    """Return what has changed in the samples, or their order, since the checkpoint; None: nothing.
+
+    Raises CheckpointError where something has, unless allow_data_change is on.
+    """
+    if saved.fingerprint == fingerprint:
+        return None
+    there, here = saved.config, config.to_dict()
+    names = ("training.task", *task.order_options)
+    before, now = ({name: _value(run, name) for name in names} for run in (there, here))
+    if content_of(saved.fingerprint) == content_of(fingerprint):
+        change = (
+            f"{saved.checkpoint} was saved by a run of {length_of(there)}; this one has {length_of(here)}, for which "
+            f"data_path={_said(_value(here, 'data.data_path'))} is repeated another number of times. Epochs are "
+            "shuffled together, so one more or less changes the order of all samples"
+        )
+        remedy = "Keep the length of that run"
+    else:
+        found = [
+            f"{name.partition('.')[2]}={_said(now[name])} here, {_said(before[name])} there"
+            for name in names
+            if now[name] != before[name]
+        ]
+        unchanged = f"data_path={_said(_value(here, 'data.data_path'))} holds other documents or tokens than it did"
+        change = (
+            f"{saved.checkpoint} was trained on other data than this run finds: {'; '.join(found) or unchanged} "
+            f"(fingerprint {content_of(fingerprint)[:12]} here, {content_of(saved.fingerprint)[:12]} there)"
+        )
+        remedy = "Give the data of that run"
+    if not config.checkpoint.allow_data_change:
+        raise CheckpointError(
+            f"{change}. {remedy}, or pass --allow-data-change to continue in the new order, after as many samples as "
+            "the checkpoint has consumed: some documents are then read again, others never"
+        )
+    return change
+
+
+def length_of(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the length of a config's run, in the config's own options."""
+    samples, iters = config["training"]["train_samples"], config["training"]["train_iters"]
+    size, epochs = config["training"]["global_batch_size"], config["training"].get("num_epochs")
+    if epochs:
+        return f"num_epochs={epochs}"
+    return f"train_samples={samples}" if samples else f"train_iters={iters} of global_batch_size={size}"
+
+
+def _value(config: Mapping[str, Mapping[str, Any]], option: str) -> Any:
+    """Return an option, such as `data.split`, of a config from Config.to_dict; its default in one that is older."""
+    section, _, name = option.partition(".")
+    if option == "data.data_path":
+        return config["data"]["data_path"] or config["data"]["train_data_path"]
+    value = config.get(section, {}).get(name, declared_options()[name][1].default)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _said(value: Any) -> str:
+    return " ".join(map(str, value)) or "nothing" if isinstance(value, list | tuple) else str(value)
