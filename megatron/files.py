@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and that outlast a power cut."""
+"""Files and folders that appear complete or not at all, and survive a power cut."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import IO, Any
 
 IMPORT_ROOT = Path(__file__).resolve().parent.parent
-"""Folder in which `import megatron` finds this package: a checkout, or site-packages."""
+"""Folder that holds megatron/: a checkout, or site-packages."""
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Return when all that was written to an open file is on the disk. Raises OSError."""
+    """Wait until everything written to an open file is on the disk. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder are on the disk, so that what is renamed next comes after them."""
+    """Wait until the names in a folder are on the disk, before any later rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems cannot, and keep the order in their own way
+        with contextlib.suppress(OSError):  # some network file systems cannot do this, and keep the order themselves
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file, over an older one if need be, and wait for the disk. A crash may leave a part of it."""
+    """Write or overwrite a file, and wait for the disk. A crash may leave a part of it."""
     with path.open("wb") as file:
         file.write(content)
         sync_file(file)
@@ -39,10 +39,10 @@ def write_durably(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, partial_name: str | None = None) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of `path` when the block ends; until then, and if it fails, `path` stays.
+    """Open a new file for writing, which replaces `path` when the block ends; if it fails, `path` is unchanged.
 
-    Durable at the end. Meanwhile it lies beside `path`, under a hidden name of its own, or `partial_name`: where one
-    process alone writes there, what a kill leaves is then overwritten by the next attempt.
+    The file is durable at the end. Until then it is beside `path`, under a unique hidden name, or `partial_name`: if
+    only one process writes there, the next attempt then overwrites what a kill left.
     """
     partial = path.with_name(partial_name or f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
     try:
@@ -59,11 +59,11 @@ def replacing(path: Path, *, partial_name: str | None = None) -> Iterator[IO[byt
 
 @contextlib.contextmanager
 def appearing(place: Path, partial: Path, *, replaced: Path | None = None) -> Iterator[Path]:
-    """`partial`, a new folder to write into, which becomes `place` when the block ends, and goes if anything fails.
+    """Create the folder `partial`, which is renamed to `place` when the block ends, and removed if anything fails.
 
-    What is at `place` by then must be an empty folder; or, if a name `replaced` is given for the moment between, any,
-    which is then removed. All three are beside each other. The files must be durable; a kill leaves the old one or the
-    new one, at the worst moment under their other names.
+    `place` must then be absent or an empty folder; with `replaced`, a name for the old folder during the exchange, it
+    may be any folder, which is removed. All three have the same parent. The files must be durable. A kill leaves the
+    old folder or the new one, at the worst moment under its other name.
     """
     partial.mkdir()
     try:

@@ -3,7 +3,7 @@
     python tools/model_config.py --load Llama-3.2-1B > model.yaml
     python -m megatron.train --config model.yaml --load Llama-3.2-1B ...
 
-Reads config.json alone. Nothing in the folder is executed.
+Reads only config.json. Nothing in the folder is executed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--vocab-size",
         type=int,
         metavar="N",
-        help="tokens of the tokenizer, where some were added to it: the new rows start as the mean of the others "
+        help="size of the vocabulary, if tokens were added to it: their rows start as the mean of the others "
         "(default: the folder's own)",
     )
     return parser.parse_args(argv)
 
 
 def as_yaml(preset: dict[str, Any], title: str) -> str:
-    """The preset with the text of each option above it."""
+    """Return the preset, with the description of each option above it."""
 
     def lines() -> Iterator[str]:
         yield f"# {title}"
@@ -52,14 +52,14 @@ def as_yaml(preset: dict[str, Any], title: str) -> str:
                 yield from textwrap.wrap(
                     option_doc(section, name), WIDTH, initial_indent="  # ", subsequent_indent="  # "
                 )
-                # a scalar that YAML reads back as what it is: 1.0e-05, not 1e-05
+                # dumped with its name: a bare 1e-05 would be read back as text
                 yield f"  {yaml.safe_dump({name: value}).rstrip()}"
 
     return "\n".join(lines()) + "\n"
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """The whole command. Raises CheckpointError or OSError."""
+    """Run the command. Raises CheckpointError or OSError."""
     from megatron.interop.huggingface_config import preset_of
 
     folder = Path(arguments.load)

@@ -1,4 +1,4 @@
-"""Print what a run would need on a number of devices: layout, parameters, pipeline bubble, memory by rank.
+"""Print the plan of a run on a number of devices: layout, parameters, pipeline bubble, memory of each rank.
 
     python tools/plan.py --config llama31_8b --num-devices 64 --tensor-model-parallel-size 8
 
@@ -21,12 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog=command_name("plan"),
+        usage="%(prog)s [--num-devices N] [--devices-per-node N] --config PRESET [--flag VALUE ...]",
         description=(__doc__ or "").split("\n")[0],
-        epilog="All other flags are those of megatron.train; --device cpu counts what its attention keeps.",
+        epilog="All other flags are those of megatron.train. --device cpu estimates the memory of its attention.",
         allow_abbrev=False,
     )
-    parser.add_argument("--num-devices", type=int, help="default: tensor-parallel size x pipeline stages")
-    parser.add_argument("--devices-per-node", type=int, default=8, help="default: 8")
+    parser.add_argument("--num-devices", type=int, metavar="N", help="default: tensor-parallel size x pipeline stages")
+    parser.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="default: 8")
     options, flags = parser.parse_known_args(arguments)
     try:
         config, _ = parse_arguments(flags)
@@ -36,17 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_devices = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         if num_devices < 1 or options.devices_per_node < 1:
             raise ConfigError(
-                [f"num_devices={num_devices} and devices_per_node={options.devices_per_node} must be 1 up"]
+                [f"num_devices={num_devices} and devices_per_node={options.devices_per_node} must be at least 1"]
             )
         if not config.data.data_path and not config.data.per_split:
-            flags += ["--data-path", "DATASET"]  # a plan needs none
+            flags += ["--data-path", "DATASET"]  # the plan does not read it
         config = load_config(flags, num_devices)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     per_node = min(num_devices, options.devices_per_node)
     if num_devices % per_node:
-        print(f"num_devices={num_devices} is no multiple of devices_per_node={per_node}; change one", file=sys.stderr)
+        message = f"num_devices={num_devices} is not a multiple of devices_per_node={per_node}; change one"
+        print(message, file=sys.stderr)
         return 2
     title = " + ".join(presets_of(build_parser().parse_known_args(flags)[0])) or "the default config"
     sys.stdout.write(

@@ -1,8 +1,8 @@
 """Build the index arrays of a run before it starts: `python tools/prepare_cache.py --config PRESET --FLAGS`.
 
-Takes the flags of megatron.train and builds what that run would build, on this machine alone, without devices and
-without the other ranks waiting. The run then finds every array in the cache. Exit status: 0 all is there, 2 a fault of
-the user's (message on stderr).
+Takes the flags of megatron.train and builds what that run would build, on this machine, without devices and without
+other ranks that wait. The run then finds every array in the cache. Exit status: 0 everything is built, 2 the flags or
+the data are wrong (message on stderr).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ COLUMNS = "{:<6} {:>14} {:>18} {:>7} {:>14} {:>20} {:>8}"
 
 
 def read_config(flags: Sequence[str]) -> Config:
-    """The run's config, checked for one data-parallel rank: its number does not matter here. Raises ConfigError."""
+    """Return the run's config, validated for one data-parallel rank, which changes nothing. Raises ConfigError."""
     parallel = parse_arguments(flags)[0].parallel
     return load_config(flags, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
 
 
 def describe(split: str, dataset: Any, found_before: set[Path], seconds: float) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     members: list[Any] = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     paths = cache_files(dataset)
     epochs = sorted({member.num_epochs for member in members})
@@ -48,13 +48,13 @@ def describe(split: str, dataset: Any, found_before: set[Path], seconds: float) 
 
 
 def cache_files(dataset: Any) -> set[Path]:
-    """Every file of a dataset and of its members."""
+    """Return every file of a dataset and of its members."""
     members: list[Any] = dataset.datasets if isinstance(dataset, BlendedDataset) else []
     return {*dataset.cache_paths, *(path for member in members for path in member.cache_paths)}
 
 
 def prepare(config: Config) -> None:
-    """Build split after split, a row for each. Raises DataError, also where an array could not be stored."""
+    """Build each split, and print a row for it. Raises DataError, also where an array could not be stored."""
     folders = {cache_folder(config.data, prefix) for prefix in config.data.prefixes}
     found_before = {path for folder in folders for path in folder.glob("*.npy")}
     sys.stdout.write(COLUMNS.format("split", "documents", "tokens", "epochs", "samples", "files", "seconds") + "\n")
@@ -76,7 +76,7 @@ def prepare(config: Config) -> None:
         missing = sorted(path for path in cache_files(dataset) if not path.exists())
         if missing:
             raise DataError(f"{missing[0]} could not be written; free the disk, or pass another --data-cache-path")
-    open_datasets(config)  # what else a run asks of its data
+    open_datasets(config)  # the other checks that a run makes of its data
 
 
 def main(argv: Sequence[str] | None = None) -> int:

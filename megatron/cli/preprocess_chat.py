@@ -1,11 +1,10 @@
-"""Chats to a dataset for supervised fine-tuning: PREFIX.bin and .idx, and PREFIX_loss_mask.bin and .idx beside them.
+"""Tokenize chats for supervised fine-tuning: PREFIX.bin and .idx, and their loss mask, PREFIX_loss_mask.bin and .idx.
 
     python tools/preprocess_chat.py --input chats.jsonl --output-prefix data/chats \\
         --tokenizer-model tokenizer.json --chat-template chatml --max-length 4096 --workers 4 --show 3
 
-Each line is {"messages": [{"role": "user", "content": "..."}, ...]}. The loss is on what the assistant must write;
-docs/chats.md says how that is found. Nothing is left out without being counted, and the files get their names only when
-all of them are whole.
+Each line is {"messages": [{"role": "user", "content": "..."}, ...]}. The loss is on what the assistant writes; see
+docs/chats.md. All that is left out is counted, and the files get their names only when all of them are complete.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 TRAINED, DIMMED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 WITHOUT_COLOUR = ("\u27e6", "\u27e7")
-"""What stands around trained tokens where there is no colour."""
+"""Brackets around trained tokens on output without colour."""
 SHOWN_LINES_OF_A_SAMPLE = 60
 
 
@@ -43,13 +42,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders or globs: .jsonl and .json hold a conversation a line; .gz or .zst may stand behind",
+        help="files, folders or globs: .jsonl and .json with a conversation a line, also compressed: .gz or .zst",
     )
     source.add_argument(
         "--bad-rows",
         choices=("error", "skip"),
         default="error",
-        help="what to do with a row that cannot be used; skipped ones are counted by reason (default: error)",
+        help="what to do with a row that cannot be used: skipped rows are counted by reason (default: error)",
     )
     source.add_argument(
         "--skip-bad-rows", dest="bad_rows", action="store_const", const="skip", help="the same as --bad-rows skip"
@@ -65,28 +64,41 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--add-special-tokens", action="store_true", help="add the template's tokens that the tokenizer lacks"
     )
     text.add_argument(
-        "--tokenizer-output", metavar="FOLDER", help="gets the tokenizer with added tokens and the template"
+        "--tokenizer-output", metavar="FOLDER", help="write the tokenizer with the added tokens and the template here"
     )
     text.add_argument(
         "--no-append-eos",
         dest="append_eos",
         action="store_false",
-        help="leave a last turn that the template ends with nothing as it is (default: end it with EOS)",
+        help="do not append EOS to a last turn that the template leaves without an end (default: append it)",
     )
+    add_sample_and_output_flags(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.output_prefix is None and not arguments.show:
+        parser.error("--output-prefix is missing; give it, or print samples with --show N")
+    for name in ("workers", "max_length", "min_length"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.show < 0:
+        parser.error("--show must not be negative")
+    return arguments
+
+
+def add_sample_and_output_flags(parser: argparse.ArgumentParser) -> None:
     samples = parser.add_argument_group("samples")
     samples.add_argument("--max-length", type=int, metavar="N", help="tokens in a sample (default: no limit)")
     samples.add_argument(
         "--too-long",
         choices=("drop", "truncate", "split"),
         default="drop",
-        help="longer ones: leave out, keep the beginning, or cut before questions (default: drop)",
+        help="longer samples: drop them, keep the beginning, or cut before questions (default: drop)",
     )
-    samples.add_argument("--min-length", type=int, default=1, metavar="N", help="shorter ones are dropped (default: 1)")
+    samples.add_argument("--min-length", type=int, default=1, metavar="N", help="drop shorter samples (default: 1)")
     samples.add_argument(
         "--train-on",
         choices=("assistant", "all_but_system"),
         default="assistant",
-        help='what rows train that do not say "unmask" (default: assistant)',
+        help='turns to train on in rows without "unmask" (default: assistant)',
     )
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", metavar="PREFIX", help="files are PREFIX.bin, PREFIX_loss_mask.bin, ...")
@@ -98,21 +110,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="print the first N samples with their trained tokens in colour; without --output-prefix, only that",
+        help="print the first N samples with their trained tokens in colour; without --output-prefix do nothing else",
     )
-    arguments = parser.parse_args(argv)
-    if arguments.output_prefix is None and not arguments.show:
-        parser.error("--output-prefix is missing: nothing would be written; give it, or look at samples with --show N")
-    for name in ("workers", "max_length", "min_length"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.show < 0:
-        parser.error("--show must not be negative")
-    return arguments
 
 
 def job_of(arguments: argparse.Namespace) -> ChatJob:
-    """Raises DataError."""
+    """Return the job. Raises DataError."""
     from megatron.data.chat.job import ChatJob
 
     return ChatJob(
@@ -133,11 +136,11 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples to look at
+# Samples to print
 
 
 def first_samples(job: ChatJob, setup: ChatSetup, count: int) -> Iterator[Sample]:
-    """The first samples of the input; bad rows are passed over. Raises DataError."""
+    """Yield the first samples of the input, without bad rows. Raises DataError."""
     from megatron.data.chat.block_encoder import encode_block
     from megatron.data.chat.preprocessing import find_chats
     from megatron.data.document_blocks import read_blocks
@@ -152,7 +155,7 @@ def first_samples(job: ChatJob, setup: ChatSetup, count: int) -> Iterator[Sample
 
 
 def pieces(sample: Sample, setup: ChatSetup) -> Iterator[tuple[str, bool]]:
-    """Stretches of text that are trained, and stretches that are not."""
+    """Yield the text in pieces, and for each whether it is trained."""
     start = 0
     for end in range(1, sample.length + 1):
         if end == sample.length or sample.mask[end] != sample.mask[start]:
@@ -161,11 +164,11 @@ def pieces(sample: Sample, setup: ChatSetup) -> Iterator[tuple[str, bool]]:
 
 
 def in_colour(sample: Sample, setup: ChatSetup, has_colour: bool) -> str:
-    """A sample as text, its trained tokens bold and green, or between double brackets."""
+    """Return a sample as text, its trained tokens bold and green, or between double brackets."""
     parts = []
     for text, is_trained in pieces(sample, setup):
         if has_colour:
-            # a colour would run on over the line's end
+            # line by line: a terminal extends a colour to the next line
             style = TRAINED if is_trained else DIMMED
             parts.append("\n".join(f"{style}{line}{PLAIN}" if line else "" for line in text.split("\n")))
         else:
@@ -190,7 +193,7 @@ def show_samples(job: ChatJob, setup: ChatSetup, count: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The whole command
+# The command
 
 
 def progress_bar(job: ChatJob):  # type: ignore[no-untyped-def]  # tqdm has no types
@@ -203,7 +206,7 @@ def progress_bar(job: ChatJob):  # type: ignore[no-untyped-def]  # tqdm has no t
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises DataError or OSError, with no final file written."""
+    """Run the command. Raises DataError or OSError, with no final file written."""
     from megatron.data.chat.job import prepare_chats
     from megatron.data.chat.preprocessing import preprocess_chats
 

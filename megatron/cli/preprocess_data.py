@@ -37,21 +37,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Tokenize text into PREFIX_KEY_document.bin and .idx, Megatron's indexed format.",
         allow_abbrev=False,
     )
-    source = add_input_flags(parser, "keys or columns to extract, a dataset each (default: text)")
+    source = add_input_flags(parser, "keys or columns to tokenize, each into a dataset (default: text)")
     source.add_argument(
-        "--max-document-mb", type=int, default=64, metavar="N", help="a longer document is a bad one (default: 64)"
+        "--max-document-mb",
+        type=int,
+        default=64,
+        metavar="N",
+        help="treat a longer document as one that cannot be used (default: 64)",
     )
     tokenizer = add_tokenizer_flags(parser, required=True)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     tokenizer.add_argument(
         "--parse-special-tokens",
         action="store_true",
-        help="special tokens written out in a document get their ids (default: they stay text)",
+        help="encode special tokens written out in a document as their ids (default: as text)",
     )
     tokenizer.add_argument(
         "--reference-tokenizer",
         action="store_true",
-        help="do without the accelerated tokenizer, whose ids are checked against the reference's on a sample",
+        help="do not use the accelerated tokenizer, whose ids are compared with the reference's on a sample",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -72,13 +76,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     output.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="Megatron's; only mmap is written")
     output.add_argument("--log-interval", type=int, default=10000, metavar="N", help="documents between progress lines")
-    output.add_argument("--resume", action="store_true", help="go on with what an earlier run left unfinished")
+    output.add_argument("--resume", action="store_true", help="continue the unfinished work of an earlier run")
     output.add_argument(
         "--resume-interval",
         type=float,
         default=20.0,
         metavar="SECONDS",
-        help="time between two moments that --resume can go on from (default: 20)",
+        help="time between saves of the state that --resume continues from (default: 20)",
     )
     arguments = parser.parse_args(argv)
     for name in ("workers", "log_interval", "partitions", "max_document_mb"):

@@ -1,4 +1,4 @@
-"""The flags by which the data tools take text and a tokenizer. Imports nothing heavy: --help must answer at once."""
+"""Flags for text and tokenizers, shared by the data commands. --help must be quick, so nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def add_input_flags(parser: argparse.ArgumentParser, keys_help: str) -> argparse
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders or globs: .jsonl and .json hold a JSON object a line, .parquet a document a row, .txt is "
-        "one document; .gz or .zst behind any but .parquet",
+        help="files, folders or globs: .jsonl and .json with a JSON object a line, .parquet with a document a row, "
+        ".txt with one document; all but .parquet also compressed, .gz or .zst",
     )
     group.add_argument(
         "--text-files",
         metavar="PATTERN",
-        help="files of this name, such as '*.py', are text; folders are searched for these alone",
+        help="read files of this name, such as '*.py', as text, and only these in folders",
     )
     group.add_argument(
         "--document-separator",
         metavar="TEXT",
-        help="what stands between the documents of a text file, such as '<|endoftext|>' or '\\n\\n\\n' (default: "
-        "nothing, a file is one document)",
+        help="text between the documents of a text file, such as '<|endoftext|>' or '\\n\\n\\n' (default: a file is "
+        "one document)",
     )
     group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help=keys_help)
     group.add_argument(
@@ -44,13 +44,13 @@ def add_input_flags(parser: argparse.ArgumentParser, keys_help: str) -> argparse
 def check_input_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     keys = arguments.json_keys
     if len(set(keys)) < len(keys):
-        parser.error(f"--json-keys {' '.join(keys)} names a key twice")
+        parser.error(f"--json-keys {' '.join(keys)} repeats a key; name each once")
     if arguments.document_separator == "":
         parser.error("--document-separator is empty; leave it out if each file is one document")
 
 
 def find_input(arguments: argparse.Namespace) -> list[SourceFile]:
-    """Raises DataError."""
+    """Return the input files. Raises DataError."""
     from megatron.data.document_blocks import check_columns
     from megatron.data.sources import find_sources
 
@@ -60,7 +60,7 @@ def find_input(arguments: argparse.Namespace) -> list[SourceFile]:
 
 
 def separator(arguments: argparse.Namespace) -> str | None:
-    """What was typed, with \\n, \\t, \\r and \\\\ as the characters they stand for."""
+    """Return --document-separator, with \\n, \\t, \\r and \\\\ replaced by the characters they stand for."""
     text: str | None = arguments.document_separator
     if text is None:
         return None
@@ -89,14 +89,16 @@ def add_tokenizer_flags(
     group.add_argument("--merge-file", metavar="PATH", help="GPT2BPETokenizer: merges.txt")
     group.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: one more than the largest id")
     group.add_argument(
-        "--tiktoken-pattern", metavar="NAME", help="TikTokenizer: how text is split, if the file's size does not tell"
+        "--tiktoken-pattern",
+        metavar="NAME",
+        help="TikTokenizer: pattern that splits text (default: found from the size of the file)",
     )
     group.add_argument("--eod-token", metavar="TOKEN", help="the end-of-document token (default: the tokenizer's own)")
     return group
 
 
 def tokenizer_of(arguments: argparse.Namespace, *, parse_special_tokens: bool = False) -> Tokenizer:
-    """Raises DataError."""
+    """Build the tokenizer. Raises DataError."""
     from megatron.data.tokenizers.build import build_tokenizer
 
     return build_tokenizer(

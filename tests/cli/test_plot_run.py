@@ -1,4 +1,4 @@
-"""The plot tool draws what metrics.jsonl holds, and says what is wrong with it."""
+"""megatron-plot-run draws what metrics.jsonl holds, and reports what is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.cli import plot_run
+from megatron.observability import run_plots
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -64,7 +65,7 @@ def test_every_curve_is_on_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ],
         "b": [row(10, lm_loss=7.0, grad_norm=2.5, iteration_time_s=0.125, **on_rank_0)],
     }
-    plot_run.draw(runs, tmp_path / "run.png")
+    run_plots.draw(runs, tmp_path / "run.png")
     monkeypatch.undo()
     (figure,) = kept
     loss, rate, norm, speed, memory_panel, step = figure.axes
@@ -101,7 +102,7 @@ def test_gradient_norms_with_outliers_are_drawn_on_a_logarithmic_axis(
 
     kept: list[Any] = []
     monkeypatch.setattr(pyplot, "close", kept.append)
-    plot_run.draw({"a": [row(10 * at, grad_norm=norm) for at, norm in enumerate(norms)]}, tmp_path / "run.png")
+    run_plots.draw({"a": [row(10 * at, grad_norm=norm) for at, norm in enumerate(norms)]}, tmp_path / "run.png")
     monkeypatch.undo()
     assert kept[0].axes[2].get_yscale() == scale
     pyplot.close(kept[0])
@@ -113,28 +114,28 @@ def test_timers_are_drawn_in_milliseconds_of_the_slowest_rank() -> None:
         {"kind": "timers", "iteration": 10, "forward-compute-time": spread},
         {"kind": "timers", "iteration": 20, "forward-compute-time": spread, "save-checkpoint-time": spread},
     ]
-    assert plot_run.timer_curves(rows) == {"forward-compute": ([10, 20], [30.0, 30.0])}
+    assert run_plots.timer_curves(rows) == {"forward-compute": ([10, 20], [30.0, 30.0])}
 
 
 def test_line_still_being_written_is_left_out(tmp_path: Path) -> None:
     run = write(tmp_path / "run", row(10), tail='{"kind":"train","itera')
-    assert [each["iteration"] for each in plot_run.read_run(run)] == [10]
+    assert [each["iteration"] for each in run_plots.read_run(run)] == [10]
 
 
 def test_a_metrics_file_may_be_given_itself(tmp_path: Path) -> None:
     run = write(tmp_path / "run", row(10))
-    assert plot_run.read_run(run / "metrics.jsonl") == plot_run.read_run(run)
+    assert run_plots.read_run(run / "metrics.jsonl") == run_plots.read_run(run)
 
 
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (None, "is not there; give a run's results folder"),
-        ("", "holds no training row yet"),
-        ('{"kind":"valid","iteration":5,"lm_loss":1.0}\n', "holds no training row yet"),
+        (None, "does not exist; give a run's results folder"),
+        ("", "has no training row"),
+        ('{"kind":"valid","iteration":5,"lm_loss":1.0}\n', "has no training row"),
         ('{"kind":"train","iteration":5}\nnonsense\n{"kind":"train","iteration":6}\n', "line 2: Expecting value"),
         ('{"kind":"train","iteration":5}\nnonsense\n', "line 2: Expecting value"),
-        ('[1]\n{"kind":"train","iteration":6}\n', "line 1: no object with an iteration"),
+        ('[1]\n{"kind":"train","iteration":6}\n', "line 1: not an object with an iteration"),
     ],
 )
 def test_fault_names_the_file_and_writes_nothing(
@@ -160,6 +161,6 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
     first, second = tmp_path / "a" / "results", tmp_path / "b" / "results"
     for path in (first, second):
         path.mkdir(parents=True)
-    assert plot_run.run_names([first]) == ["results"]
-    assert plot_run.run_names([first, second]) == [str(first), str(second)]
-    assert plot_run.run_names([first, first]) == [f"{first} (1)", f"{first} (2)"]
+    assert run_plots.run_names([first]) == ["results"]
+    assert run_plots.run_names([first, second]) == [str(first), str(second)]
+    assert run_plots.run_names([first, first]) == [f"{first} (1)", f"{first} (2)"]

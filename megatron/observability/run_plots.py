@@ -1,0 +1,185 @@
+"""Pictures of runs, from the rows of their metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+ALLOCATED, PEAK = "memory_allocated (GB)", "max_memory_allocated (GB)"
+TIMER_SUFFIX = "-time"
+SINGLE_EVENTS = ("evaluate", "save-checkpoint")
+"""Timers that are not part of a step."""
+
+
+class PlotError(ValueError):
+    """A run that cannot be drawn: the file, and what is wrong with it."""
+
+
+Row = dict[str, Any]
+Points = tuple[list[int], list[float]]
+"""Iterations and values. NaN leaves a gap."""
+
+
+def read_run(path: Path) -> list[Row]:
+    """Return the rows of a run's metrics.jsonl, without a last line that is still being written.
+
+    Raises PlotError if the file is missing, broken, or holds no training row.
+    """
+    file = path / METRICS_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise PlotError(f"{file} does not exist; give a run's results folder (--results-dir of the training)")
+    rows: list[Row] = []
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+                raise ValueError("not an object with an iteration")
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise PlotError(f"{file}, line {number}: {error}") from None
+        rows.append(row)
+    if not any(row.get("kind") == "train" for row in rows):
+        raise PlotError(f"{file} has no training row; a run writes one every log_interval steps")
+    return rows
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """Return short, distinct names: of the folders, else their paths, else numbered paths."""
+    folders = [path if path.is_dir() else path.parent for path in paths]
+    for names in ([folder.resolve().name for folder in folders], [str(path) for path in paths]):
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path} ({number})" for number, path in enumerate(paths, start=1)]
+
+
+def curve(rows: Sequence[Row], kind: str, key: str) -> Points:
+    """Return the values of a key. null, which stands for NaN, leaves a gap."""
+    chosen = [row for row in rows if row.get("kind") == kind and key in row]
+    values = [math.nan if row[key] is None else float(row[key]) for row in chosen]
+    return [row["iteration"] for row in chosen], values
+
+
+def memory_curve(rows: Sequence[Row], key: str) -> Points:
+    """Return the gigabytes of a memory key on the rank with the most; on rank 0 where the run recorded no others.
+
+    Of several records of one iteration the last counts.
+    """
+    records = [row for row in rows if row.get("kind") == "memory" and key in row]
+    # records of a start or a resume would be dents in the curve
+    records = [row for row in records if row.get("event") in ("first_step", "interval")] or records
+    recorded = {row["iteration"]: float(row[key]["max"]) for row in records}
+    if recorded:
+        return list(recorded), list(recorded.values())
+    return curve(rows, "train", key)
+
+
+def timer_curves(rows: Sequence[Row]) -> dict[str, Points]:
+    """Return the milliseconds of each timer on the slowest rank, without single events such as saves."""
+    timed = [row for row in rows if row.get("kind") == "timers"]
+    names = dict.fromkeys(key for row in timed for key in row if key.endswith(TIMER_SUFFIX))
+    return {
+        name.removesuffix(TIMER_SUFFIX): (
+            [row["iteration"] for row in timed if name in row],
+            [1e3 * float(row[name]["max"]) for row in timed if name in row],
+        )
+        for name in names
+        if name.removesuffix(TIMER_SUFFIX) not in SINGLE_EVENTS
+    }
+
+
+class Panel:
+    """One diagram of the picture."""
+
+    def __init__(self, axis: Any, title: str, label: str) -> None:
+        self.axis = axis
+        axis.set_title(title, fontsize=11)
+        axis.set_ylabel(label)
+        axis.set_xlabel("iteration")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+
+    def line(self, points: Points, color: str, label: str | None = None, style: str = "-") -> None:
+        """Draw a curve. `label` None: another panel's legend names the run."""
+        if not points[0]:
+            return
+        # few points would be invisible as a line
+        marker = "." if len(points[0]) < 60 else ""
+        self.axis.plot(
+            *points, color=color, linestyle=style, linewidth=1.3, marker=marker, markersize=5, label=label or "_"
+        )
+
+    def legend(self) -> None:
+        if any(not line.get_label().startswith("_") for line in self.axis.get_lines()):
+            self.axis.legend(fontsize=8, frameon=False, ncols=2)
+
+    def has_outliers(self) -> bool:
+        """Return True if a logarithmic axis is needed: single values are so large that the others would be flat."""
+        drawn = [value for line in self.axis.get_lines() for value in line.get_ydata()]
+        values = sorted(value for value in drawn if math.isfinite(value))
+        return bool(values) and values[0] > 0 and values[-1] > 10 * values[len(values) // 2]
+
+
+TITLES = (
+    ("Loss", "cross-entropy (nats per token)"),
+    ("Learning rate", "learning rate"),
+    ("Gradient norm", "norm before clipping"),
+    ("Throughput", "tokens per second"),
+    ("Memory of the fullest rank", "GB (2^30 bytes)"),
+    ("Time of a step", "milliseconds"),
+)
+
+
+def draw(runs: dict[str, list[Row]], output: Path) -> None:
+    """Write the picture. `runs`: rows by name."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a training machine has no display
+    from matplotlib import pyplot
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    figure, axes = pyplot.subplots(2, 3, figsize=(16, 8.5), layout="constrained", sharex=True)
+    panels = [Panel(axis, *labels) for axis, labels in zip(axes.flat, TITLES, strict=True)]
+    loss, rate, norm, speed, memory, step = panels
+    is_single = len(runs) == 1
+    for number, (name, rows) in enumerate(runs.items()):
+        draw_run(panels, rows, f"C{number % 10}", None if is_single else name)
+    if not is_single:
+        memory.line(([0], [math.nan]), "gray", "peak so far")
+        memory.line(([0], [math.nan]), "gray", "now", "--")
+    for panel in (loss, memory, step):
+        panel.legend()
+    rate.axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    speed.axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if norm.has_outliers():
+        norm.axis.set_yscale("log")
+    for panel, room in ((rate, 1.05), (speed, 1.05), (memory, 1.2), (step, 1.3)):
+        panel.axis.set_ylim(0, room * panel.axis.get_ylim()[1])
+    for panel in panels:
+        panel.axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.axis.tick_params(labelbottom=True)
+    figure.suptitle(next(iter(runs)) if is_single else f"{len(runs)} runs", fontsize=13)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_run(panels: Sequence[Panel], rows: Sequence[Row], color: str, name: str | None) -> None:
+    """Add the curves of a run. `name` None: it is the only one, and its curves are labelled by content."""
+    loss, rate, norm, speed, memory, step = panels
+    second = "C1" if name is None else color
+    loss.line(curve(rows, "train", "lm_loss"), color, name or "training")
+    loss.line(curve(rows, "valid", "lm_loss"), second, f"{name}, validation" if name else "validation", "--")
+    for panel, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_second")):
+        panel.line(curve(rows, "train", key), color)
+    memory.line(memory_curve(rows, PEAK), color, None if name else "peak so far")
+    memory.line(memory_curve(rows, ALLOCATED), second, None if name else "now", "--")
+    iterations, seconds = curve(rows, "train", "iteration_time_s")
+    step.line((iterations, [1e3 * value for value in seconds]), color, None if name else "whole step")
+    for line, (timer, points) in enumerate(timer_curves(rows).items() if name is None else (), start=1):
+        step.line(points, f"C{line % 10}", timer, "--")
