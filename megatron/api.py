@@ -37,7 +37,7 @@ from megatron.instructlab.arguments import (
     TrainingArgs,
 )
 from megatron.instructlab.data_process import Samples
-from megatron.instructlab.launch import environment_of_ranks, run_to_the_end, torchrun_command
+from megatron.instructlab.launch import agent_command, environment_of_ranks, run_to_the_end
 from megatron.instructlab.mapping import Setting, build_config, refusals, remarks
 
 __all__ = [
@@ -85,7 +85,7 @@ def run_training(
     config_file = folder / "run_training.yaml"
     with replacing(config_file) as file:
         file.write(to_yaml(config).encode())
-    command = torchrun_command(torch_args, ranks_per_node, ["--config", str(config_file)])
+    command = agent_command(torch_args, ranks_per_node, ["--config", str(config_file)])
     logger.info("starting %s", " ".join(command))
     log = folder / f"full_logs_global{torch_args.node_rank}.log"
     run_to_the_end(command, environment_of_ranks(device, ranks_per_node), log)

@@ -10,3 +10,8 @@ ABORTED = 3
 """The guard aborted training: too many steps in a row were skipped, or the ranks' copies of a parameter differ."""
 HUNG = 4
 """The watchdog saw no progress. A restart may succeed."""
+
+
+def shell_status(returncode: int) -> int:
+    """Return the exit status as a shell does: 128 + n for a process that signal n killed (returncode -n)."""
+    return returncode if returncode >= 0 else 128 - returncode

@@ -1,10 +1,10 @@
-"""Check a run, then start its ranks: on this machine, or on the hosts of a hostsfile through DeepSpeed's launcher.
+"""Validate a run, then launch it on this machine, or on the hosts of a hostsfile through DeepSpeed's launcher.
 
     python tools/launch.py [--nodes N] [--devices-per-node M] [--hostsfile F] [--dry-run] -- FLAGS OF megatron.train
     scripts/run_bloom13b.sh, run_llama.sh, run_sft.sh: the same from HL_* variables
 
-Everything that can be known beforehand is judged before anything starts or is written, without importing torch or
-deepspeed: one message lists every fault, and the exit status is 2. Otherwise it is that of the first rank that failed.
+All that can be validated beforehand is, before anything starts or is written, without importing torch or deepspeed: one
+message lists every fault, and the exit status is 2. Otherwise it is that of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pathlib import Path
 
 from megatron.command_names import command_name
 from megatron.config.command_line import build_parser, presets_of, to_yaml
-from megatron.launch.hl_requests import FineTuning, Request, from_environment, legend
+from megatron.exit_codes import REFUSED
+from megatron.launch.hl_requests import from_environment, legend
 from megatron.launch.hl_variables import ALL, VARIABLES
-from megatron.launch.hosts import agent_command, launch, remote_command, train_command
-from megatron.launch.preflight import Plan, RefusedError, preflight
+from megatron.launch.hosts import agent_command, launch, remote_command
+from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
+from megatron.launch.preflight import preflight
 from megatron.planning.estimate import describe
 
-REFUSED_STATUS = 2
 
-
-def plan_text(plan: Plan, title: str) -> str:
-    """What a dry run shows: layout, sizes, memory and the command."""
+def plan_text(plan: LaunchPlan, title: str) -> str:
+    """Return the text of a dry run: layout, sizes, memory and the command."""
     config = plan.config
     text = describe(config, nodes=plan.nodes, devices_per_node=plan.devices_per_node, title=title)
     text += "\n" + (_wrapped(", ".join(host.name for host in plan.hosts), "  hosts: ") if plan.hosts else "")
@@ -42,7 +42,7 @@ def plan_text(plan: Plan, title: str) -> str:
     return text + "\n" + command_text(plan) + "\n"
 
 
-def _restarts(plan: Plan) -> str:
+def _restarts(plan: LaunchPlan) -> str:
     if not plan.max_restarts:
         return ""
     with_fewer = f", with {plan.min_nodes} of the {plan.nodes} nodes if need be" if plan.min_nodes < plan.nodes else ""
@@ -57,14 +57,11 @@ def _wrapped(text: str, label: str) -> str:
     )
 
 
-def command_text(plan: Plan) -> str:
-    """The command, a flag a line, ready to paste."""
-    words = remote_command(plan) if plan.hosts else agent_command(plan) if plan.is_supervised else train_command(plan)
+def command_text(plan: LaunchPlan) -> str:
+    """Return the launch command, a flag a line, ready to paste."""
     lines: list[str] = []
-    if not plan.hosts and not plan.is_supervised:
-        lines.append(f"# {plan.devices_per_node} ranks here, each with its RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*")
     line = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(plan.environment.items()))
-    for word in words:
+    for word in remote_command(plan) if plan.hosts else agent_command(plan):
         if word.startswith("--") and line:
             lines.append(line + " \\")
             line = " "
@@ -73,14 +70,14 @@ def command_text(plan: Plan) -> str:
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
-    """The request, and whether it came from HL_* variables."""
+    """Return the request, and whether HL_* variables define it."""
     own, train_flags = list(arguments), []
     if "--" in own:
         place = own.index("--")
         own, train_flags = own[:place], own[place + 1 :]
     parser = argparse.ArgumentParser(
         prog=command_name("launch"),
-        description="Check a run of megatron.train, then start it on this machine or on the hosts of a hostsfile.",
+        description="Validate a run of megatron.train, then launch it on this machine or on the hosts of a hostsfile.",
         epilog="After --, the flags of megatron.train. See docs/launching.md.",
         allow_abbrev=False,
     )
@@ -95,13 +92,13 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
         "--max-restarts",
         type=_count,
         default=0,
-        help="how often a run whose ranks failed goes on from its newest checkpoint (default: 0)",
+        help="restarts from the newest checkpoint after ranks have failed (default: 0)",
     )
-    parser.add_argument("--min-nodes", type=_positive, help="nodes to go on with when others are lost (default: all)")
+    parser.add_argument("--min-nodes", type=_positive, help="nodes that suffice when others are lost (default: all)")
     parser.add_argument(
         "--rendezvous",
         metavar="HOST:PORT",
-        help="of the first node, where a scheduler starts this launcher on each node; instead of a hostsfile",
+        help="address of the first node, if a scheduler starts this launcher on each node; instead of a hostsfile",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     options = parser.parse_args(own)
@@ -160,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if by_variables and (names := legend(refused.faults)):
             lines.append(f"  ({names})")
         print("\n".join(lines), file=sys.stderr)
-        return REFUSED_STATUS
+        return REFUSED
     if print_config:
         sys.stdout.write(to_yaml(plan.config))
         return 0
@@ -174,14 +171,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plan.fine_tuning is not None:
         try:
             plan = with_processed_chats(plan, plan.fine_tuning)
-        except ValueError as error:  # DataError: told in full
+        except ValueError as error:  # DataError, whose message is complete
             print(error, file=sys.stderr)
-            return REFUSED_STATUS
+            return REFUSED
     return launch(plan)
 
 
-def with_processed_chats(plan: Plan, chats: FineTuning) -> Plan:
-    """The plan, once its chats are there as a dataset, with the tokens that a template added to the model's.
+def with_processed_chats(plan: LaunchPlan, chats: FineTuning) -> LaunchPlan:
+    """Process the chats of a plan into its dataset; return the plan with the tokens that a template added.
 
     Raises DataError.
     """

@@ -1,153 +1,374 @@
-"""The ranks of one node, started again when one of them fails: the agent that each node of a supervised run runs.
+"""Agent of a node: starts its ranks, passes signals to them, restarts them when one fails, and leaves none behind.
 
-    python tools/supervise.py --ranks-per-node M [--nodes N --rendezvous HOST:PORT] --max-restarts R -- FLAGS
+    python -m megatron.launch.agent --ranks-per-node M [--nodes N --rendezvous HOST:PORT] [--max-restarts R] -- FLAGS
 
-tools/launch.py checks a run and then becomes this, or starts it on each host. torch's elastic agent (tools/elastic.py)
-brings the nodes together, counts restarts and says who is rank 0; here is what it starts, and what is said of it.
-
-Imports no torch: a rank is a new process that must find its environment set before it does.
+Every run goes through it: tools/launch.py becomes the agent of this machine, or has DeepSpeed's launcher start one on
+each host; InstructLab's run_training starts one. It imports torch on several nodes alone, for their rendezvous.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import multiprocessing
 import os
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Mapping, Sequence
+import threading
+import time
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, parent_process
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
 
-from megatron.exit_codes import ABORTED, DONE, FAILED, REFUSED
+from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.files import IMPORT_ROOT
-from megatron.resilience.shutdown import SIGNALS
+from megatron.launch import rank
+from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals
+from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError, TorchRendezvous
+from megatron.resilience.shutdown import REPEAT_S, SIGNALS
+
+WATCH_S = 0.05
+"""Interval at which the agent looks for signals. A rank that ends is noticed at once."""
+# After one rank has failed the others wait in a collective for ever, and hold their devices: all end within 5 s.
+FAILED_GRACE_S = 3.0
+"""Time for the other ranks to report what they noticed; on gloo they do within a second or two."""
+HUNG_GRACE_S = 1.5
+"""The same after a watchdog has ended a rank: the others end by themselves, unless they are stopped or stuck."""
+KILL_S = 1.0
+"""Time for the ranks to end after a second signal, and for a killed process to disappear."""
+JOIN_SAVE_S = 120
+"""Time for healthy ranks to save before they restart because a node joins."""
 
 
 @dataclass(frozen=True)
-class Supervision:
-    """How the ranks of a run are started, and started again."""
+class AgentOptions(NodeOptions):
+    """Ranks of a node, and the nodes of their run."""
 
-    ranks_per_node: int
-    nodes: int = 1
-    min_nodes: int = 1
-    """The run goes on as long as this many nodes are left."""
-    rendezvous: str | None = None
-    """HOST:PORT where the agents of several nodes meet; the agent on that host serves it. None: this node is alone."""
-    run_id: str = "run"
-    """Equal on all nodes of a run."""
-    max_restarts: int = 0
+    ranks_per_node: int = 1
 
-    def arguments(self) -> list[str]:
-        """As `parse` reads them."""
-        meeting = ["--rendezvous", self.rendezvous, "--run-id", self.run_id] if self.rendezvous else []
+    def arguments(self, node_rank: str | None = None) -> list[str]:
+        """Return the command line that `parse` reads. `node_rank` stands in for a number known only on the node."""
+        node_rank = node_rank or (None if self.node_rank is None else str(self.node_rank))
         return [
-            *("--nodes", str(self.nodes), "--min-nodes", str(self.min_nodes)),
             *("--ranks-per-node", str(self.ranks_per_node), "--max-restarts", str(self.max_restarts)),
-            *meeting,
+            *(("--nodes", str(self.nodes), "--min-nodes", str(self.min_nodes)) if self.nodes > 1 else ()),
+            *(("--node-rank", node_rank) if node_rank is not None else ()),
+            *(("--rendezvous", self.rendezvous, "--run-id", self.run_id) if self.rendezvous else ()),
         ]
 
 
-def parse(arguments: Sequence[str]) -> tuple[Supervision, list[str]]:
-    """The options of the agent, and the flags of megatron.train behind `--`."""
+def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
+    """Return the agent's own options, and the flags of megatron.train behind `--`."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
-        prog="python tools/supervise.py",
-        description="Start the ranks of this node, and start them again when one fails. tools/launch.py calls it.",
+        prog="python -m megatron.launch.agent",
+        description="Start the ranks of this node, and restart them when one fails. tools/launch.py calls it.",
         epilog="After --, the flags of megatron.train.",
         allow_abbrev=False,
     )
     parser.add_argument("--ranks-per-node", type=int, required=True)
     parser.add_argument("--nodes", type=int, default=1, help="nodes that the run starts with")
-    parser.add_argument("--min-nodes", type=int, default=1, help="nodes that it goes on with at least")
-    parser.add_argument("--rendezvous", help="HOST:PORT of the first node; none: this node is alone")
+    parser.add_argument("--min-nodes", type=int, default=1, help="nodes that suffice to continue")
+    parser.add_argument("--node-rank", type=int, help="place of this node, from 0; default: by addresses")
+    parser.add_argument("--rendezvous", help="HOST:PORT of the first node; needed for several nodes")
     parser.add_argument("--run-id", default="run", help="equal on all nodes of the run")
     parser.add_argument("--max-restarts", type=int, default=0)
-    return Supervision(**vars(parser.parse_args(arguments[:place]))), list(arguments[place + 1 :])
+    options = AgentOptions(**vars(parser.parse_args(arguments[:place])))
+    if options.nodes > 1 and options.rendezvous is None:
+        parser.error(f"--nodes {options.nodes} needs --rendezvous HOST:PORT, the address of the first node")
+    return options, list(arguments[place + 1 :])
 
 
-def supervise(supervision: Supervision, train_flags: Sequence[str]) -> int:
-    """Run this node's ranks to the end of the run. Returns the status of the first that failed last, 0 if none did."""
-    start_method = "spawn"
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        # Started now, it imports while the agent does. On accelerators each rank is a fresh process: their libraries
-        # do not survive a fork once they have looked for devices, as deepspeed does when it is imported.
-        start_method = "forkserver"
-        # the fork server finds modules by this alone
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        forkserver.set_forkserver_preload(["megatron.launch.preload"])
-        # it lives as long as its ranks: what stops a run is for them, and reaches them through us
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+class Interrupted(BaseException):
+    """A signal requested a stop while no rank ran that could handle it."""
+
+    def __init__(self, number: int) -> None:
+        self.status = shell_status(-number)
+        super().__init__(number)
+
+
+class NodesChangedError(Exception):
+    """Nodes wait to join; the ranks restart with them."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """First rank that failed."""
+
+    rank: int
+    returncode: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {socket.gethostname()} {ending(self.returncode)}"
+
+
+class Agent:
+    """Ranks of this node, from their start to the end of the run."""
+
+    def __init__(
+        self, options: AgentOptions, start_method: str, train_flags: Sequence[str], received: deque[int]
+    ) -> None:
+        self._options = options
+        self._context: Any = multiprocessing.get_context(start_method)
+        self._train_flags = tuple(train_flags)
+        self._received = received
+        self._rendezvous = TorchRendezvous(options) if options.nodes > 1 else Rendezvous(options)
+        self._membership: Membership | None = None
+        self._processes: list[BaseProcess] = []
+        self._restarts = 0
+        self._stop_requested_s: float | None = None
+        self._kill_s: float | None = None
+
+    def run(self) -> int:
+        """Run the ranks to the end; return 0, or the exit status of the rank that failed first in the last attempt.
+
+        Raises Interrupted and RendezvousFailedError.
+        """
         try:
-            forkserver.ensure_running()
+            while True:
+                self._start_ranks()
+                try:
+                    failure = self._watch()
+                except NodesChangedError:
+                    self._let_ranks_save()
+                    continue
+                if failure is None:
+                    self._rendezvous.finish()
+                elif self._may_restart(failure):
+                    # after a kill the others only wait for the dead rank
+                    self._end_ranks(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
+                    self._restarts += 1
+                    report(f"{failure}; restart {self._restarts} of {self._options.max_restarts}")
+                    continue
+                else:
+                    self._end_after(failure)
+                self._rendezvous.close()
+                return DONE if failure is None else shell_status(failure.returncode)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            self._end_ranks(0.0)
 
-    from megatron.launch.elastic import run_agent
+    def _start_ranks(self) -> None:
+        """Start the processes, agree with the other nodes, then give each process its environment."""
+        environments: list[Connection] = []
+        self._processes = []
+        with blocked_signals(SIGNALS), without_main_module():
+            for local_rank in range(self._options.ranks_per_node):
+                receiver, sender = self._context.Pipe(duplex=False)
+                arguments = (local_rank, receiver, self._options.nodes > 1, self._train_flags)
+                process = self._context.Process(target=rank.run_rank, args=arguments, name=f"rank {local_rank}")
+                process.start()
+                receiver.close()
+                self._processes.append(process)
+                environments.append(sender)
+        # the ranks of one node handle a signal themselves; a node that waits for others may have to end without
+        with interruptible(self._received) if self._options.nodes > 1 else contextlib.nullcontext():
+            previous, self._membership = self._membership, self._rendezvous.join()
+        self._report_size(previous, self._membership)
+        for local_rank, sender in enumerate(environments):
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which _watch reports
+                sender.send(self._environment(self._membership, local_rank))
+            sender.close()
 
-    return run_agent(supervision, start_method, train_flags)
+    def _environment(self, membership: Membership, local_rank: int) -> dict[str, str]:
+        per_node = self._options.ranks_per_node
+        values = {
+            "RANK": membership.node * per_node + local_rank,
+            "WORLD_SIZE": membership.num_nodes * per_node,
+            "LOCAL_WORLD_SIZE": per_node,
+            "MASTER_ADDR": membership.master_addr,
+            "MASTER_PORT": membership.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self._restarts,  # as torchrun calls it
+        }
+        return {name: str(value) for name, value in values.items()}
+
+    def _report_size(self, previous: Membership | None, membership: Membership) -> None:
+        if previous is None or previous.num_nodes == membership.num_nodes or membership.node != 0:
+            return
+        per_node, count = self._options.ranks_per_node, membership.num_nodes
+        nodes = "1 node" if count == 1 else f"{count} nodes"
+        report(f"{count * per_node} ranks on {nodes} from now on, instead of {previous.num_nodes * per_node}")
+
+    def _watch(self) -> Failure | None:
+        """Wait until a rank fails, or all are done. Raises NodesChangedError and RendezvousFailedError."""
+        assert self._membership is not None
+        first_rank = self._membership.node * self._options.ranks_per_node
+        while True:
+            if running := self._running():
+                wait([process.sentinel for process in running], timeout=WATCH_S)
+            self._pass_on_signals()
+            codes = [process.exitcode for process in self._processes]
+            # where several failed since the last look, one killed from outside is the likelier cause
+            if failed := min(((code, place) for place, code in enumerate(codes) if code), default=None):
+                return Failure(first_rank + failed[1], failed[0])
+            if all(code == 0 for code in codes):
+                return None
+            if self._rendezvous.nodes_waiting():
+                raise NodesChangedError
+
+    def _may_restart(self, failure: Failure) -> bool:
+        is_final = failure.returncode in (REFUSED, ABORTED) or self._stop_requested_s is not None
+        return not is_final and self._restarts < self._options.max_restarts
+
+    def _end_after(self, failure: Failure) -> None:
+        """End the ranks after the last failure, and report it unless the failed rank has done so itself."""
+        limit = self._options.max_restarts
+        if self._stop_requested_s is not None:
+            report(f"{failure} after a stop was requested")
+        elif limit and failure.returncode not in (REFUSED, ABORTED):
+            report(f"{failure}; all {limit} restarts are used up")
+        elif failure.returncode < 0:
+            report(str(failure))
+        if not self._wait_for_ranks(HUNG_GRACE_S if failure.returncode == HUNG else FAILED_GRACE_S):
+            report(f"{failure}; ending the ranks that still run")
+        self._end_ranks(0.0)
+
+    def _let_ranks_save(self) -> None:
+        """Have healthy ranks save and end, because the nodes have changed."""
+        report("the nodes have changed; the ranks save and restart")
+        for process in self._running():
+            send(process, signal.SIGTERM)
+        deadline_s = time.monotonic() + JOIN_SAVE_S
+        while (running := self._running()) and time.monotonic() < deadline_s:
+            if any(process.exitcode for process in self._processes):
+                break
+            wait([process.sentinel for process in running], timeout=WATCH_S)
+        self._end_ranks(0.0)
+
+    def _wait_for_ranks(self, timeout_s: float) -> bool:
+        """Return whether all ranks have ended within this time."""
+        deadline_s = time.monotonic() + timeout_s
+        while (running := self._running()) and (left_s := deadline_s - time.monotonic()) > 0:
+            wait([process.sentinel for process in running], timeout=left_s)
+        return not running
+
+    def _end_ranks(self, grace_s: float) -> None:
+        """Kill what is left of the ranks and their children after a grace period."""
+        self._wait_for_ranks(grace_s)
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if process.pid is not None:
+                    os.killpg(process.pid, signal.SIGKILL)
+            send(process, signal.SIGKILL)  # one that does not lead a process group yet
+        for process in self._processes:
+            process.join(KILL_S)
+            if process.is_alive():
+                report(f"{process.name} (process {process.pid}) survives SIGKILL; it hangs in the kernel")
+        self._processes = []
+
+    def _pass_on_signals(self) -> None:
+        """Send the ranks what was received. They handle it in their own time; after a second signal they have little.
+
+        The kernel repeats SIGXCPU each second, so it does not count as a second signal.
+        """
+        now_s = time.monotonic()
+        while self._received:
+            number = self._received.popleft()
+            for process in self._running():
+                send(process, number)
+            if self._stop_requested_s is None:
+                self._stop_requested_s = now_s
+                if self._membership is not None and self._membership.node == 0:
+                    name = signal.Signals(number).name
+                    report(f"{name}: the ranks stop after this step and save; a second signal ends them at once")
+            elif now_s - self._stop_requested_s >= REPEAT_S and self._kill_s is None and number != signal.SIGXCPU:
+                self._kill_s = now_s + KILL_S
+        if self._kill_s is not None and now_s > self._kill_s:
+            for process in self._running():
+                send(process, signal.SIGKILL)
+
+    def _running(self) -> list[BaseProcess]:
+        return [process for process in self._processes if process.exitcode is None]
 
 
-def run_rank(environment: Mapping[str, str], train_flags: Sequence[str]) -> None:
-    """What the process of a rank does: a run of megatron.train. Does not return."""
-    from megatron.launch.child_processes import end_with_parent
+def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: str | None = None) -> int:
+    """Run this node's part of a run to its end, and return the exit status.
 
-    if at_death := end_with_parent():
-        at_death()
-    agent = parent_process()
-    if agent is not None and not agent.is_alive():
-        os._exit(FAILED)  # it ended before we asked to be told
-    os.setsid()  # a Ctrl-C reaches us once, through the agent
-    os.environ.update(environment)
-    sys.argv = ["megatron.train", *train_flags]
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-    from megatron import train
-
-    try:
-        status = train.start()
-    except BaseException:
-        traceback.print_exc()
-        status = FAILED
-    train.leave(status)
-
-
-def is_failure(status: int) -> bool:
-    """Whether a process that ended so is worth another try."""
-    return status not in (DONE, REFUSED, ABORTED)
-
-
-def shell_status(exitcode: int) -> int:
-    """128 + n for a process that signal n killed."""
-    return exitcode if exitcode >= 0 else 128 - exitcode
-
-
-def ending(exitcode: int) -> str:
-    """How a process ended, in words."""
-    if exitcode >= 0:
-        return f"ended with status {exitcode}"
-    try:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    except ValueError:
-        return f"was killed by signal {-exitcode}"
-
-
-def own_address(towards: str, port: int) -> tuple[str, bool]:
-    """The address by which other nodes reach this one, and whether `towards` is this very machine.
-
-    Raises OSError where it cannot be reached.
+    On the CPU ranks are forks of a server that has done their imports. On accelerators each is a new process, since
+    their libraries do not survive a fork once they have looked for devices, which importing deepspeed does.
     """
-    family, kind, _, _, there = socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(there)  # sends nothing
-        own = probe.getsockname()[0]
-    return (towards, True) if own == there[0] else (own, False)
+    os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
+    with noted_signals(SIGNALS) as received:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if start_method is None:
+            start_method = "forkserver" if os.environ.get("DS_ACCELERATOR") == "cpu" else "spawn"
+            if start_method == "forkserver":
+                start_fork_server()
+        if options.nodes > 1:  # torch is imported while the ranks start
+            modules = ["torch.distributed.elastic.rendezvous.registry"]
+            threading.Thread(target=importlib.import_module, args=modules, daemon=True).start()
+        try:
+            return Agent(options, start_method, train_flags, received).run()
+        except Interrupted as interrupted:
+            return interrupted.status
+        except RendezvousFailedError as error:
+            report(str(error))
+            return FAILED
+
+
+def start_fork_server() -> None:
+    """Start the process that ranks are forked from. It imports while the agent goes on, and ignores signals."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    forkserver.set_forkserver_preload(["megatron.launch.preload"])
+    with blocked_signals(SIGNALS), without_main_module():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def without_main_module() -> Iterator[None]:
+    """Hide the program that started the agent from multiprocessing, which would import it again in each rank."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def interruptible(received: deque[int]) -> Iterator[None]:
+    """Raise Interrupted for a signal that requests a stop, also for one received before."""
+
+    def interrupt(number: int, frame: FrameType | None = None) -> None:
+        raise Interrupted(number)
+
+    if received:
+        interrupt(received[0])
+    with handled_signals(SIGNALS, interrupt):
+        yield
+
+
+def ending(returncode: int) -> str:
+    """Describe how a process ended."""
+    if returncode >= 0:
+        return f"ended with status {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"
+
+
+def send(process: BaseProcess, number: int) -> None:
+    """Send a signal to a process, if it still runs."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.exitcode is None and process.pid is not None:
+            os.kill(process.pid, number)
+
+
+def report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
-    supervision, train_flags = parse(arguments)
-    return supervise(supervision, train_flags)
+    options, train_flags = parse(arguments)
+    return run_agent(options, train_flags)
 
 
 if __name__ == "__main__":

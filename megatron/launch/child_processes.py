@@ -1,4 +1,4 @@
-"""What a launcher owes the processes it starts: signals are theirs to heed, and none outlives it."""
+"""Signals and lifetime of the processes that a launcher starts."""
 
 from __future__ import annotations
 
@@ -14,31 +14,50 @@ from types import FrameType
 
 @contextlib.contextmanager
 def noted_signals(numbers: Iterable[signal.Signals]) -> Iterator[deque[int]]:
-    """Collects these signals, except what is ignored already (nohup, a job in the background).
+    """Collect these signals, except those ignored already (nohup, a job in the background).
 
-    Outside the main thread, where Python installs no handlers, it collects none.
+    Collects none outside the main thread, where Python installs no handlers.
     """
     received: deque[int] = deque()
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
+    with handled_signals(numbers, note):
+        yield received
+
+
+@contextlib.contextmanager
+def handled_signals(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Install a handler for these signals, except those ignored already, and restore the previous ones at the end."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     previous = {
-        number: signal.signal(number, note)
+        number: signal.signal(number, handler)
         for number in numbers
         if in_main_thread and signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
-        yield received
+        yield
     finally:
-        for number, handler in previous.items():
-            # None: a handler that C code installed; Python cannot put it back
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number, former in previous.items():
+            # None: a handler that C code installed, which Python cannot restore
+            signal.signal(number, signal.SIG_DFL if former is None else former)
+
+
+@contextlib.contextmanager
+def blocked_signals(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Block these signals; a process started inside inherits the mask, so none reaches it before it is ready."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
-    """What a new process does so that it gets this signal when we are killed. Linux only."""
+    """Return a function for a new process to call, so that it gets this signal when its parent dies. Linux only."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -47,7 +66,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], Non
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all below it, whatever their process groups and sessions."""
+    """Kill a process and all its descendants, whatever their process groups and sessions."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):

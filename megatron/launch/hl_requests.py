@@ -1,11 +1,10 @@
-"""A run as HL_* variables ask for it, by the table of tools/hl_variables.py; tools/preflight.py judges it."""
+"""Translation of HL_* variables into a launch request, by the table of hl_variables.py; preflight.py validates it."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.config.command_line import build_parser, presets_of, read_preset
@@ -23,62 +22,17 @@ from megatron.launch.hl_variables import (
     one_of,
     whole_number,
 )
-
-
-@dataclass(frozen=True)
-class FineTuning:
-    """What a model is fine-tuned on, before any of it has been read."""
-
-    model: str
-    """Folder that transformers wrote."""
-    chats: str | None
-    """A JSONL file. None: they are processed already, in `folder`."""
-    chat_template: str | None
-    folder: str | None
-    """Of the processed chats. None: `data` in the results folder."""
-
-
-@dataclass
-class Request:
-    """What a user asked for: where to launch, and the flags of megatron.train."""
-
-    nodes: int = 1
-    devices_per_node: int | None = None
-    """None: 8, or on the CPU of this machine as many as the layout needs."""
-    data_parallel_size: int | None = None
-    """None: what the layout leaves of the devices."""
-    hostsfile: str | None = None
-    device: str = "auto"
-    master_port: int | None = None
-    max_restarts: int = 0
-    min_nodes: int | None = None
-    """None: all of them."""
-    rendezvous: str | None = None
-    dry_run: bool = False
-    activate_dir: str | None = None
-    """Folder whose `activate` every node sources first."""
-    results_parent: str | None = None
-    """Folder for a results folder named after the run, where --results-dir is not given."""
-    checkpoints_dir: str | None = None
-    save: bool = False
-    resume: bool = False
-    environment: dict[str, str] = field(default_factory=dict)
-    """For the ranks."""
-    train_flags: list[str] = field(default_factory=list)
-    fine_tuning: FineTuning | None = None
-    faults: list[str] = field(default_factory=list)
-    layout_known: bool = True
-    """False where nodes, devices or parallel sizes are among the faults, and say nothing of each other."""
+from megatron.launch.plan import FineTuning, Request
 
 
 def from_environment(environment: Mapping[str, str], script: Script, passed_on: list[str]) -> Request:
-    """Translate the HL_* variables for one of the scripts; `passed_on` are its arguments, which win.
+    """Translate the HL_* variables for one of the scripts; its arguments, `passed_on`, override them.
 
-    Every value that cannot be honoured is in `faults`.
+    Every value that cannot be used is in `faults`.
     """
     given = {name: value for name, value in environment.items() if name.startswith("HL_") and value != ""}
     if passed := presets_of(build_parser().parse_known_args(passed_on)[0]):
-        given["HL_CONFIG"] = passed[0]  # it names the run; the others are laid over it
+        given["HL_CONFIG"] = passed[0]  # it names the run; the others override its values
     request = Request(faults=_unknown_or_refused(given, script))
     reader = _Reader(given, request)
 
@@ -122,7 +76,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
 
 
 class _Reader:
-    """Reads variables into numbers and switches; a value that is neither becomes a fault, reported once."""
+    """Converts variables to numbers and switches; a wrong value becomes a fault, reported once."""
 
     def __init__(self, given: Mapping[str, str], request: Request):
         self.given, self.request = given, request
@@ -139,14 +93,14 @@ class _Reader:
             self.request.faults.append(text)
 
     def number(self, name: str, at_least: int = 1) -> int | None:
-        """None where it is unset or wrong."""
+        """Return None if it is unset or wrong."""
         if name in self.given:
             with self.faults_of(name):
                 return whole_number(self.given[name], at_least)
         return None
 
     def switch(self, name: str) -> bool | None:
-        """None where it is unset or wrong."""
+        """Return None if it is unset or wrong."""
         if name in self.given:
             with self.faults_of(name):
                 return is_on(self.given[name])
@@ -167,7 +121,7 @@ def _unknown_or_refused(given: Mapping[str, str], script: Script) -> list[str]:
         if variable is not None:
             if script not in variable.scripts:
                 homes = " and ".join(f"scripts/run_{home}.sh" for home in variable.scripts)
-                faults.append(f"{name}={value} means nothing to this script; it belongs to {homes}")
+                faults.append(f"{name}={value} does not apply to this script; it belongs to {homes}")
             continue
         refused = next((entry for entry in REFUSED if _covers(entry, name)), None)
         if refused is None:
@@ -196,20 +150,20 @@ def _preset(given: Mapping[str, str], script: Script, request: Request) -> str:
         request.faults.append(f"HL_LLAMA_MODEL_SIZE={size} must be {one_of(sizes)} with HL_LLAMA_VER={version}")
     else:
         return sizes[size]
-    # any preset will do: the request is refused, and the rest can still be judged
+    # any preset will do: the request is refused, and the rest can still be checked
     return LLAMA_PRESETS["3.1"]["8"]
 
 
 def preset_holds(preset: str, section: str, option: str) -> bool:
-    """Whether a preset gives an option a value."""
+    """Return whether a preset gives an option a value."""
     try:
         return bool((read_preset(preset).get(section) or {}).get(option))
     except (ConfigError, AttributeError):
-        return False  # whoever loads the preset says what is wrong with it
+        return False  # loading the preset reports its fault
 
 
 def _run_name(given: Mapping[str, str], script: Script, preset: str) -> str:
-    """The folder below `out`: bloom13b, llama3.1_8b, sft_ and the model's name, or the preset's name."""
+    """Return the folder below `out`: bloom13b, llama3.1_8b, sft_ and the model's name, or the preset's name."""
     if script == "sft":
         return f"sft_{Path(given.get('HL_MODEL', '.')).absolute().name}"
     if "HL_CONFIG" not in given or preset == "bloom_13b":
@@ -221,7 +175,7 @@ def _run_name(given: Mapping[str, str], script: Script, preset: str) -> str:
 
 
 def _device(given: Mapping[str, str], reader: _Reader) -> str:
-    """hpu, cuda, cpu, auto, or `no-hpu`: the first of cuda and cpu that is there."""
+    """Return hpu, cuda, cpu, auto, or `no-hpu`: the first of cuda and cpu that is there."""
     device, use_hpu = given.get("HL_DEVICE"), reader.switch("HL_USE_HPU")
     if device is not None and device not in ("hpu", "cuda", "cpu"):
         reader.fault(f"HL_DEVICE={device!r} must be hpu, cuda or cpu; unset it for the first of them that is there")
@@ -242,7 +196,7 @@ def _lazy_mode(reader: _Reader) -> None:
 
 
 def _fine_tuning(given: Mapping[str, str], reader: _Reader) -> None:
-    """The model's flags, from its folder, and what it is trained on."""
+    """Add the model's flags, from its folder, and its training data."""
     request = reader.request
     model, chats, folder = given.get("HL_MODEL"), given.get("HL_DATA"), given.get("HL_DATA_OUTPUT_DIR")
     request.fine_tuning = FineTuning(model or "", chats, given.get("HL_CHAT_TEMPLATE"), folder)
@@ -251,7 +205,7 @@ def _fine_tuning(given: Mapping[str, str], reader: _Reader) -> None:
             "HL_DATA is not set; set it to a JSONL file of chats, or HL_DATA_OUTPUT_DIR to the folder of processed ones"
         )
     elif chats is not None and not Path(chats).is_file():
-        request.faults.append(f"HL_DATA={chats} is no file; set it to a JSONL file of chats")
+        request.faults.append(f"HL_DATA={chats} is not a file; set it to a JSONL file of chats")
     if model is None:
         request.faults.append("HL_MODEL is not set; set it to the folder of a model that transformers wrote")
         return
@@ -269,7 +223,7 @@ def _fine_tuning(given: Mapping[str, str], reader: _Reader) -> None:
 
 
 def _data(given: Mapping[str, str], script: Script, preset: str, reader: _Reader) -> None:
-    """Dataset, index folder and tokenizer."""
+    """Add the flags of dataset, index folder and tokenizer."""
     flags = reader.request.train_flags
     root, prefix = given.get("HL_DATA_DIR_ROOT"), given.get("HL_DATA_FILE_PREFIX")
     if prefix is not None:
@@ -310,7 +264,7 @@ def _data(given: Mapping[str, str], script: Script, preset: str, reader: _Reader
 
 
 def legend(faults: list[str]) -> str:
-    """'HL_TP sets tensor_model_parallel_size' for the options that faults name, for users who know the variables."""
+    """Return 'HL_TP sets tensor_model_parallel_size' for the options that faults name and users know as variables."""
     text = " ".join(faults)
     names = {
         variable.flag.removeprefix("--").replace("-", "_"): variable.name for variable in VARIABLES if variable.flag

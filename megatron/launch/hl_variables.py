@@ -1,8 +1,7 @@
-"""The HL_* variables that drive the scripts: what each one means, and which flags of megatron.train it stands for.
+"""The HL_* variables of the scripts: meaning, and flags of megatron.train.
 
-One table, `VARIABLES`. The defaults that a preset does not hold are in scripts/run_bloom13b.sh and
-scripts/run_llama.sh, in plain view; here a variable is only translated, and a value that cannot be honoured is a fault:
-none is ever silently ignored. An empty value counts as unset.
+One table, `VARIABLES`. Defaults that are not in a preset are in scripts/run_bloom13b.sh and scripts/run_llama.sh; here
+a variable is only translated. A value that cannot be used is a fault: none is ignored. An empty value counts as unset.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ SFT: tuple[Script, ...] = ("sft",)
 
 
 class WrongValueError(ValueError):
-    """Why a variable's value cannot be used, and what can."""
+    """A variable's value cannot be used; the message says which can."""
 
 
 Translate = Callable[[str], list[str]]
@@ -26,19 +25,19 @@ Translate = Callable[[str], list[str]]
 
 @dataclass(frozen=True)
 class Variable:
-    """One HL_* variable that is honoured."""
+    """A supported HL_* variable."""
 
     name: str
     meaning: str
     translate: Translate
-    """The flags of megatron.train for a value. Raises WrongValueError."""
+    """Returns the flags of megatron.train for a value. Raises WrongValueError."""
     scripts: tuple[Script, ...] = ALL
     flag: str | None = None
     """The flag it sets, where it is one."""
 
 
 def whole_number(text: str, at_least: int = 0) -> int:
-    """Raises WrongValueError."""
+    """Convert a variable's text. Raises WrongValueError."""
     try:
         number = int(text)
     except ValueError:
@@ -49,7 +48,7 @@ def whole_number(text: str, at_least: int = 0) -> int:
 
 
 def is_on(text: str) -> bool:
-    """Raises WrongValueError unless the text is a switch."""
+    """Convert a switch. Raises WrongValueError."""
     if text.lower() not in ("0", "1", "false", "true"):
         raise WrongValueError("must be 0 or 1")
     return text.lower() in ("1", "true")
@@ -92,7 +91,7 @@ def _choice(
 
 
 def _launch(name: str, meaning: str, *scripts: Script) -> Variable:
-    """A variable that `translate` reads itself."""
+    """Variable that hl_requests.py reads itself."""
     return Variable(name, meaning, lambda text: [], scripts or ALL)
 
 
@@ -274,12 +273,12 @@ VARIABLES: tuple[Variable, ...] = (
 
 @dataclass(frozen=True)
 class Refused:
-    """A variable of Habana's scripts that is known and not honoured."""
+    """A known variable of Habana's scripts that is not supported."""
 
     names: tuple[str, ...]
-    """A trailing * stands for every name that starts so."""
+    """A trailing * matches every name that starts so."""
     off: tuple[str, ...]
-    """Values that ask for nothing, accepted."""
+    """Accepted values: they request nothing."""
     reason: str
 
 

@@ -1,16 +1,21 @@
-"""What the fork server of tools/supervise.py imports, and nobody else: it holds in memory what a rank needs.
+"""Imports of a rank that can precede its environment: in the fork server, or while the nodes rendezvous.
 
-So a restart does not wait for seconds' worth of imports. None of these opens a device, joins a process group or starts
-a thread, but OpenBLAS, which knows of forks.
+A fork server on the CPU makes a restart skip seconds of imports. None of these modules opens a device, joins a process
+group or starts a thread, except OpenBLAS, which handles forks.
 """
 
 from __future__ import annotations
 
+import os
+
 from megatron.launch.child_processes import end_with_parent
 
-# the ranks hold it open and so would keep it alive; and they end with it, as it ends with the agent
-if at_death := end_with_parent():
-    at_death()
+# The fork server ends with the agent, although the ranks hold its pipe open; the ranks end with the fork server.
+if set_death_signal := end_with_parent():
+    set_death_signal()
 
 import torch.distributed
 import torch.utils.tensorboard.writer  # noqa: F401
+
+if os.environ.get("DS_ACCELERATOR") == "cpu":  # importing deepspeed elsewhere selects a device
+    import deepspeed  # noqa: F401

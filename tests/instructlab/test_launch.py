@@ -1,4 +1,4 @@
-"""How torchrun is started, what it is told, and how it ends."""
+"""The agent as a child process: its command line, its exit status, signals to it."""
 
 from __future__ import annotations
 
@@ -13,47 +13,56 @@ from typing import Any
 import pytest
 
 from megatron.api import TorchrunArgs
-from megatron.instructlab.launch import meaning, run_to_the_end, torchrun_command
+from megatron.instructlab.launch import agent_command, meaning, run_to_the_end
 
 
 @pytest.mark.parametrize(
-    ("given", "meeting"),
+    ("given", "nodes"),
     [
-        ({}, ["--nnodes=1", "--node-rank=0", "--rdzv-id=0", "--standalone"]),
+        ({}, ["--node-rank", "0"]),
         (
             {"nnodes": 2, "node_rank": 1, "rdzv_id": "run", "rdzv_endpoint": "node0:12345"},
-            ["--nnodes=2", "--node-rank=1", "--rdzv-id=run", "--rdzv-endpoint=node0:12345"],
+            [
+                *("--nodes", "2", "--min-nodes", "2", "--node-rank", "1"),
+                *("--rendezvous", "node0:12345", "--run-id", "run"),
+            ],
         ),
         (
             {"nnodes": 2, "master_addr": "node0", "master_port": 1234},
-            ["--nnodes=2", "--node-rank=0", "--rdzv-id=0", "--master-addr=node0", "--master-port=1234"],
+            [
+                *("--nodes", "2", "--min-nodes", "2", "--node-rank", "0"),
+                *("--rendezvous", "node0:1234", "--run-id", "0"),
+            ],
         ),
         (
             {"nnodes": 2, "master_addr": "node0"},
-            ["--nnodes=2", "--node-rank=0", "--rdzv-id=0", "--master-addr=node0", "--master-port=29500"],
+            [
+                *("--nodes", "2", "--min-nodes", "2", "--node-rank", "0"),
+                *("--rendezvous", "node0:29500", "--run-id", "0"),
+            ],
         ),
     ],
 )
-def test_torchrun_is_told_where_the_nodes_meet(given: dict[str, Any], meeting: list[str]) -> None:
-    command = torchrun_command(TorchrunArgs(**given), 4, ["--config", "file.yaml"])
+def test_the_agent_knows_its_node_and_the_first_one(given: dict[str, Any], nodes: list[str]) -> None:
+    command = agent_command(TorchrunArgs(**given), 4, ["--config", "file.yaml"])
     assert command[2:] == [
-        *("-m", "megatron.instructlab.torchrun", "--nproc-per-node=4", *meeting),
-        *("-m", "megatron.train", "--config", "file.yaml"),
+        *("-m", "megatron.launch.agent", "--ranks-per-node", "4", "--max-restarts", "0", *nodes),
+        *("--", "--config", "file.yaml"),
     ]
 
 
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        (1, "another try may succeed"),
+        (1, "another attempt may succeed"),
         (2, "refused"),
         (3, "aborted"),
         (4, "hung"),
         (137, "SIGKILL ended it"),
-        (99, "no"),
+        (99, "not a status of this project"),
     ],
 )
-def test_a_status_is_told_by_its_meaning(status: int, said: str, tmp_path: Path) -> None:
+def test_a_status_is_reported_with_its_meaning(status: int, said: str, tmp_path: Path) -> None:
     assert said in meaning(status)
     command = [sys.executable, "-c", f"import sys; print('last words'); sys.exit({status})"]
     with pytest.raises(RuntimeError, match=f"status {status}"):
@@ -61,26 +70,22 @@ def test_a_status_is_told_by_its_meaning(status: int, said: str, tmp_path: Path)
     assert (tmp_path / "log").read_text() == "last words\n"
 
 
-def test_torchrun_ends_with_the_status_of_the_rank_that_failed(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)")
-    flags = ["--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py")]
-    command = [sys.executable, "-m", "megatron.instructlab.torchrun", *flags]
-    assert subprocess.run(command, capture_output=True).returncode == 3
-
-
 RANK = """
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
 def stop(number, frame):
-    pathlib.Path(sys.argv[1], "told").write_text(str(number))
-    sys.exit(0)
+    pathlib.Path(sys.argv[1], "received").write_text(str(int(number)))
+    os._exit(0)
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT])
 pathlib.Path(sys.argv[1], "ready").touch()
 time.sleep(60)
 """
-TORCHRUN = """
-import subprocess, sys
-sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], start_new_session=True).returncode)
+AGENT = """
+import sys
+from megatron.launch import agent, rank
+rank.train = lambda flags: exec(open(sys.argv[1] + "/rank.py").read(), {})
+sys.exit(agent.run_agent(agent.AgentOptions(ranks_per_node=1), [], "fork"))
 """
 CALLER = """
 import os, sys
@@ -99,9 +104,8 @@ print("went on")
 def test_a_signal_reaches_the_ranks_first_and_then_takes_its_course(
     number: signal.Signals, status: int, tmp_path: Path
 ) -> None:
-    rank = tmp_path / "rank.py"
-    rank.write_text(RANK)
-    command = [sys.executable, "-c", TORCHRUN, str(rank), str(tmp_path)]
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-c", AGENT, str(tmp_path)]
     caller = subprocess.Popen(
         [sys.executable, "-c", CALLER, str(tmp_path), *command], stdout=subprocess.PIPE, text=True
     )
@@ -114,6 +118,6 @@ def test_a_signal_reaches_the_ranks_first_and_then_takes_its_course(
         said, _ = caller.communicate(timeout=20)
     finally:
         caller.kill()
-    assert (tmp_path / "told").read_text() == str(int(number))
+    assert (tmp_path / "received").read_text() == str(int(number))
     assert caller.returncode == status
     assert "went on" not in said

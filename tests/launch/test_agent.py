@@ -1,4 +1,4 @@
-"""Supervised launches: what is refused beforehand, what becomes of ranks that fail, nodes that are lost, schedulers."""
+"""The agent: restarts, signals, ranks that fail or outstay, nodes that are lost, schedulers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,9 +21,11 @@ import yaml
 from benchmarks import chaos
 from megatron.cli import launch
 from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
-from megatron.launch import agent as supervise
-from megatron.launch import elastic, hosts, preflight
-from megatron.launch.hl_requests import Request, from_environment
+from megatron.launch import agent, hosts, rank
+from megatron.launch.agent import AgentOptions
+from megatron.launch.hl_requests import from_environment
+from megatron.launch.plan import RefusedError, Request
+from megatron.launch.preflight import preflight
 from tests import runs
 from tests.ranks import free_port
 
@@ -43,8 +46,8 @@ def tiny(*flags: str, **settings: Any) -> Request:
 
 
 def faults(request: Request) -> list[str]:
-    with pytest.raises(preflight.RefusedError) as refused:
-        preflight.preflight(request)
+    with pytest.raises(RefusedError) as refused:
+        preflight(request)
     return refused.value.faults
 
 
@@ -54,9 +57,9 @@ MEETING: dict[str, Any] = {"rendezvous": "node0:29500", "devices_per_node": 2}
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (tiny(max_restarts=3), "a restart goes on from the newest checkpoint, but none are saved"),
+        (tiny(max_restarts=3), "a restart resumes the newest checkpoint, but none are saved"),
         (tiny("--save", "s", max_restarts=1, nodes=2, min_nodes=3, **MEETING), "more than the 2 nodes"),
-        (tiny("--save", "s", nodes=2, min_nodes=1, **MEETING), "going on with fewer nodes is a restart"),
+        (tiny("--save", "s", nodes=2, min_nodes=1, **MEETING), "continuing with fewer nodes is a restart"),
         (tiny(rendezvous="node0"), "rendezvous=node0 is not HOST:PORT"),
         (tiny(results_parent="out", rendezvous="node0:1"), "would name the results folder after its own clock"),
         (
@@ -69,14 +72,14 @@ MEETING: dict[str, Any] = {"rendezvous": "node0:29500", "devices_per_node": 2}
                 rendezvous="a:1",
                 devices_per_node=1,
             ),
-            "with 3 of 4 nodes the run could not go on",
+            "with 3 of 4 nodes the run could not continue",
         ),
         (
             tiny(
                 *("--save", "s", "--tensor-model-parallel-size", "4"),
                 **{"max_restarts": 1, "nodes": 2, "min_nodes": 1, **MEETING},
             ),
-            "with 1 of 2 nodes the run could not go on",
+            "with 1 of 2 nodes the run could not continue",
         ),
     ],
 )
@@ -89,8 +92,8 @@ def test_every_number_of_nodes_that_fits_is_accepted() -> None:
     request = tiny("--save", "s", max_restarts=1, nodes=4, min_nodes=1, rendezvous="a:1")
     request.devices_per_node = 1
     request.train_flags += ["--global-batch-size", "24"]
-    plan = preflight.preflight(request)
-    assert (plan.nodes, plan.min_nodes, plan.is_supervised) == (4, 1, True)
+    plan = preflight(request)
+    assert (plan.nodes, plan.min_nodes) == (4, 1)
     assert "restarts: 1 at most, from the newest checkpoint, with 1 of the 4 nodes if need be" in launch.plan_text(
         plan, ""
     )
@@ -118,58 +121,71 @@ def test_each_host_gets_one_agent_that_sees_all_devices(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("me@10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
     request = tiny("--save", "s", nodes=2, min_nodes=1, max_restarts=3, hostsfile=str(tmp_path / "hosts"))
     request.devices_per_node = 2
-    plan = preflight.preflight(request)
+    plan = preflight(request)
     command = hosts.remote_command(plan)
     assert command[command.index("--num_gpus") + 1] == "1"
     env = command[command.index("/usr/bin/env") :]
     assert env[1:5] == ["-u", "CUDA_VISIBLE_DEVICES", "-u", "HABANA_VISIBLE_MODULES"]
-    agent = env[env.index(sys.executable) :]
-    assert agent[1] == "-X"  # by which the ranks of the run are found on their hosts
-    supervision, flags = supervise.parse(agent[agent.index(str(ROOT / "tools" / "supervise.py")) + 1 :])
+    words = env[env.index(sys.executable) :]
+    assert words[1] == "-X"  # by which the agents of the run are found on their hosts
+    place = words.index("megatron.launch.agent") + 1
+    assert flag_value(words, "--node-rank") == "%n"  # pdsh writes the number of the host
+    options, flags = agent.parse([word.replace("%n", "1") for word in words[place:]])
     assert flags == list(plan.train_flags)
-    assert supervision == supervise.Supervision(
-        ranks_per_node=2, nodes=2, min_nodes=1, rendezvous="10.0.0.1:29500", run_id=plan.run_id, max_restarts=3
+    assert options == AgentOptions(
+        ranks_per_node=2,
+        nodes=2,
+        min_nodes=1,
+        node_rank=1,
+        rendezvous="10.0.0.1:29500",
+        run_id=plan.run_id,
+        max_restarts=3,
     )
+
+
+def flag_value(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
 
 
 def test_what_a_killed_run_left_does_not_bar_the_next_try(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     (tmp_path / ".global_step5.partial-abc").mkdir()
-    preflight.preflight(tiny("--save", str(tmp_path), "--load", str(tmp_path), max_restarts=1, devices_per_node=2))
+    preflight(tiny("--save", str(tmp_path), "--load", str(tmp_path), max_restarts=1, devices_per_node=2))
 
 
 def test_all_nodes_of_a_rendezvous_give_the_run_one_name() -> None:
     def run_id(*flags: str) -> str:
-        return preflight.preflight(tiny(*flags, nodes=2, **MEETING)).run_id
+        return preflight(tiny(*flags, nodes=2, **MEETING)).run_id
 
     assert run_id("--seed", "1") == run_id("--seed", "1") != run_id("--seed", "2")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One node. The ranks are forks of this process that do what they are told; tests/training/test_chaos.py has real ones
+# One node. The ranks are forks of this process that do as the test says; tests/training/test_chaos.py has real ones
 
 
-Rank = Callable[[Mapping[str, str], Any], None]
+Train = Callable[[Any], None]
 
 
-def supervised(monkeypatch: pytest.MonkeyPatch, rank: Rank, max_restarts: int = 0, ranks_per_node: int = 2) -> int:
-    monkeypatch.setattr(elastic, "FAILED_GRACE_S", 0.5)
-    monkeypatch.setattr(elastic, "run_rank", rank)
-    return elastic.run_agent(supervise.Supervision(ranks_per_node, max_restarts=max_restarts), "fork", [])
+def run(monkeypatch: pytest.MonkeyPatch, train: Train, max_restarts: int = 0, ranks_per_node: int = 2) -> int:
+    """Run an agent whose ranks call `train` with their flags, each in its environment."""
+    monkeypatch.setattr(agent, "FAILED_GRACE_S", 0.5)
+    monkeypatch.setattr(rank, "train", train)
+    return agent.run_agent(AgentOptions(ranks_per_node=ranks_per_node, max_restarts=max_restarts), [], "fork")
 
 
-def leaves_with(*statuses: int) -> Rank:
-    """Ranks that end with these, try by try; the last again and again. Below 0: killed by that signal."""
+def exit_with(*statuses: int) -> Train:
+    """Ranks that end with these, attempt by attempt; the last again and again. Below 0: killed by that signal."""
 
-    def rank(environment: Mapping[str, str], flags: Any) -> None:
-        status = statuses[min(int(environment["TORCHELASTIC_RESTART_COUNT"]), len(statuses) - 1)]
-        if environment["RANK"] == "0":
+    def train(flags: Any) -> None:
+        status = statuses[min(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), len(statuses) - 1)]
+        if os.environ["RANK"] == "0":
             time.sleep(600)  # as in a collective; only the other one ends by itself
         if status < 0:
             os.kill(os.getpid(), -status)
         os._exit(status)
 
-    return rank
+    return train
 
 
 @pytest.mark.parametrize(
@@ -177,13 +193,15 @@ def leaves_with(*statuses: int) -> Rank:
     [
         ([FAILED], 0, FAILED, 0),
         ([FAILED], 2, FAILED, 2),
+        ([17], 0, 17, 0),
         ([HUNG, FAILED], 1, FAILED, 1),
+        ([-signal.SIGKILL], 0, 128 + signal.SIGKILL, 0),
         ([-signal.SIGKILL], 1, 128 + signal.SIGKILL, 1),
         ([REFUSED], 3, REFUSED, 0),
         ([FAILED, ABORTED], 3, ABORTED, 1),
     ],
 )
-def test_only_what_may_go_better_is_tried_again(
+def test_only_failures_that_may_pass_are_restarted(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     statuses: list[int],
@@ -191,67 +209,226 @@ def test_only_what_may_go_better_is_tried_again(
     status: int,
     restarts: int,
 ) -> None:
-    assert supervised(monkeypatch, leaves_with(*statuses), max_restarts) == status
+    assert run(monkeypatch, exit_with(*statuses), max_restarts) == status
     shown = capfd.readouterr().err
     assert shown.count("; restart ") == restarts
+    assert "rank 1 on " in shown
     if restarts:
         assert f"restart 1 of {max_restarts}\n" in shown
-        assert "rank 1 on " in shown
     if restarts == max_restarts > 0:
         assert f"all {max_restarts} restarts are used up" in shown
+    assert shown.count("; ending the ranks that still run") == 1
     assert "Traceback" not in shown
 
 
 def test_ranks_that_are_done_end_the_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    assert supervised(monkeypatch, lambda environment, flags: os._exit(0), max_restarts=1) == 0
+    assert run(monkeypatch, lambda flags: os._exit(0), max_restarts=1) == 0
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_reported_its_fault_is_not_reported_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, lambda flags: os._exit(FAILED)) == FAILED
+    assert capfd.readouterr().err == ""
+
+
+def test_a_killed_rank_is_reported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, lambda flags: os.kill(os.getpid(), signal.SIGKILL), ranks_per_node=1) == 128 + 9
+    assert capfd.readouterr().err.endswith(" was killed by SIGKILL\n")
 
 
 def test_ranks_know_their_place(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR".split()
 
-    def rank(environment: Mapping[str, str], flags: Any) -> None:
-        os.write(1, (" ".join(environment[name] for name in names) + "\n").encode())
+    def train(flags: Any) -> None:
+        os.write(1, (" ".join(os.environ[name] for name in names) + "\n").encode())
         os._exit(0)
 
-    assert supervised(monkeypatch, rank) == 0
+    assert run(monkeypatch, train) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 0 2 2 127.0.0.1", "1 1 2 2 127.0.0.1"]
 
 
 @pytest.mark.parametrize("heeds", [True, False])
-def test_a_signal_is_the_ranks_to_heed_and_ends_the_run(
+def test_a_signal_reaches_the_ranks_and_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, heeds: bool
 ) -> None:
-    def rank(environment: Mapping[str, str], flags: Any) -> None:
+    def train(flags: Any) -> None:
         def stop(number: int, frame: object) -> None:
             time.sleep(0.5)  # as a checkpoint takes
             os._exit(0)
 
         signal.signal(signal.SIGTERM, stop if heeds else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, supervise.SIGNALS)
-        (tmp_path / environment["RANK"]).touch()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, agent.SIGNALS)
+        (tmp_path / os.environ["RANK"]).touch()
         time.sleep(600)
 
-    def ask() -> None:
+    def request_stop() -> None:
         while len(list(tmp_path.iterdir())) < 2:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    requesting = threading.Thread(target=request_stop)
+    requesting.start()
     # a rank that the signal killed had nothing to save; it is not started again
-    assert supervised(monkeypatch, rank, max_restarts=5) == (0 if heeds else 128 + signal.SIGTERM)
-    asking.join()
-    assert "restart" not in capfd.readouterr().err
+    assert run(monkeypatch, train, max_restarts=5) == (0 if heeds else 128 + signal.SIGTERM)
+    requesting.join()
+    shown = capfd.readouterr().err
+    assert shown.startswith("SIGTERM: the ranks stop after this step and save")
+    assert "restart" not in shown
+
+
+def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    # on a clock of its own, which a busy machine does not disturb
+    now_s, waited_s = time.monotonic(), 0.0
+    real_wait = agent.wait
+
+    def wait(sentinels: Any, timeout: float) -> Any:
+        nonlocal waited_s
+        if ended := real_wait(sentinels, 0.002):
+            return ended
+        waited_s += timeout
+        return []
+
+    def train(flags: Any) -> None:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(agent, "wait", wait)
+    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: now_s + waited_s))
+    monkeypatch.setattr(rank, "train", train)
+    failed_s: list[float] = []
+    original = agent.Agent._end_after
+
+    def end_after(self: agent.Agent, failure: agent.Failure) -> None:
+        failed_s.append(waited_s)
+        original(self, failure)
+
+    monkeypatch.setattr(agent.Agent, "_end_after", end_after)
+    assert agent.run_agent(AgentOptions(ranks_per_node=2), [], "fork") == 128 + signal.SIGKILL
+    assert 0 < waited_s - failed_s[0] < 4.5, "and half a second for the kernel"
+
+
+def test_one_node_needs_neither_torch_nor_a_listener() -> None:
+    code = (
+        "import os, sys, psutil\n"
+        "from megatron.launch import agent, rank\n"
+        "rank.train = lambda flags: os._exit(0)\n"
+        "listening = []\n"
+        "watch = agent.Agent._watch\n"
+        "def note(self):\n"
+        "    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:\n"
+        "        listening.extend(c for c in process.net_connections('inet') if c.status == 'LISTEN')\n"
+        "    return watch(self)\n"
+        "agent.Agent._watch = note\n"
+        "assert agent.run_agent(agent.AgentOptions(ranks_per_node=2, max_restarts=3), [], 'fork') == 0\n"
+        "print(listening, {'torch', 'numpy', 'deepspeed'} & set(sys.modules))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "[] set()\n", ran.stderr
 
 
 def test_an_agent_that_waits_for_others_ends_at_a_signal() -> None:
     port = free_port()
     timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM))
     timer.start()
-    alone = supervise.Supervision(1, nodes=2, min_nodes=2, rendezvous=f"127.0.0.1:{port}")
-    assert elastic.run_agent(alone, "fork", []) == 128 + signal.SIGTERM
+    alone = AgentOptions(nodes=2, min_nodes=2, rendezvous=f"127.0.0.1:{port}")
+    assert agent.run_agent(alone, [], "fork") == 128 + signal.SIGTERM
     timer.join()
+
+
+AGENT = """
+import sys
+from megatron.launch import agent, rank
+code = sys.argv[1]
+rank.train = lambda flags: exec(code, {})
+sys.exit(agent.run_agent(agent.AgentOptions(ranks_per_node=2), [], "fork"))
+"""
+
+# prints its process id and that of a child, then waits; a signal ends it with status 0 after a moment
+RANK = """
+import os, signal, subprocess, sys, time
+def stop(number, frame):
+    time.sleep(0.3)
+    os.write(1, f"stopped {os.environ['RANK']} {number}\\n".encode())  # in one piece: two ranks share the pipe
+    os._exit(0)
+numbers = [getattr(signal, "SIG" + name) for name in "TERM INT USR1 USR2 HUP XCPU".split()]
+for number in numbers:
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+os.write(1, f"pids {os.getpid()} {child.pid}\\n".encode())
+time.sleep(600)
+"""
+
+
+def started(preexec_fn: Callable[[], object] | None = None) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start an agent with two ranks; return it with the ids of their processes and their children's."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT, RANK],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=preexec_fn,
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()[1:]]
+    return process, pids
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline_s = time.monotonic() + 20
+    while any(map(running, pids)):
+        assert time.monotonic() < deadline_s, f"still running: {[pid for pid in pids if running(pid)]}"
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"])
+def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    number = getattr(signal, name)
+    process, pids = started()
+    process.send_signal(number)
+    shown, _ = process.communicate(timeout=30)
+    assert sorted(shown.splitlines()) == [f"stopped 0 {number}", f"stopped 1 {number}"]
+    assert process.returncode == 0
+    assert capfd.readouterr().err.startswith(f"{name}: the ranks stop after this step and save")
+    wait_until_gone(pids)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ranks_die_with_an_agent_that_is_killed() -> None:
+    process, pids = started()
+    process.kill()
+    process.wait(timeout=30)
+    wait_until_gone(pids[::2])
+    for pid in pids[1::2]:
+        os.kill(pid, signal.SIGKILL)  # the ranks' own children are beyond the agent's reach then
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    process, pids = started(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.6)  # twice what a rank needs to end
+    assert all(map(running, pids))
+    process.send_signal(signal.SIGTERM)
+    shown, _ = process.communicate(timeout=30)
+    assert sorted(shown.splitlines()) == ["stopped 0 15", "stopped 1 15"]
+    wait_until_gone(pids)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,10 +436,9 @@ def test_an_agent_that_waits_for_others_ends_at_a_signal() -> None:
 
 NODE = """
 import sys
-from megatron.launch import agent as supervise
-from megatron.launch import elastic
-elastic.LAST_CALL_S, elastic.KEEP_ALIVE_S = 2, 2
-sys.exit(supervise.main(sys.argv[1:]))
+from megatron.launch import agent, rendezvous
+rendezvous.LAST_CALL_S, rendezvous.KEEP_ALIVE_S = 2, 2
+sys.exit(agent.main(sys.argv[1:]))
 """
 
 
@@ -329,9 +505,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
         wait_for_words("2 ranks on 1 node from now on, instead of 4", "resumed", "saved")
 
         start_node()  # one comes back
-        wait_for_words(
-            "the nodes have changed; the ranks save and begin again", "4 ranks on 2 nodes", "resumed", "saved"
-        )
+        wait_for_words("the nodes have changed; the ranks save and restart", "4 ranks on 2 nodes", "resumed", "saved")
         for agent in (agents[0], agents[2]):
             agent.send_signal(signal.SIGTERM)
         for agent in (agents[0], agents[2]):

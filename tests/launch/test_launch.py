@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -10,20 +11,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.cli import launch
 from megatron.config.command_line import PRESETS_DIR
-from megatron.launch import hosts, preflight
-from megatron.launch.hl_requests import Request, from_environment
+from megatron.launch import agent, checks, hosts, rank
+from megatron.launch.hl_requests import from_environment
 from megatron.launch.hl_variables import REFUSED, VARIABLES, Script
+from megatron.launch.hostsfile import parse_hostsfile
+from megatron.launch.plan import LaunchPlan, RefusedError, Request
+from megatron.launch.preflight import preflight
+from tests.launch.test_agent import wait_until_gone
 
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml"))
 
@@ -59,8 +61,8 @@ ENOUGH = ("--global-batch-size", "128")
 
 
 def faults(request: Request) -> list[str]:
-    with pytest.raises(preflight.RefusedError) as refused:
-        preflight.preflight(request)
+    with pytest.raises(RefusedError) as refused:
+        preflight(request)
     return refused.value.faults
 
 
@@ -79,7 +81,7 @@ def flag_values(flags: tuple[str, ...] | list[str], flag: str) -> list[str]:
 
 def test_hostsfile_skips_comments_and_blank_lines() -> None:
     text = "# ours\n\n  worker-0 slots=8  # rack 1\n\tuser@10.0.0.2\tslots=4\n"
-    hosts, wrong = preflight.parse_hostsfile(text, "hosts")
+    hosts, wrong = parse_hostsfile(text, "hosts")
     assert not wrong
     assert [(host.name, host.address, host.slots, host.line) for host in hosts] == [
         ("worker-0", "worker-0", 8, 3),
@@ -98,12 +100,12 @@ def test_hostsfile_skips_comments_and_blank_lines() -> None:
         ("worker-1 slots=-1", "slots must be a whole number above 0"),
         ("worker-1 slots=eight", "slots must be a whole number above 0"),
         ("worker-0 slots=8", "repeats the host of line 1"),
-        ("-oProxyCommand=x slots=8", "starts with no host name"),
-        ("a,b slots=8", "starts with no host name"),
+        ("-oProxyCommand=x slots=8", "does not start with a host name"),
+        ("a,b slots=8", "does not start with a host name"),
     ],
 )
 def test_a_wrong_hostsfile_line_is_named(line: str, said: str) -> None:
-    hosts, wrong = preflight.parse_hostsfile(f"worker-0 slots=8\n# x\n{line}\n", "hosts")
+    hosts, wrong = parse_hostsfile(f"worker-0 slots=8\n# x\n{line}\n", "hosts")
     assert len(hosts) == 1
     assert len(wrong) == 1
     assert wrong[0].startswith("hosts, line 3: ")
@@ -111,7 +113,7 @@ def test_a_wrong_hostsfile_line_is_named(line: str, said: str) -> None:
 
 
 def test_every_wrong_line_is_reported() -> None:
-    assert len(preflight.parse_hostsfile("a\nb slots=0\nc slots=1\nc slots=1\n", "hosts")[1]) == 3
+    assert len(parse_hostsfile("a\nb slots=0\nc slots=1\nc slots=1\n", "hosts")[1]) == 3
 
 
 @pytest.mark.parametrize(
@@ -146,9 +148,7 @@ def test_missing_and_unreadable_hostsfiles_are_refused(tmp_path: Path) -> None:
 
 def test_a_right_run_passes(dataset: str, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    plan = preflight.preflight(
-        tiny("--data-path", dataset, "--pipeline-model-parallel-size", "2", data_parallel_size=2)
-    )
+    plan = preflight(tiny("--data-path", dataset, "--pipeline-model-parallel-size", "2", data_parallel_size=2))
     assert (plan.nodes, plan.devices_per_node, plan.hosts) == (1, 4, ())
     assert plan.environment["DS_ACCELERATOR"] == plan.config.parallel.device == "cpu"
     assert sorted(tmp_path.iterdir()) == before
@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_made_is_refused(option: str, dataset: str, tmp_
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "below" / "deep"
     (fault,) = faults(tiny("--data-path", dataset, f"--{option}", str(folder)))
-    assert f"{tmp_path / 'file'} is no folder" in fault
+    assert f"{tmp_path / 'file'} is not a folder" in fault
     assert option.replace("-", "_") in fault
 
 
@@ -222,16 +222,16 @@ def test_a_folder_without_permission_is_refused(dataset: str, tmp_path: Path, mo
 def test_load_must_be_a_checkpoint_folder_an_empty_one_or_none(dataset: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     request = tiny("--data-path", dataset, "--load", str(folder))
-    preflight.preflight(request)  # missing: a new run
+    preflight(request)  # missing: a new run
     folder.mkdir()
-    preflight.preflight(request)  # empty: a new run
+    preflight(request)  # empty: a new run
     (folder / ".lock").touch()
-    preflight.preflight(request)  # as a run leaves it that was killed before its first checkpoint
+    preflight(request)  # as a run leaves it that was killed before its first checkpoint
     (folder / "notes.txt").touch()
     assert "holds no checkpoint" in faults(request)[0]
     (folder / "latest").write_text("global_step1\n")
-    preflight.preflight(request)  # what it names, the run itself looks for
-    assert "is no folder" in faults(tiny("--data-path", dataset, "--load", dataset + ".bin"))[0]
+    preflight(request)  # what it names, the run itself looks for
+    assert "is not a folder" in faults(tiny("--data-path", dataset, "--load", dataset + ".bin"))[0]
 
 
 def test_a_contradicting_deepspeed_json_is_refused(dataset: str, tmp_path: Path) -> None:
@@ -244,20 +244,20 @@ def test_too_few_accelerators_are_refused(dataset: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     request = tiny("--data-path", dataset, "--global-batch-size", "64", data_parallel_size=8)
     request.device = "cuda"
-    assert "8 cuda devices are needed, but this machine shows 2" in "".join(faults(request))
+    assert "8 cuda devices are needed, but this machine has 2" in "".join(faults(request))
 
 
 def test_other_machines_find_their_device_themselves(tmp_path: Path) -> None:
     hostsfile = hosts_of(tmp_path, "w0 slots=8", "w1 slots=8")
     request = tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True, data_parallel_size=16)
     request.device = "auto"
-    plan = preflight.preflight(request)
+    plan = preflight(request)
     assert plan.config.parallel.device == "auto"
     assert "DS_ACCELERATOR" not in plan.environment
 
 
 def test_remote_runs_need_pdsh(tmp_path: Path, dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".deepspeed_env").write_text("A=1\n\n")
     hostsfile = hosts_of(tmp_path, "w0 slots=8", "w1 slots=8")
@@ -422,7 +422,7 @@ def test_a_llama_that_does_not_exist_is_refused(version: str, size: str) -> None
 
 
 def test_arguments_win_over_variables() -> None:
-    plan = preflight.preflight(
+    plan = preflight(
         translated(
             {"HL_GBS": "32", "HL_DRY_RUN": "1", "HL_CONFIG": "tiny_bloom", "HL_DEVICE": "cpu"},
             "bloom13b",
@@ -455,7 +455,7 @@ def test_the_results_folder_is_named_after_the_run(dataset: str) -> None:
         "HL_DP": "2",
         "HL_TP": "4",
     }
-    plan = preflight.preflight(translated(variables))
+    plan = preflight(translated(variables))
     (results,) = flag_values(plan.train_flags, "--results-dir")
     assert results.startswith("out/bloom13b/ds_z0_nl40_hs5120_gb1024_mb1_D2_T4_P1_devices8_")
     assert (
@@ -484,7 +484,7 @@ def test_a_dry_run_prints_the_plan_of_every_preset(
     flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     assert launch.main(flags) == 0
     shown = capsys.readouterr().out
-    for said in ("PP 2 x TP 2 x DP 1", "parameters", "bubble", "memory per rank", "-m megatron.train"):
+    for said in ("PP 2 x TP 2 x DP 1", "parameters", "bubble", "memory per rank", "-m megatron.launch.agent"):
         assert said in shown
     assert "warning: no dataset is given" in shown
     assert not list(tmp_path.iterdir())
@@ -492,8 +492,8 @@ def test_a_dry_run_prints_the_plan_of_every_preset(
 
 def test_a_shown_command_can_be_pasted(tmp_path: Path) -> None:
     request = tiny("--save", str(tmp_path / "a b"), dry_run=True, results_parent="out")
-    shown = launch.command_text(preflight.preflight(request))
-    words = shlex.split(shown.split("\n", 1)[1])
+    shown = launch.command_text(preflight(request))
+    words = shlex.split(shown)
     assert flag_values(words, "--save") == [str(tmp_path / "a b")]
 
 
@@ -504,26 +504,28 @@ def test_a_shown_command_can_be_pasted(tmp_path: Path) -> None:
 def test_the_remote_command_names_the_first_host_and_carries_the_environment(tmp_path: Path) -> None:
     hostsfile = hosts_of(tmp_path, "# node slots=8", "", "me@10.0.0.1 slots=8", "10.0.0.2 slots=8", "10.0.0.3 slots=8")
     request = tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True, environment={"PT_HPU_LAZY_MODE": "0"})
-    command = hosts.remote_command(preflight.preflight(request))
+    command = hosts.remote_command(preflight(request))
     assert command[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
     assert flag_values(command, "--hostfile") == [hostsfile]
     assert flag_values(command, "--master_addr") == ["10.0.0.1"]
     assert flag_values(command, "--num_nodes") == ["2"]
-    assert flag_values(command, "--num_gpus") == ["8"]
+    assert flag_values(command, "--num_gpus") == ["1"]  # one agent a host
+    assert flag_values(command, "--ranks-per-node") == ["8"]
+    assert flag_values(command, "--rendezvous") == ["10.0.0.1:29500"]
     assert "--force_multi" not in command
     env = command[command.index("/usr/bin/env") :]
     assert "DS_ACCELERATOR=cpu" in env
     assert "PT_HPU_LAZY_MODE=0" in env
     python, option, run, *module = env[env.index(sys.executable) :][:6]
-    assert (python, option, module) == (sys.executable, "-X", ["-u", "-m", "megatron.train"])
+    assert (python, option, module) == (sys.executable, "-X", ["-u", "-m", "megatron.launch.agent"])
     assert run.startswith("run=")
 
 
 def test_one_remote_host_is_not_run_here(tmp_path: Path) -> None:
     remote = tiny(*ENOUGH, hostsfile=hosts_of(tmp_path, "10.0.0.1 slots=8"), dry_run=True)
-    assert "--force_multi" in hosts.remote_command(preflight.preflight(remote))
+    assert "--force_multi" in hosts.remote_command(preflight(remote))
     local = tiny(*ENOUGH, hostsfile=hosts_of(tmp_path, "localhost slots=8"), dry_run=True)
-    assert preflight.preflight(local).hosts == ()
+    assert preflight(local).hosts == ()
 
 
 @pytest.mark.parametrize(
@@ -538,169 +540,35 @@ def test_words_reach_the_remote_shell_unchanged(word: str) -> None:
     assert shown.stdout == word
 
 
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", "import os, signal, sys, time\n" + code]
-
-
-def environments(count: int) -> list[dict[str, str]]:
-    return [dict(os.environ) | {"RANK": str(rank)} for rank in range(count)]
-
-
-def test_the_status_is_that_of_the_first_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "FAILED_GRACE_S", 0.0)
-    assert hosts.run_processes(python("pass"), environments(2)) == 0
-    # the other one would wait for ever
-    code = "if os.environ['RANK'] == '1': sys.exit(17)\ntime.sleep(600)"
-    assert hosts.run_processes(python(code), environments(2)) == 17
-
-
-def test_a_rank_killed_by_a_signal_counts_as_a_shell_counts() -> None:
-    assert hosts.run_processes(python("os.kill(os.getpid(), signal.SIGKILL)"), environments(1)) == 128 + 9
-
-
-def test_a_rank_that_ignores_sigterm_is_killed_once_another_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "FAILED_GRACE_S", 0.2)
-    monkeypatch.setattr(hosts, "TERMINATED_GRACE_S", 0.2)
-    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.environ['RANK'] == '0': time.sleep(600)\nsys.exit(3)"
-    assert hosts.run_processes(python(code), environments(2)) == 3
-
-
+@pytest.mark.parametrize("port", [None, 12345])
 def test_local_ranks_know_their_place_and_find_the_package(
-    dataset: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    dataset: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: int | None
 ) -> None:
-    code = (
-        "import megatron.config.options\n"
-        "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR DS_ACCELERATOR'.split()\n"
-        "os.write(1, (' '.join(os.environ[name] for name in names) + '\\n').encode())"
-    )
-    monkeypatch.setattr(hosts, "train_command", lambda plan: python(code))
-    plan = preflight.preflight(tiny("--data-path", dataset, data_parallel_size=2))
+    def train(flags: Sequence[str]) -> None:
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR DS_ACCELERATOR".split()
+        shown = [os.environ[name] for name in names]
+        found = [sys.executable, "-c", "import megatron.config.options; print(megatron.config.options.__name__)"]
+        shown.append(subprocess.run(found, cwd="/", capture_output=True, text=True).stdout.strip())
+        os.write(1, (" ".join(shown) + "\n").encode())
+        os._exit(os.environ["MASTER_PORT"] != str(port or os.environ["MASTER_PORT"]))
+
+    monkeypatch.setattr(rank, "train", train)
+    monkeypatch.setattr(hosts, "run_agent", lambda options, flags: agent.run_agent(options, flags, "fork"))
+    for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "DS_ACCELERATOR", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # a launch sets it in this process; restored after the test
+    plan = preflight(tiny("--data-path", dataset, data_parallel_size=2, master_port=port))
     assert hosts.launch(plan) == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == ["0 0 2 2 127.0.0.1 cpu", "1 1 2 2 127.0.0.1 cpu"]
-
-
-LAUNCHER = """
-import os, sys
-from megatron.launch import hosts
-code = sys.argv[1]
-environments = [dict(os.environ) | {"RANK": str(rank)} for rank in range(2)]
-sys.exit(hosts.run_processes([sys.executable, "-u", "-c", code], environments))
-"""
-
-# says its process id and that of a child, then waits; a signal ends it with status 0 after a moment
-RANK = """
-import os, signal, subprocess, sys, time
-def stop(number, frame):
-    time.sleep(0.3)
-    os.write(1, f"stopped {os.environ['RANK']} {number}\\n".encode())  # in one piece: two ranks share the pipe
-    sys.exit(0)
-for name in "TERM INT USR1 USR2 HUP XCPU".split():
-    number = getattr(signal, "SIG" + name)
-    if signal.getsignal(number) is not signal.SIG_IGN:
-        signal.signal(number, stop)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-os.write(1, f"pids {os.getpid()} {child.pid}\\n".encode())
-time.sleep(600)
-"""
-
-
-def started(preexec_fn: Callable[[], object] | None = None) -> tuple[subprocess.Popen[str], list[int]]:
-    """A launcher with two ranks that are up, and the ids of their processes and their children's."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, RANK],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=hosts.IMPORT_ROOT,
-        preexec_fn=preexec_fn,
-    )
-    assert launcher.stdout is not None
-    pids = [int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()[1:]]
-    return launcher, pids
-
-
-def running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline_s = time.monotonic() + 20
-    while any(map(running, pids)):
-        assert time.monotonic() < deadline_s, f"still running: {[pid for pid in pids if running(pid)]}"
-        time.sleep(0.02)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"])
-def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    number = getattr(signal, name)
-    launcher, pids = started()
-    launcher.send_signal(number)
-    shown, _ = launcher.communicate(timeout=30)
-    assert sorted(shown.splitlines()) == [f"stopped 0 {number}", f"stopped 1 {number}"]
-    assert launcher.returncode == 0
-    assert capfd.readouterr().err.startswith(f"{name}: the ranks were told")
-    wait_until_gone(pids)
-
-
-def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    # on a clock of its own, which a busy machine does not disturb
-    now_s, slept_s = time.monotonic(), 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal slept_s
-        slept_s += seconds
-        real_sleep(0.002)
-
-    real_sleep = time.sleep
-    clock = SimpleNamespace(monotonic=lambda: now_s + slept_s, sleep=sleep)
-    monkeypatch.setattr(hosts, "time", clock)
-    rank_0, rank_1 = (subprocess.Popen(python("time.sleep(600)")) for _ in range(2))
-    try:
-        rank_1.send_signal(signal.SIGSTOP)
-        rank_0.kill()
-        rank_0.wait()
-        assert hosts._wait([rank_0, rank_1], deque()) == 128 + signal.SIGKILL
-        assert rank_1.returncode == -signal.SIGKILL
-        assert slept_s < 4.5, "and half a second for the kernel"
-    finally:
-        rank_1.kill()
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_ranks_die_with_a_launcher_that_is_killed() -> None:
-    launcher, pids = started()
-    launcher.kill()
-    launcher.wait(timeout=30)
-    wait_until_gone(pids[::2])
-    for pid in pids[1::2]:
-        os.kill(pid, signal.SIGKILL)  # the ranks' own children are beyond the launcher's reach then
-    assert launcher.stdout is not None
-    launcher.stdout.close()
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_run_under_nohup_outlives_its_terminal() -> None:
-    launcher, pids = started(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    launcher.send_signal(signal.SIGHUP)
-    time.sleep(0.6)  # twice what a rank needs to end
-    assert all(map(running, pids))
-    launcher.send_signal(signal.SIGTERM)
-    shown, _ = launcher.communicate(timeout=30)
-    assert sorted(shown.splitlines()) == ["stopped 0 15", "stopped 1 15"]
-    wait_until_gone(pids)
+    place = "2 2 127.0.0.1 cpu megatron.config.options"
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"0 0 {place}", f"1 1 {place}"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Several hosts, in place of which a fake pdsh runs its command here
 
 
-def over_two_hosts(tmp_path: Path) -> preflight.Plan:
+def over_two_hosts(tmp_path: Path) -> LaunchPlan:
     hostsfile = hosts_of(tmp_path, "10.0.0.1 slots=8", "10.0.0.2 slots=8")
-    return preflight.preflight(tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True))
+    return preflight(tiny(*ENOUGH, nodes=2, hostsfile=hostsfile, dry_run=True))
 
 
 @pytest.fixture
@@ -712,11 +580,11 @@ def _fake_pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_the_ranks_of_a_run_are_known_by_their_command_line(tmp_path: Path) -> None:
+def test_the_agents_of_a_run_are_known_by_their_command_line(tmp_path: Path) -> None:
     plan, other = over_two_hosts(tmp_path), over_two_hosts(tmp_path)
-    pattern = hosts.rank_pattern(plan)
-    assert re.search(pattern, " ".join(hosts.train_command(plan)))
-    assert not re.search(pattern, " ".join(hosts.train_command(other)))
+    pattern = hosts.agent_pattern(plan)
+    assert re.search(pattern, " ".join(hosts.agent_command(plan)))
+    assert not re.search(pattern, " ".join(hosts.agent_command(other)))
     assert not re.search(pattern, " ".join(hosts.remote_command(plan)))
     assert shlex.split(pattern) == [pattern]
 
@@ -734,30 +602,43 @@ def test_the_first_host_that_fails_is_noted(of_host: int, status: int, capsys: p
     assert capsys.readouterr().err == shown.decode()
 
 
-# stands for DeepSpeed's launcher: starts a rank as `-X run=ID`, and ends when that has ended
+# stands for DeepSpeed's launcher: starts an agent as `-X run=ID`, and ends when that has ended
 RUNNER = """
 import subprocess, sys
-rank = subprocess.Popen([sys.executable, "-X", "run=" + sys.argv[1], "-u", "-c", sys.argv[2]])
+agent = subprocess.Popen([sys.executable, "-X", "run=" + sys.argv[1], "-u", "-c", sys.argv[2]])
 sys.stderr.write(sys.argv[3])
 sys.stderr.flush()
-rank.wait()
+agent.wait()
 """
 
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
 @pytest.mark.usefixtures("_fake_pdsh")
-def test_ranks_on_other_hosts_are_ended_once_one_failed(
+def test_agents_on_other_hosts_are_ended_once_one_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hosts, "FAILED_GRACE_S", 0.5)
-    monkeypatch.setattr(hosts, "TERMINATED_GRACE_S", 0.5)
     plan = over_two_hosts(tmp_path)
-    rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     failed = "pdsh@here: 10.0.0.2: ssh exited with exit code 3\n"
-    command = [sys.executable, "-c", RUNNER, plan.run_id, rank, failed]
+    command = [sys.executable, "-c", RUNNER, plan.run_id, code, failed]
     assert hosts.run_on_hosts(command, os.environ, plan) == 3
     assert "host 10.0.0.2 ended with status 3; ending the ranks that still run" in capfd.readouterr().err
-    assert not hosts.signal_ranks(plan, signal.SIGKILL)
+    assert not hosts.signal_agents(plan, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("_fake_pdsh")
+def test_a_run_that_can_go_on_without_a_host_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "FAILED_GRACE_S", 0.1)
+    plan = dataclasses.replace(over_two_hosts(tmp_path), min_nodes=1)
+    failed = "pdsh@here: 10.0.0.2: ssh exited with exit code 255\n"
+    command = [sys.executable, "-c", RUNNER, plan.run_id, "import time; time.sleep(1)", failed]
+    assert hosts.run_on_hosts(command, os.environ, plan) == 0
+
+
+def test_the_status_of_a_launcher_that_reaches_no_host_is_its_own(tmp_path: Path) -> None:
+    plan = dataclasses.replace(over_two_hosts(tmp_path), min_nodes=1)
+    assert hosts.run_on_hosts([sys.executable, "-c", "raise SystemExit(9)"], os.environ, plan) == 9
 
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
@@ -765,33 +646,33 @@ def test_ranks_on_other_hosts_are_ended_once_one_failed(
 def test_the_ssh_of_a_host_that_is_gone_does_not_outlive_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for grace in ("FAILED_GRACE_S", "TERMINATED_GRACE_S", "UNREACHABLE_GRACE_S"):
+    for grace in ("FAILED_GRACE_S", "UNREACHABLE_GRACE_S"):
         monkeypatch.setattr(hosts, grace, 0.2)
-    told = tmp_path / "pid"
+    noted = tmp_path / "pid"
     # as pdsh starts them: in a session of its own
-    ssh = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    ssh = f"import os, time; open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     runner = f"""
 import subprocess, sys, os, time
 subprocess.Popen([sys.executable, "-c", {ssh!r}], start_new_session=True)
-while not os.path.exists({str(told)!r}) or not open({str(told)!r}).read():
+while not os.path.exists({str(noted)!r}) or not open({str(noted)!r}).read():
     time.sleep(0.05)
 sys.stderr.write("pdsh@here: 10.0.0.2: ssh exited with exit code 4\\n")
 sys.stderr.flush()
 time.sleep(600)
 """
     assert hosts.run_on_hosts([sys.executable, "-c", runner], os.environ, over_two_hosts(tmp_path)) == 4
-    wait_until_gone([int(told.read_text())])
+    wait_until_gone([int(noted.read_text())])
 
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
 @pytest.mark.usefixtures("_fake_pdsh")
-def test_a_signal_reaches_ranks_on_other_hosts_that_start_later(tmp_path: Path) -> None:
+def test_a_signal_reaches_agents_on_other_hosts_that_start_later(tmp_path: Path) -> None:
     plan = over_two_hosts(tmp_path)
-    # the signal comes before there is a rank to take it
+    # the signal comes before there is an agent to receive it
     runner = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(1.5)\n{RUNNER}"
     command = [sys.executable, "-c", runner, plan.run_id, "import time; time.sleep(600)", ""]
     assert hosts.run_on_hosts(command, os.environ, plan) == 0
-    assert not hosts.signal_ranks(plan, signal.SIGKILL)
+    assert not hosts.signal_agents(plan, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("own", "interval"), [(None, "30"), ("-oServerAliveInterval=5", "5")])
@@ -800,7 +681,7 @@ def test_ssh_gives_up_a_host_that_says_nothing(
 ) -> None:
     given: list[Mapping[str, str]] = []
 
-    def keep(command: Sequence[str], environment: Mapping[str, str], plan: preflight.Plan) -> int:
+    def keep(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPlan) -> int:
         given.append(environment)
         return 0
 

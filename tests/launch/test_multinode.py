@@ -94,7 +94,7 @@ def wait_until(is_so: Callable[[], bool], run: Run, *, while_it_runs: bool = Tru
 
 
 def runs_ranks(host: Host) -> bool:
-    return host.run("pgrep", "-f", "megatron.train").returncode == 0
+    return host.run("pgrep", "-f", "megatron.launch.agent|multiprocessing").returncode == 0
 
 
 def losses(results: Path) -> dict[int, float]:

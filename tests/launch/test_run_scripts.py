@@ -176,7 +176,7 @@ def test_the_documentation_lists_every_variable() -> None:
 
 
 def test_the_example_hostsfile_has_a_line_for_each_node_of_the_readme() -> None:
-    from megatron.launch.preflight import parse_hostsfile
+    from megatron.launch.hostsfile import parse_hostsfile
 
     hosts, wrong = parse_hostsfile((ROOT / "scripts" / "hostsfile").read_text(), "hostsfile")
     assert not wrong

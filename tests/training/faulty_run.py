@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,70 +154,9 @@ def note_time() -> None:
 # Processes
 
 
-Popen = subprocess.Popen  # of which `launch` makes the launcher start ForkedRanks instead
-
-
-class ForkedRank:
-    """What tools/hosts.py needs of subprocess.Popen, for a rank that is forked from here."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        start_new_session: bool,
-        preexec_fn: Callable[[], None] | None,
-    ):
-        assert start_new_session
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        status = 70
-        try:
-            os.setsid()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            if preexec_fn is not None:
-                preexec_fn()
-            subprocess.Popen = Popen  # type: ignore[misc]
-            os.environ.clear()
-            os.environ.update(env)
-            (Path(env["FAULT_FOLDER"]) / f"pid_{env['RANK']}").write_text(str(os.getpid()))
-            install(env["FAULT"], int(env["FAULT_RANK"]))
-            sys.argv = list(command)
-            from megatron import train
-
-            train.leave(train.start())
-        finally:
-            os._exit(status)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self) -> int:
-        while self.poll() is None:
-            time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 def launch(order: dict[str, Any]) -> int:
-    """The launcher of one run, in a process of its own."""
-    from megatron.launch import hosts
+    """Run the agent of one run, in a process of its own."""
+    from megatron.launch import agent, rank
 
     reading, writing = os.pipe()  # a file of output would be on the full disk, too
     os.dup2(writing, 1)
@@ -225,19 +164,16 @@ def launch(order: dict[str, Any]) -> int:
     os.close(writing)
     copier = threading.Thread(target=copy_to, args=(reading, Path(order["folder"]) / "output"))
     copier.start()
-    hosts.subprocess.Popen = ForkedRank  # type: ignore[misc, assignment]
-    size = str(order["world_size"])
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(hosts._free_port()),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "FAULT": order["fault"],
-        "FAULT_RANK": str(order["fault_rank"]),
-        "FAULT_FOLDER": order["folder"],
-    }
-    ranks = [{**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(int(size)))]
-    status = hosts.run_processes(["megatron.train", *order["flags"]], ranks)
+    os.environ["FAULT_FOLDER"] = order["folder"]
+    train = rank.train
+
+    def train_with_fault(flags: Sequence[str]) -> None:
+        (Path(order["folder"]) / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+        install(order["fault"], order["fault_rank"])
+        train(flags)
+
+    rank.train = train_with_fault
+    status = agent.run_agent(agent.AgentOptions(ranks_per_node=order["world_size"]), order["flags"], "fork")
     sys.stderr.flush()
     os.close(1)
     os.close(2)
@@ -257,7 +193,7 @@ def serve() -> None:
     import torch
     import torch.utils.tensorboard.writer
 
-    import megatron.launch.hosts  # noqa: F401
+    import megatron.launch.agent  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -1,0 +1,175 @@
+"""Checks of the files, folders, devices and programs that a run needs. They read little, and create nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.accelerator import count_devices
+from megatron.config.options import Config, ConfigError
+from megatron.config.validation import check
+from megatron.launch.plan import Findings, Request
+from megatron.training.deepspeed_config import deepspeed_config
+
+
+def check_restarts(request: Request, config: Config, devices_per_node: int) -> Iterator[str]:
+    """Yield what prevents a restart, also with every smaller number of nodes that the run may be left with."""
+    fewest = request.min_nodes or request.nodes
+    if request.max_restarts and config.checkpoint.save is None:
+        yield (
+            f"max_restarts={request.max_restarts}: a restart resumes the newest checkpoint, but none are saved; "
+            "give --save (HL_SAVE=1), or no HL_MAX_RESTARTS (--max-restarts)"
+        )
+    if fewest > request.nodes:
+        yield f"min_nodes={fewest} is more than the {request.nodes} nodes of the run; set HL_MIN_NODES lower"
+    if fewest < request.nodes and not request.max_restarts:
+        yield f"min_nodes={fewest}: continuing with fewer nodes is a restart; set HL_MAX_RESTARTS (--max-restarts) too"
+    if request.rendezvous is not None:
+        host, colon, port = request.rendezvous.rpartition(":")
+        if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+            yield f"rendezvous={request.rendezvous} is not HOST:PORT; give the first node's, such as node0:29500"
+    known = set(check(config, request.nodes * devices_per_node))
+    for nodes in range(request.nodes - 1, fewest - 1, -1):
+        world_size = nodes * devices_per_node
+        for fault in [*check(config, world_size), *check_deepspeed(config, world_size)]:
+            if fault not in known:
+                known.add(fault)
+                yield (
+                    f"with {nodes} of {request.nodes} nodes the run could not continue: {fault}; or set HL_MIN_NODES "
+                    f"(--min-nodes) to {nodes + 1} or more"
+                )
+
+
+def check_layout(request: Request, tensor: int, pipeline: int, devices_per_node: int) -> Iterator[str]:
+    """Yield a fault unless the parallel sizes fill the devices."""
+    data, devices = request.data_parallel_size or 1, request.nodes * devices_per_node
+    model, ranks = tensor * pipeline, data * tensor * pipeline
+    if ranks == devices:
+        return
+    remedy = f"use a data-parallel size of {devices // model}" if devices % model == 0 else "change the layout"
+    if ranks % request.nodes == 0:
+        remedy += f", or {ranks // request.nodes} devices a node (HL_NGPU_PER_NODE, --devices-per-node)"
+    yield (
+        f"data-parallel {data} x tensor-parallel {tensor} x pipeline-parallel {pipeline} = {ranks} ranks, but "
+        f"nodes x devices = {request.nodes} x {devices_per_node} = {devices}; {remedy}"
+    )
+
+
+def check_data_files(config: Config, dry_run: bool) -> Findings:
+    """Find missing or unreadable files of the dataset and the tokenizer; a dry run only warns of them."""
+    data = config.data
+    try:
+        prefixes = data.prefixes
+    except ValueError:  # the rules of the config report it
+        prefixes = []
+    faults = [fault for prefix in prefixes for fault in _check_dataset(prefix)]
+    for option in ("vocab_file", "merge_file", "tokenizer_model"):
+        path = getattr(data, option)
+        if path is not None and not Path(path).exists():
+            faults.append(f"{option}={path} does not exist; correct the path")
+    return Findings(warnings=faults) if dry_run else Findings(faults)
+
+
+def _check_dataset(prefix: str) -> Iterator[str]:
+    if prefix.endswith((".bin", ".idx")) and not Path(prefix + ".idx").exists():
+        yield f"data_path={prefix} is a file; give the prefix that .bin and .idx share, {prefix[:-4]}"
+        return
+    files = [Path(prefix + ending) for ending in (".bin", ".idx")]
+    missing = [str(path) for path in files if not path.is_file()]
+    empty = [str(path) for path in files if path.is_file() and path.stat().st_size == 0]
+    unreadable = [str(path) for path in files if path.is_file() and not os.access(path, os.R_OK)]
+    if missing:
+        yield (
+            f"dataset {prefix} lacks {' and '.join(missing)}; make it with tools/preprocess_data.py, or correct "
+            "HL_DATA_DIR_ROOT and HL_DATA_FILE_PREFIX (--data-path)"
+        )
+    if empty:
+        yield f"dataset {prefix}: {' and '.join(empty)} is empty; preprocess it again"
+    if unreadable:
+        yield f"dataset {prefix}: {' and '.join(unreadable)} may not be read; change its permissions"
+
+
+def check_deepspeed(config: Config, world_size: int) -> Sequence[str]:
+    """Return the faults of the user's DeepSpeed JSON, which must agree with a valid config."""
+    if config.training.deepspeed_config is None or check(config, world_size):
+        return []
+    model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    try:
+        deepspeed_config(config, world_size // model_ranks)
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
+def check_outputs(config: Config) -> Iterator[str]:
+    """Yield the folders that the run could not create or write to."""
+    folders = {
+        "results_dir": config.logging.results_dir,
+        "tensorboard_dir": config.logging.tensorboard_dir,
+        "save": config.checkpoint.save,
+        "save_hf": config.checkpoint.save_hf,
+    }
+    cache = config.data.data_cache_path
+    if cache is not None and not Path(cache).is_dir():  # an existing one may hold all that is needed
+        folders["data_cache_path"] = cache
+    reported: set[Path] = set()
+    for option, folder in folders.items():
+        if folder is None:
+            continue
+        existing = Path(folder).absolute()
+        while not os.path.lexists(existing) and existing != existing.parent:
+            existing = existing.parent
+        if existing in reported:
+            continue
+        if not existing.is_dir():
+            reported.add(existing)
+            yield f"{option}={folder} cannot be created: {existing} is not a folder; choose another, or remove it"
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            reported.add(existing)
+            yield f"{option}={folder} cannot be written: no permission in {existing}; choose another, or change it"
+
+
+def check_load(config: Config) -> Iterator[str]:
+    """Yield a fault if the folder to resume from cannot hold a checkpoint; the run itself finds and validates it."""
+    load = config.checkpoint.load
+    if load is None or not os.path.lexists(load):
+        return
+    folder = Path(load)
+    if not folder.is_dir():
+        yield f"load={load} is not a folder; give the folder of a run's checkpoints"
+        return
+    # a run that was killed before its first checkpoint leaves its hidden lock
+    visible = any(not path.name.startswith(".") for path in folder.iterdir())
+    known = (pattern for pattern in ("latest*", "*/checkpoint.json", "config.json") if any(folder.glob(pattern)))
+    if visible and not any(known):
+        yield f"load={load} holds no checkpoint, yet is not empty; give another, or empty it"
+
+
+def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
+    """Yield a fault if this machine has fewer accelerators than its ranks need."""
+    if device not in ("hpu", "cuda"):
+        return
+    available = count_devices(device)
+    if available < devices_per_node:
+        yield (
+            f"{devices_per_node} {device} devices are needed, but this machine has {available}; set HL_NGPU_PER_NODE "
+            f"(--devices-per-node) and the layout to {available} at most, or HL_DEVICE=cpu"
+        )
+
+
+def check_remote(flags: Sequence[str], request: Request) -> Iterator[str]:
+    """Yield what keeps DeepSpeed's launcher from reaching other machines."""
+    for program in ("pdsh", "ssh"):
+        if shutil.which(program) is None:
+            yield f"{program} is not installed; DeepSpeed's launcher needs it for the hosts of {request.hostsfile}"
+    for flag in flags:
+        if "%" in flag or "\n" in flag:
+            yield f"{flag!r} holds a % or a line end, which pdsh would change on its way to the hosts; write it without"
+    for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
+        if not path.is_file():
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            if "=" not in line:
+                yield f"{path}, line {number}: {line!r} is not NAME=VALUE, which DeepSpeed's launcher needs; remove it"

@@ -1,0 +1,116 @@
+"""A run as it is requested, and as it is launched once every check has passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron.config.options import Config
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """Data of a fine-tuning run, before any of it has been read."""
+
+    model: str
+    """Folder that transformers wrote."""
+    chats: str | None
+    """A JSONL file. None: the chats are already processed, in `folder`."""
+    chat_template: str | None
+    folder: str | None
+    """Folder of the processed chats. None: `data` in the results folder."""
+
+
+@dataclass
+class Request:
+    """Launch options of a user, and the flags of megatron.train."""
+
+    nodes: int = 1
+    devices_per_node: int | None = None
+    """None: 8, or on the CPU of this machine as many as the layout needs."""
+    data_parallel_size: int | None = None
+    """None: what the layout leaves of the devices."""
+    hostsfile: str | None = None
+    device: str = "auto"
+    """hpu, cuda, cpu, auto, or no-hpu: the first of cuda and cpu that is there."""
+    master_port: int | None = None
+    max_restarts: int = 0
+    min_nodes: int | None = None
+    """None: all of them."""
+    rendezvous: str | None = None
+    dry_run: bool = False
+    activate_dir: str | None = None
+    """Folder whose `activate` every node sources first."""
+    results_parent: str | None = None
+    """Folder for a results folder named after the run, where --results-dir is not given."""
+    checkpoints_dir: str | None = None
+    save: bool = False
+    resume: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables for the ranks."""
+    train_flags: list[str] = field(default_factory=list)
+    fine_tuning: FineTuning | None = None
+    faults: list[str] = field(default_factory=list)
+    layout_known: bool = True
+    """False if nodes, devices or parallel sizes are among the faults, so that they cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of the hostsfile."""
+
+    name: str
+    slots: int
+    line: int
+
+    @property
+    def address(self) -> str:
+        """Name without the user that ssh logs in as."""
+        return self.name.rsplit("@", 1)[-1]
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A run that may start."""
+
+    config: Config
+    train_flags: tuple[str, ...]
+    nodes: int
+    devices_per_node: int
+    hosts: tuple[Host, ...]
+    """Empty: this machine."""
+    hostsfile: str | None
+    master_port: int | None
+    activate_dir: str | None
+    environment: Mapping[str, str]
+    """Variables for the ranks, on whatever machine."""
+    warnings: tuple[str, ...]
+    run_id: str
+    """Equal on all nodes; agents on other machines are found by it in their command lines."""
+    max_restarts: int = 0
+    min_nodes: int = 1
+    """Number of nodes that suffices to continue."""
+    rendezvous: str | None = None
+    """HOST:PORT of the first node, where each node runs this launcher itself."""
+    fine_tuning: FineTuning | None = None
+    """Chats to process before the ranks start, and the folder for them."""
+
+
+@dataclass
+class Findings:
+    """Faults that prevent a launch, and warnings that do not."""
+
+    faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def add(self, other: Findings) -> None:
+        self.faults += other.faults
+        self.warnings += other.warnings
+
+
+class RefusedError(ValueError):
+    """The run may not start. Carries every fault."""
+
+    def __init__(self, faults: Sequence[str], warnings: Sequence[str] = ()):
+        self.faults, self.warnings = list(faults), list(warnings)
+        super().__init__("\n".join(self.faults))

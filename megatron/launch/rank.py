@@ -1,0 +1,52 @@
+"""Process of one rank, started by the agent of its node."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+
+from megatron.exit_codes import FAILED
+from megatron.launch.child_processes import end_with_parent
+from megatron.resilience.shutdown import SIGNALS
+
+
+def run_rank(local_rank: int, environment: Connection, is_late: bool, train_flags: Sequence[str]) -> None:
+    """Receive the environment of this rank, then train. Does not return.
+
+    `is_late`: the environment comes after the rendezvous of several nodes, which leaves time for imports. Signals are
+    blocked on entry and stay pending until the training handles them.
+    """
+    if set_death_signal := end_with_parent():
+        set_death_signal()
+    agent = parent_process()
+    if agent is not None and not agent.is_alive():
+        os._exit(FAILED)  # it ended before the death signal was set
+    os.setsid()  # a Ctrl-C reaches this process once, through the agent
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    if is_late:
+        importlib.import_module("megatron.launch.preload")
+    try:
+        os.environ.update(environment.recv())
+    except EOFError:
+        os._exit(FAILED)  # the agent ended
+    train(train_flags)
+
+
+def train(train_flags: Sequence[str]) -> None:
+    """Run megatron.train with these flags, and exit with its status."""
+    from megatron import train
+
+    sys.argv = ["megatron.train", *train_flags]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        status = train.start()
+    except BaseException:
+        traceback.print_exc()
+        status = FAILED
+    train.leave(status)
