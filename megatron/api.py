@@ -4,8 +4,8 @@
 
     run_training(torch_args=TorchrunArgs(nproc_per_node=8), train_args=TrainingArgs(model_path=..., ...))
 
-Code written for instructlab.training needs its import changed, and nothing else. docs/finetuning.md says what each
-field becomes, and which are refused.
+Code written for instructlab.training needs a changed import, and nothing else. docs/finetuning.md describes each field,
+and which are refused.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def run_training(
     torchrun_args: TorchrunArgs | None = None,
     training_args: TrainingArgs | None = None,
 ) -> None:
-    """Process the data, and train to the end: torchrun starts the ranks of this node.
+    """Process the data, and train to the end with the ranks of this node.
 
-    On several nodes, call it on each with its own node_rank. Called again with the same folders it goes on from the
+    On several nodes, call it on each with its own node_rank. Called again with the same folders it resumes from the
     newest full state. `torchrun_args` and `training_args` are other names of the two, as InstructLab's README has them.
 
-    Raises ConfigError (a ValueError) with every fault of the arguments, DataError for what is wrong with the data,
-    CheckpointError for the model, RuntimeError with the exit status of a training that failed.
+    Raises ConfigError (a ValueError) with every fault of the arguments, DataError for the data,
+    CheckpointError for the model, RuntimeError with the exit status of a failed training.
     """
     torch_args = _one_of("torch_args", torch_args, "torchrun_args", torchrun_args)
     train_args = _one_of("train_args", train_args, "training_args", training_args)
@@ -104,7 +104,7 @@ def _ranks_per_node(torch_args: TorchrunArgs, device: str) -> int:
 
 
 def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_per_node: int) -> Config:
-    """Judge everything that can be known, then process the data, and make the config of what it holds."""
+    """Validate the arguments, process the data, and return the config of the run."""
     from megatron.interop.huggingface_config import preset_of  # it imports torch
 
     faults = list(refusals(torch_args, args))
@@ -141,7 +141,7 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
 
 
 def _find_model(model_path: str) -> Path:
-    """The folder of a model: itself, or where huggingface_hub keeps what was downloaded. Raises ConfigError."""
+    """Return the folder of a model, in huggingface_hub's cache if it was downloaded. Raises ConfigError."""
     folder = Path(model_path)
     if folder.is_dir():
         return folder
@@ -153,7 +153,7 @@ def _find_model(model_path: str) -> Path:
             return Path(hub.snapshot_download(model_path, local_files_only=True))
         raise ConfigError(
             [
-                f"model_path={model_path} is no folder, and no model of this name has been downloaded; download it "
+                f"model_path={model_path} is not a folder, and no model of this name has been downloaded; download it "
                 f"with `hf download {model_path}`, or give the folder of a model"
             ]
         )
@@ -164,11 +164,11 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError([f"ckpt_output_dir={folder} cannot be made: {error.strerror}; choose another"]) from None
+        raise ConfigError([f"ckpt_output_dir={folder} cannot be created: {error.strerror}; choose another"]) from None
 
 
 def _samples(args: TrainingArgs, model_folder: Path, vocab_size: int) -> Samples:
-    """What is trained on, made first where that is asked for."""
+    """Return the dataset, which is made first unless process_data is off."""
     folder = Path(args.data_output_dir)
     if args.mock_data:
         num_samples = data_process.MOCK_STEPS * args.effective_batch_size
@@ -180,7 +180,7 @@ def _samples(args: TrainingArgs, model_folder: Path, vocab_size: int) -> Samples
         if samples.longest > longest:
             raise DataError(
                 f"{samples.prefix} holds a sample of {samples.longest} tokens, above max_seq_len={longest}; raise it, "
-                "or process the data anew"
+                "or process the data again"
             )
         return samples
     if args.pretraining_config is not None:

@@ -105,7 +105,7 @@ def test_a_wrong_argument_is_named(kind: type[BaseModel], given: dict[str, Any],
     assert said in str(caught.value)
 
 
-def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
+def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     args = arguments(
         model_path=str(model), max_batch_len=1, ckpt_output_dir=str(tmp_path / "out"), engine_options={"num_layer": 3}

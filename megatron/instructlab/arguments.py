@@ -1,7 +1,7 @@
-"""What InstructLab's users say of a run: the fields, names and defaults of their training library.
+"""Arguments of InstructLab's training library: its fields, names and defaults.
 
 Sources: the README of instructlab/training, and its config.py (April 2026). Where the two differ, what the README shows
-must work: TorchrunArgs() needs no arguments here. `mapping.py` says what becomes of each field.
+must work: TorchrunArgs() needs no arguments here. `mapping.py` translates each field.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeepSpeedOffloadStrategy(Enum):
 
 
 class Arguments(BaseModel):
-    """A group of arguments. A name that does not exist is an error that tells the nearest one."""
+    """Group of arguments. An unknown name is an error that names the nearest one."""
 
     # `model_` is pydantic's own prefix, and model_path is theirs
     model_config = ConfigDict(
@@ -66,18 +66,18 @@ class Arguments(BaseModel):
 
 
 class TorchrunArgs(Arguments):
-    """How the ranks are started. A run on several nodes is started on each of them, with its own node_rank."""
+    """Nodes and ranks. A run on several nodes is started on each of them, with its own node_rank."""
 
     nproc_per_node: Literal["gpu"] | Positive = 1
-    """Ranks of a node. `gpu`: the devices of this machine, HPUs too; 1 on a machine without."""
+    """Ranks of a node. `gpu`: the number of devices of this machine, also HPUs; 1 on a machine without."""
     nnodes: Positive = 1
     """Nodes of the run."""
     node_rank: NonNegative = 0
-    """Which of them this one is."""
+    """Place of this node, from 0."""
     rdzv_id: str | int = 0
     """Equal on all nodes of a run."""
     rdzv_endpoint: str | None = None
-    """HOST:PORT of the first node, where all meet."""
+    """HOST:PORT of the first node."""
     master_addr: str | None = None
     """The same as host and port, instead of rdzv_endpoint."""
     master_port: Port | None = None
@@ -126,7 +126,7 @@ class PretrainingConfig(Arguments):
 
 
 class DataProcessArgs(Arguments):
-    """What data_process.main reads and writes."""
+    """Arguments of data_process.main."""
 
     data_path: str
     """Messages, a chat a line."""
@@ -140,11 +140,11 @@ class DataProcessArgs(Arguments):
     """Chat template: a .py file with CHAT_TEMPLATE and SPECIAL_TOKENS, a .jinja file, or a preset's name. Unset: the
     tokenizer's own."""
     num_cpu_procs: Positive = 16
-    """Workers; no more than there are cores are started."""
+    """Workers; at most as many as there are cores."""
 
 
 class TrainingArgs(Arguments):
-    """What is trained, on what, and how."""
+    """Arguments of a training run."""
 
     model_path: str
     """Folder of a model that transformers wrote, or a hub name that has been downloaded."""
@@ -169,7 +169,7 @@ class TrainingArgs(Arguments):
     warmup_steps: NonNegative = 0
     """Steps over which the learning rate rises from 0."""
     random_seed: NonNegative = 42
-    """Of the order of the samples, and of dropout."""
+    """Seed of the order of the samples, and of dropout."""
     adamw_weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """On matrices; biases and normalisation weights are never decayed."""
     adamw_betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -216,20 +216,20 @@ class TrainingArgs(Arguments):
     checkpoint_at_epoch: bool = True
     """Export the model at the end of each epoch."""
     accelerate_full_state_at_epoch: bool = True
-    """Save the full state there too, from which the same call, made again, goes on."""
+    """Save the full state there too; the same call, made again, resumes from it."""
     keep_last_checkpoint_only: bool | None = False
     """One export, hf_format/last_epoch, each replacing the one before."""
     on_demand_checkpointing: bool = False
     """Save the full state when a signal ends the run; accelerate_full_state_at_epoch implies it."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
-    """Of what run_training itself tells, through Python's logging. The ranks tell their steps in any case."""
+    """Level of run_training's own log lines. The ranks log their steps in any case."""
     tensorboard_log_dir: str | None = None
     """Folder of the TensorBoard events. Unset: ckpt_output_dir."""
     wandb_project: str | None = None
     """Log to this project of Weights & Biases too."""
     wandb_entity: str | None = None
-    """Whose project it is."""
+    """Owner of the project."""
     wandb_run_name: str | None = None
     """Name of the run; may hold {time}, {utc_time}, {rank} and {local_rank}."""
     mlflow_tracking_uri: str | None = None

@@ -1,11 +1,11 @@
-"""What InstructLab calls data processing: messages to tokenized samples with a loss mask, once, before the training.
+"""InstructLab's data processing: messages to tokenized samples with a loss mask, once, before the training.
 
     from megatron.api import DataProcessArgs, data_process as dp
     dp.main(DataProcessArgs(data_path="chats.jsonl", data_output_path="data", max_seq_len=4096, model_path="model"))
 
 The folder then holds data.bin, data.idx, data_loss_mask.bin and data_loss_mask.idx (docs/finetuning.md), tokenizer/,
-and data.json, which says what they were made of: the same call, made again or on another node that shares the folder,
-takes what is there.
+and data.json with the digests of their inputs: the same call, made again or on another node that shares the folder,
+uses what is there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("megatron.api")
 
 NAME = "data"
 SHORTEST_SAMPLE = 20
-"""InstructLab leaves out samples of fewer tokens, as broken."""
+"""InstructLab leaves out samples of fewer tokens as broken."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 MOCK_STEPS = 4
 """Global batches in an epoch of mock data."""
@@ -51,7 +51,7 @@ class Samples:
     longest: int
     """Tokens of the longest sample."""
     vocab_size: int | None
-    """Of the tokenizer, with what the template added to it. None: not known, the dataset was made by other means."""
+    """Tokens of the tokenizer and the template. None: unknown, because the dataset was made by other means."""
     tokenizer: str | None
     """Folder of the tokenizer that the trained model goes with. None: the model's own."""
 
@@ -63,7 +63,7 @@ def main(args: DataProcessArgs) -> None:
 
 
 def set_up_logging(level: str) -> None:
-    """Our lines at this level; on stderr, unless the program has set up its logging."""
+    """Log at this level; to stderr, unless the program has set up its logging."""
     logger.setLevel(level)
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
@@ -79,7 +79,7 @@ def process_data(
     num_cpu_procs: int = 16,
     chat_tmpl_path: str | None = None,
 ) -> Samples:
-    """As `main`; returns what the folder holds then."""
+    """Tokenize the chats of a file as `main` does, and return the dataset."""
     folder, model = Path(data_output_path), Path(model_path)
     job = ChatJob(
         inputs=(data_path,),
@@ -102,13 +102,13 @@ def process_data(
 
     def make() -> dict[str, Any]:
         totals = preprocess_chats(job)
-        logger.info("processed %s: %s", data_path, _told(totals))
+        logger.info("processed %s: %s", data_path, _summary(totals))
         return {"vocab_size": totals.vocab_size, "tokenizer": "tokenizer"}
 
     return _once(folder, made_of, make)
 
 
-def _told(totals: ChatTotals) -> str:
+def _summary(totals: ChatTotals) -> str:
     text = f"{totals.num_samples:,} samples of {totals.num_rows:,} rows, {totals.num_tokens:,} tokens"
     text += f", {totals.num_loss_tokens:,} of them trained"
     left_out = [f"{count:,} {reason}" for reason, count in {**totals.dropped, **totals.bad}.items()]
@@ -120,7 +120,7 @@ def _told(totals: ChatTotals) -> str:
 def process_documents(
     data_path: str, data_output_path: str, model_path: str, block_size: int, document_column_name: str = "document"
 ) -> Samples:
-    """Raw documents, each ended by the EOS token, laid end to end and cut into blocks that are trained on whole."""
+    """Concatenate raw documents, each ended by the EOS token, and cut them into blocks that are trained on whole."""
     folder, model = Path(data_output_path), Path(model_path)
     made_of = _made_of(data_path, model, chats=False, block_size=block_size, column=document_column_name)
 
@@ -135,7 +135,7 @@ def process_documents(
 
 
 def make_mock_data(folder: Path, num_samples: int, longest: int, vocab_size: int, seed: int) -> Samples:
-    """Random tokens, half of each sample trained: to try a setup without data."""
+    """Write random tokens, half of each sample trained, to try a setup without data."""
     lengths = np.random.default_rng(seed).integers(max(2, longest // 2), longest, num_samples, endpoint=True)
     made_of = {"mock": [num_samples, longest, vocab_size, seed]}
 
@@ -156,7 +156,7 @@ def make_mock_data(folder: Path, num_samples: int, longest: int, vocab_size: int
 
 
 def open_samples(folder: Path) -> Samples:
-    """What a folder holds. Raises DataError where that is no processed dataset."""
+    """Return the dataset of a folder. Raises DataError if it is not a processed dataset."""
     prefix = folder / NAME
     missing = [path for path in (f"{prefix}.idx", f"{prefix}{LOSS_MASK_SUFFIX}.idx") if not Path(path).is_file()]
     if missing:
@@ -169,7 +169,7 @@ def open_samples(folder: Path) -> Samples:
         record = json.loads((folder / f"{NAME}.json").read_text(encoding="utf-8"))
     dataset = IndexedDataset(prefix)
     if not len(dataset):
-        raise DataError(f"{prefix} holds no samples; look at what was left out of it, and why")
+        raise DataError(f"{prefix} holds no samples; check what was left out of it, and why")
     name = record.get("tokenizer")
     tokenizer = str(folder / name) if name and (folder / name).is_dir() else None
     longest = int(dataset.lengths.max())
@@ -177,9 +177,9 @@ def open_samples(folder: Path) -> Samples:
 
 
 def _made_of(data_path: str, model: Path, **options: Any) -> dict[str, Any]:
-    """What decides the samples. Raises DataError if the data is not there."""
+    """Return digests of all that determines the samples. Raises DataError if the data is not there."""
     if not Path(data_path).is_file():
-        raise DataError(f"data_path={data_path} is no file; give the JSONL file of the messages")
+        raise DataError(f"data_path={data_path} is not a file; give the JSONL file of the messages")
     tokenizer = {name: digest for name in TOKENIZER_FILES if (digest := _content(model / name))}
     return {"data": file_sha256(data_path), "tokenizer": tokenizer, **options}
 
@@ -189,7 +189,7 @@ def _content(path: Path) -> str | None:
 
 
 def _once(folder: Path, made_of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> Samples:
-    """What `make` writes to a folder, unless it has been made of the same things before, here or by another node."""
+    """Return the dataset that `make` writes to a folder, unless one from equal inputs is there, from any node."""
     record = folder / f"{NAME}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def _once(folder: Path, made_of: dict[str, Any], make: Callable[[], dict[str, An
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Nodes that share a folder take turns. On a file system without locks they do not: each writes whole files."""
+    """Lock a folder against other nodes. On a file system without locks each node writes whole files."""
     with (folder / ".lock").open("wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Raw documents as samples of one length (pretraining_config): continual pretraining by the means of fine-tuning."""
+"""Raw documents as samples of one length (pretraining_config): continual pretraining by fine-tuning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_blocks(
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{path} is no tokenizer ({error}); model_path must hold the model's own") from None
+        raise DataError(f"{path} is not a tokenizer ({error}); model_path must hold the model's own") from None
     eos = tokenizer.token_to_id(named_tokens(read_config(model)).get("eos_token", ""))
     if eos is None:
         raise DataError(f"the tokenizer in {model} has no EOS token; name it in tokenizer_config.json")
@@ -67,7 +67,7 @@ def write_blocks(
 
 
 def _texts(data_path: Path, column: str) -> Iterator[str]:
-    """The texts that are not empty. Raises DataError, naming the line."""
+    """Yield the texts that are not empty. Raises DataError that names the line."""
     with data_path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -77,6 +77,6 @@ def _texts(data_path: Path, column: str) -> Iterator[str]:
             except (ValueError, KeyError, TypeError):
                 text = None
             if not isinstance(text, str):
-                raise DataError(f"{data_path}, line {number} is no object with a text under {column!r}; correct it")
+                raise DataError(f"{data_path}, line {number} is not an object with a text under {column!r}; correct it")
             if text:
                 yield text

@@ -1,4 +1,4 @@
-"""InstructLab's arguments as a config of ours. docs/finetuning.md has the table of what each field becomes."""
+"""Translation of InstructLab's arguments into a config; docs/finetuning.md has the table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ZERO_STAGES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What a config needs to know beside the arguments."""
+    """Inputs of a config beside the arguments."""
 
     device: str
     """hpu, cuda or cpu."""
@@ -43,7 +43,7 @@ class Setting:
 
 
 def refusals(torch_args: TorchrunArgs, args: TrainingArgs) -> Iterator[str]:
-    """What cannot be done here, or contradicts itself: the value, the rule and the remedy."""
+    """Yield what is unsupported or contradictory: the value, the rule and the remedy."""
     yield from _of_torchrun(torch_args)
     if torch_args.nnodes > 1 and "time}" in (args.wandb_run_name or ""):
         yield f"wandb_run_name={args.wandb_run_name}: each node would fill in its own clock; name the run yourself"
@@ -83,11 +83,11 @@ def refusals(torch_args: TorchrunArgs, args: TrainingArgs) -> Iterator[str]:
 def _of_torchrun(torch_args: TorchrunArgs) -> Iterator[str]:
     endpoint, address, port = torch_args.rdzv_endpoint, torch_args.master_addr, torch_args.master_port
     if endpoint is not None and address is not None:
-        yield f"rdzv_endpoint={endpoint} and master_addr={address} say the same; give one of them"
+        yield f"rdzv_endpoint={endpoint} and master_addr={address} mean the same; give one of them"
     if port is not None and address is None:
         yield f"master_port={port} belongs to master_addr; give that too, or rdzv_endpoint instead"
     if torch_args.nnodes > 1 and endpoint is None and address is None:
-        yield f"nnodes={torch_args.nnodes} must meet somewhere; give rdzv_endpoint, HOST:PORT of the first node"
+        yield f"nnodes={torch_args.nnodes} need a rendezvous; give rdzv_endpoint, HOST:PORT of the first node"
     if torch_args.node_rank >= torch_args.nnodes:
         yield f"node_rank={torch_args.node_rank} must be below nnodes={torch_args.nnodes}; count from 0"
     if endpoint is not None:
@@ -97,7 +97,7 @@ def _of_torchrun(torch_args: TorchrunArgs) -> Iterator[str]:
 
 
 def _of_backends(args: TrainingArgs) -> Iterator[str]:
-    """An offload that was asked of the backend which does not run would be missed when memory runs out."""
+    """Yield options of the backend that is not used; a missing offload would show only when memory runs out."""
     deepspeed, fsdp = args.deepspeed_options, args.fsdp_options
     if args.distributed_backend is DistributedBackend.FSDP and deepspeed.cpu_offload_optimizer:
         yield (
@@ -117,16 +117,16 @@ def _of_backends(args: TrainingArgs) -> Iterator[str]:
 
 
 def remarks(args: TrainingArgs, setting: Setting, config: Config) -> Iterator[str]:
-    """What a user of InstructLab's library should be told of the run."""
+    """Yield what a user of InstructLab's library should know of the run."""
     stage, optimizer = config.effective_zero_stage, config.optimizer
-    asked = (
+    requested = (
         f"fsdp with {args.fsdp_options.sharding_strategy.value}"
         if args.distributed_backend is DistributedBackend.FSDP
         else "deepspeed"
     )
     offloaded = "parameters and optimizer" if optimizer.offload_param else "optimizer"
     yield (
-        f"distributed_backend {asked} is DeepSpeed's ZeRO stage {stage} over {setting.num_ranks} ranks in "
+        f"distributed_backend {requested} is DeepSpeed's ZeRO stage {stage} over {setting.num_ranks} ranks in "
         f"{config.training.precision}" + (f", {offloaded} in host memory" if optimizer.offload_optimizer else "")
     )
     if setting.device == "cpu" and not config.training.bf16:
@@ -149,7 +149,7 @@ def remarks(args: TrainingArgs, setting: Setting, config: Config) -> Iterator[st
 
 
 def build_config(args: TrainingArgs, setting: Setting) -> Config:
-    """The whole run. Raises ConfigError with every rule of ours that is broken."""
+    """Return the config of the run. Raises ConfigError with every violated rule."""
     tree = {
         "model": _model(args, setting),
         "parallel": {"device": setting.device},
@@ -189,7 +189,7 @@ def _training(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
 
 
 def steps_of(args: TrainingArgs, num_samples: int) -> int:
-    """Optimizer steps of the whole run; the last one of an epoch may have fewer samples."""
+    """Number of optimizer steps; the last one of an epoch may have fewer samples."""
     of_training = num_samples - int(num_samples * args.validation_split)
     return args.num_epochs * -(-of_training // args.effective_batch_size)
 
@@ -212,7 +212,7 @@ def _optimizer(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
 
 
 def _sharding(args: TrainingArgs, num_ranks: int) -> dict[str, Any]:
-    """ZeRO stage and offload. A single rank has nobody to share with."""
+    """Return ZeRO stage and offload. A single rank shards nothing."""
     if args.distributed_backend is DistributedBackend.DEEPSPEED:
         offload, offload_param = bool(args.deepspeed_options.cpu_offload_optimizer), False
         stage = 2
@@ -280,7 +280,7 @@ def _logging(args: TrainingArgs) -> dict[str, Any]:
 
 
 def _named(template: str | None) -> str | None:
-    """A run's name with its placeholders filled in, as rank 0, which logs, would."""
+    """Return a run's name with its placeholders filled in for rank 0, which logs."""
     if template is None:
         return None
     now = datetime.now(timezone.utc)

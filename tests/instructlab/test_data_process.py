@@ -108,7 +108,7 @@ def test_a_wrong_document_is_named(tmp_path: Path, line: str, said: str) -> None
 
 def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
     args = data_args(tmp_path, data_path=str(tmp_path / "none.jsonl"))
-    with pytest.raises(DataError, match="is no file; give the JSONL file of the messages"):
+    with pytest.raises(DataError, match="is not a file; give the JSONL file of the messages"):
         data_process.main(args)
     with pytest.raises(DataError, match="holds no processed data"):
         data_process.open_samples(tmp_path)

@@ -115,7 +115,7 @@ def test_one_rank_shares_with_nobody_and_the_cpu_trains_in_float32() -> None:
     assert "on the CPU the training is in float32" in said
 
 
-def test_a_user_of_instructlabs_library_is_told_what_its_words_mean() -> None:
+def test_a_user_of_instructlabs_library_learns_what_its_options_become() -> None:
     unused = DeepSpeedOptions(cpu_offload_optimizer_pin_memory=True, cpu_offload_optimizer_ratio=0.5)
     args = arguments(use_liger=True, use_dolomite=True, is_padding_free=True, deepspeed_options=unused)
     said = list(remarks(args, SETTING, build_config(args, SETTING)))
@@ -240,9 +240,9 @@ def test_what_can_be_done_is_not_refused(changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"rdzv_endpoint": "a:1", "master_addr": "a"}, "say the same; give one of them"),
+        ({"rdzv_endpoint": "a:1", "master_addr": "a"}, "mean the same; give one of them"),
         ({"master_port": 29500}, "master_port=29500 belongs to master_addr"),
-        ({"nnodes": 2}, "nnodes=2 must meet somewhere; give rdzv_endpoint"),
+        ({"nnodes": 2}, "nnodes=2 need a rendezvous; give rdzv_endpoint"),
         ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank=2 must be below nnodes=2"),
         ({"rdzv_endpoint": "node0"}, "rdzv_endpoint='node0' is not HOST:PORT"),
     ],

@@ -59,7 +59,7 @@ def test_the_readme_command_prints_its_plan_and_writes_nothing(tmp_path: Path) -
         "0.4% of a step",
         "memory per rank",
         "--master_addr 192.0.2.1",
-        "-m megatron.train",
+        "-m megatron.launch.agent",
         "warning: dataset /data/bigscience/oscar-en/meg-gpt2_text_document lacks",
     ):
         assert said in plan.stdout

@@ -167,10 +167,10 @@ def launch(order: dict[str, Any]) -> int:
     os.environ["FAULT_FOLDER"] = order["folder"]
     train = rank.train
 
-    def train_with_fault(flags: Sequence[str]) -> None:
+    def train_with_fault(train_flags: Sequence[str]) -> None:
         (Path(order["folder"]) / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
         install(order["fault"], order["fault_rank"])
-        train(flags)
+        train(train_flags)
 
     rank.train = train_with_fault
     status = agent.run_agent(agent.AgentOptions(ranks_per_node=order["world_size"]), order["flags"], "fork")
