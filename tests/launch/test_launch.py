@@ -497,6 +497,38 @@ def test_a_shown_command_can_be_pasted(tmp_path: Path) -> None:
     assert flag_values(words, "--save") == [str(tmp_path / "a b")]
 
 
+LIBRARIES = """
+import sys
+import megatron.config.command_line
+
+def libraries():
+    return {{module.split(".")[0] for module in sys.modules}} - set(sys.stdlib_module_names) - {{"__mp_main__"}}
+
+before = libraries()
+{program}
+print(status, sorted(libraries() - before))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("from megatron import train\nsys.argv = ['train', '--lrr', '1']\nstatus = train.start()", 2),
+        ("from megatron.cli import launch\nstatus = launch.main(['--', '--lrr', '1'])", 2),
+        (
+            "from megatron.cli import launch\n"
+            "status = launch.main(['--dry-run', '--device', 'cpu', '--', '--config', 'tiny_bloom'])",
+            0,
+        ),
+    ],
+)
+def test_a_refused_run_and_a_dry_run_load_no_library_but_those_of_the_options(program: str, status: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(hosts.IMPORT_ROOT)}
+    command = [sys.executable, "-c", LIBRARIES.format(program=program)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1:] == [f"{status} []"], ran.stderr
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Launch
 

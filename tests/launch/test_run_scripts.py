@@ -130,7 +130,7 @@ def test_all_faults_come_in_one_message_with_status_2(tmp_path: Path) -> None:
         "global_batch_size=1023 is not a multiple",
         "rampup_batch_size",
         f"dataset {tmp_path}/meg-gpt2_text_document lacks",
-        "results_dir=hosts/out cannot be made",
+        "results_dir=hosts/out cannot be created",
         "hosts, line 2: 'node1' is not `<host> slots=<n>`",
         "HL_TP sets tensor_model_parallel_size",
     ):

@@ -40,15 +40,15 @@ def refused(folder: Path, **variables: str) -> str:
     return done.stderr
 
 
-def test_everything_that_is_wrong_is_told_at_once(folder: Path) -> None:
+def test_everything_that_is_wrong_is_reported_at_once(folder: Path) -> None:
     said = refused(
         folder,
         **(TINY | {"HL_DATA": "none.jsonl", "HL_LLAMA_VER": "2", "HL_BUCKETING": "x", "HL_MAX_BATCH_LEN": "64"}),
         HL_NUM_EPOCHS="0",
     )
     for fault in (
-        "HL_DATA=none.jsonl is no file",
-        "HL_LLAMA_VER=2 means nothing to this script; it belongs to scripts/run_llama.sh",
+        "HL_DATA=none.jsonl is not a file",
+        "HL_LLAMA_VER=2 does not apply to this script; it belongs to scripts/run_llama.sh",
         "HL_BUCKETING='x' must be auto, off, octave or optimal",
         "HL_NUM_EPOCHS='0' must be a whole number, 1 or more",
         "max_batch_len=64 is less than seq_length=128",
@@ -61,9 +61,9 @@ def test_a_model_and_chats_are_needed(folder: Path) -> None:
     assert "HL_DATA is not set; set it to a JSONL file of chats" in refused(folder, **TINY)
 
 
-def test_a_variable_of_fine_tuning_means_nothing_to_pretraining(tmp_path: Path) -> None:
+def test_a_variable_of_fine_tuning_does_not_apply_to_pretraining(tmp_path: Path) -> None:
     refused = run("run_llama.sh", tmp_path, HL_DRY_RUN="1", HL_NUM_EPOCHS="2")
-    assert "HL_NUM_EPOCHS=2 means nothing to this script; it belongs to scripts/run_sft.sh" in refused.stderr
+    assert "HL_NUM_EPOCHS=2 does not apply to this script; it belongs to scripts/run_sft.sh" in refused.stderr
 
 
 def test_a_run_tokenizes_trains_on_a_layout_and_exports(folder: Path) -> None:
