@@ -6,7 +6,6 @@ import importlib
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
@@ -44,9 +43,4 @@ def train(train_flags: Sequence[str]) -> None:
 
     sys.argv = ["megatron.train", *train_flags]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    try:
-        status = train.start()
-    except BaseException:
-        traceback.print_exc()
-        status = FAILED
-    train.leave(status)
+    train.process()
