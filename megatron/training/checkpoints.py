@@ -33,7 +33,7 @@ RANK_TIMEOUT_S = 1800.0
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run into its folder. All ranks make one together, and save together.
+    """Saves the checkpoints of a run into its folder. Collective in construction and use.
 
     A context manager: the folder is locked against other runs inside.
     """
@@ -45,8 +45,8 @@ class Checkpoints:
         beat: Callable[[], None] = lambda: None,
         source: Mapping[str, Any] | None = None,
     ):
-        """`beat` is called, also by a thread, whenever a save under way has made progress. `source`: what Hugging Face
-        said of the model, where it came from there, however long ago.
+        """`beat` is called, also by a thread, whenever a save under way has made progress. `source`: description of the
+        Hugging Face model that the run once started from.
         """
         options = config.checkpoint
         assert options.save is not None
@@ -84,19 +84,19 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is under way, and let other processes save into the folders."""
+        """Wait for the save under way, and release the folders for other processes."""
         self._saver.close()
         if self._exports is not None:
             self._exports.close()
 
     def reserve(self, engine: Engine) -> None:
-        """Get the host memory of an asynchronous save now, when its lack is noticed at once."""
+        """Allocate the host memory of an asynchronous save now, so that a lack of it fails at once."""
         self._saver.reserve(engine.state.fragments(with_optimizer=not engine.config.checkpoint.no_save_optim))
 
     def save(self, engine: Engine, progress: Progress, fingerprint: str, *, to_export: bool = False) -> None:
-        """Begin a save, or carry it out. Every rank calls it. What fails is told by `report`, and by `finish`.
+        """Begin a save, or run it. Every rank calls it. `report` and `finish` return its errors.
 
-        `to_export`: `export` comes next. Noted in the checkpoint, for the run that resumes if this one is killed.
+        `to_export`: `export` comes next; noted in the checkpoint, for the run that resumes if this one is killed.
         Raises TrainingAborted if verify_checkpoint finds copies that differ.
         """
         if engine.config.checkpoint.verify_checkpoint:
@@ -123,7 +123,7 @@ class Checkpoints:
         )
 
     def report(self) -> list[str]:
-        """What became of the saves that ended since the last call, a line each."""
+        """Return a line on each save that ended since the last call."""
         lines = []
         for outcome in self._saver.finished():
             self._last_error = outcome.error
@@ -137,15 +137,15 @@ class Checkpoints:
         return lines
 
     def can_export(self, progress: Progress) -> bool:
-        """Whether the run as it is now has a checkpoint in its own folder; true where none is needed. Collective."""
+        """Return True if the run's own folder has a checkpoint of now, or none is needed. Collective."""
         if self._exports is None or progress.iteration == 0:
             return True
         return bool(self._ctx.broadcast_object((self._folder_of(progress) / MANIFEST).is_file()))
 
     def export(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:
-        """Make a Hugging Face folder of the checkpoint just saved, where `save_hf` asks for them. Collective.
+        """Export the checkpoint just saved as a Hugging Face folder, if `save_hf` is given. Collective.
 
-        Waits for the save under way, and calls `beat` meanwhile. What fails is said, and raised by `finish_exports`.
+        Waits for the save under way, and calls `beat` meanwhile. An error is logged, and raised by `finish_exports`.
         """
         if self._exports is None or progress.iteration == 0:
             return
@@ -158,7 +158,7 @@ class Checkpoints:
             say(line)
 
     def export_what_is_due(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:
-        """Make up for the export that was to follow the checkpoint resumed from, if the run was killed before.
+        """Run the export that was to follow the checkpoint resumed from, if the run was killed before it.
 
         Collective.
         """
@@ -175,7 +175,7 @@ class Checkpoints:
         return self._saver.folder / f"{TAG}{progress.iteration}"
 
     def settle(self) -> list[str]:
-        """Wait for the save under way; what became of it, a line each. Collective."""
+        """Wait for the save under way, and return the report on it. Collective."""
 
         def wait() -> list[str]:
             self._saver.wait()
@@ -184,9 +184,9 @@ class Checkpoints:
         return raise_on_all_ranks(self._ctx, wait)
 
     def finish(self, say: Callable[[str], None]) -> None:
-        """Wait for the save under way, and say what became of it. Collective.
+        """Wait for the save under way, and log the report on it. Collective.
 
-        Raises CheckpointError if the last save failed: the run's end is then nowhere.
+        Raises CheckpointError if the last save failed: the end of the run is then not saved.
         """
         for line in raise_on_all_ranks(self._ctx, self._end):
             say(line)

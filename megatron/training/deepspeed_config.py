@@ -9,14 +9,14 @@ from typing import Any
 from megatron.config.options import Config, ConfigError
 
 OURS = ("optimizer", "scheduler", "gradient_accumulation_steps", "train_batch_size")
-"""Sections that this project decides by other means than the JSON."""
+"""Sections that this project sets by its own options."""
 
 
 def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given, with the user's own JSON merged in. The engine sets the number of
-    microbatches anew for each step.
+    """Return the argument of `deepspeed.initialize`, with the user's own JSON merged in.
 
-    Raises ConfigError if that file is missing, is no JSON object, or contradicts this config.
+    The engine sets the number of microbatches for each step. Raises ConfigError if that file is missing, is not a JSON
+    object, or contradicts this config.
     """
     training, optimizer = config.training, config.optimizer
     micro = training.micro_batch_size
@@ -55,7 +55,7 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
         return made
     extra = _read_json(training.deepspeed_config)
     faults = [
-        f"{training.deepspeed_config}: {name!r} is decided by this config's own options; remove it"
+        f"{training.deepspeed_config}: {name!r} is set by this config's own options; remove it"
         for name in OURS
         if name in extra
     ]
@@ -66,7 +66,7 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
 
 
 def grad_accum_dtype(config: Config) -> str:
-    """In which dtype DeepSpeed adds up the microbatches' gradients.
+    """Return the dtype in which DeepSpeed adds up the microbatches' gradients.
 
     fp16 under a pipeline adds in fp16: DeepSpeed 0.19.8 sums tied gradients over stages in `.grad`, which float32
     accumulation moves elsewhere before that, so that tied embeddings would drift apart.
@@ -90,7 +90,7 @@ def _read_json(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError([f"deepspeed_config={path!r} cannot be read: {error.strerror}"]) from None
     except ValueError as error:
-        raise ConfigError([f"deepspeed_config={path!r} is no JSON: {error}"]) from None
+        raise ConfigError([f"deepspeed_config={path!r} is not JSON: {error}"]) from None
     if not isinstance(extra, dict):
         raise ConfigError([f"deepspeed_config={path!r} holds {type(extra).__name__}; it must be an object"])
     return extra
@@ -104,9 +104,7 @@ def _contradictions(made: dict[str, Any], extra: dict[str, Any], where: str) -> 
         if isinstance(made[name], dict) and isinstance(value, dict):
             faults += _contradictions(made[name], value, f"{where}: {name}")
         elif made[name] != value:
-            faults.append(
-                f"{where}: {name}={value!r} contradicts this config, which makes it {made[name]!r}; remove it"
-            )
+            faults.append(f"{where}: {name}={value!r} contradicts this config, which sets {made[name]!r}; remove it")
     return faults
 
 

@@ -22,7 +22,7 @@ from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
 from megatron.accelerator import quiet
-from megatron.config.options import Config
+from megatron.config.options import Config, ConfigError
 from megatron.models.families.registry import build_layers
 from megatron.models.transformer import compute_dtype
 from megatron.observability.timers import StepTimers
@@ -46,7 +46,7 @@ class StepResult:
     skipped: bool
     """Weights and optimizer are as they were before."""
     observation: Observation | None = None
-    """What the update was decided by; None if DeepSpeed itself refused a norm that is not finite."""
+    """Basis of the decision to update; None if DeepSpeed itself refused a norm that is not finite."""
     microbatch_losses: Sequence[Tensor] = ()
     """Losses of this rank's microbatches; none on inner stages."""
     metrics: Tensor | None = None
@@ -333,6 +333,7 @@ def build_engine(
         if not will_restore:
             _start_parameters(model, config, ctx)
         model.to(ctx.device)
+    _prepare_frozen(model, ctx)
     after_model()
     with quiet():
         optimizer = build_optimizer(model, config, ctx)
@@ -349,6 +350,22 @@ def build_engine(
         engine.module.compile()
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
     return cls(engine, config, ctx, task, losses, detector)
+
+
+def _prepare_frozen(model: nn.Module, ctx: ParallelContext) -> None:
+    """Raise ConfigError, on every rank alike, if a stage has no trained parameter: DeepSpeed needs one to optimize."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    is_frozen = len(frozen) == len(list(model.parameters()))
+    stages = sorted({stage for stage, found in ctx.gather_objects((ctx.stage, is_frozen)) if found})
+    if stages:
+        raise ConfigError(
+            [
+                f"freeze leaves no trained parameter on pipeline stage {', '.join(map(str, stages))}; every stage "
+                "needs one: train more parameters, or use fewer stages"
+            ]
+        )
+    for parameter in frozen:
+        parameter._hp_grad = None  # type: ignore[attr-defined]  # read by DeepSpeed where weights are tied over stages
 
 
 def _import_muon_uncompiled() -> None:

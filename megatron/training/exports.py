@@ -1,10 +1,10 @@
-"""The Hugging Face folders that a run makes of its checkpoints, each whole or not there.
+"""Hugging Face exports of a run's checkpoints, each complete or absent.
 
     SAVE_HF/samples_4096/                   the model after so many samples; or
     SAVE_HF/last_epoch/                     the newest one alone
-    SAVE_HF/samples_4096/export.json        which checkpoint it was made of
-    SAVE_HF/.samples_4096.partial-TOKEN/    one that is being written: gets its name when it is whole
-    SAVE_HF/.last_epoch.replaced-TOKEN/     the one before, while the new one gets its name
+    SAVE_HF/samples_4096/export.json        the checkpoint it was made of
+    SAVE_HF/.samples_4096.partial-TOKEN/    one that is being written: renamed when it is complete
+    SAVE_HF/.last_epoch.replaced-TOKEN/     the previous one, while the new one is renamed
     SAVE_HF/.lock                           held by the run that exports there
 
 Rank 0 alone works, from the files that all ranks have saved, a tensor at a time and in a thread; the others wait in
@@ -47,7 +47,7 @@ LAST = "last_epoch"
 SAMPLES = "samples_"
 MARK = "export.json"
 POLL_S = 2.0
-"""The longest that other ranks wait in one collective."""
+"""Longest wait of the other ranks in one collective."""
 STILL, MOVED, DONE = 0, 1, 2
 
 
@@ -57,14 +57,14 @@ class _Work:
 
     parameters_done: int = 0
     line: str = ""
-    """What there is to say of it. Empty: it was there already."""
+    """Its log line. Empty: it was there already."""
     fault: str = ""
 
 
 class Exports:
-    """Every rank makes one, and calls `export` together. Rank 0's keeps other runs out of the folder until `close`.
+    """Exports of one run. Collective; rank 0 keeps other runs out of the folder until `close`.
 
-    Raises CheckpointError where no export can come of it: a model without Hugging Face form, a tokenizer of another
+    Raises CheckpointError if no export is possible: a model without Hugging Face form, a tokenizer of another
     vocabulary, a folder that cannot be written to.
     """
 
@@ -93,9 +93,9 @@ class Exports:
     def export(
         self, checkpoint: Path, token: str | None, samples: int, ctx: ParallelContext, beat: Callable[[], None]
     ) -> str:
-        """Make one of the checkpoint in that folder, unless it is there. Collective; returns what there is to say.
+        """Export the checkpoint in that folder, unless it is there, and return a log line. Collective.
 
-        `token`: that of the save which made the checkpoint, where it is known. What fails is a WARNING; see `faults`.
+        `token`: that of the save which made the checkpoint, where it is known. An error is a WARNING; see `check`.
         """
         name, work = LAST if self._config.checkpoint.save_hf_last_only else f"{SAMPLES}{samples}", _Work()
         thread, seen, state = None, 0, STILL
@@ -120,10 +120,10 @@ class Exports:
     def check(self) -> None:
         """Raise CheckpointError if exports are missing at the end of the run."""
         if self._failed:
-            told = "; ".join(f"{self._folder / name}: {fault}" for name, fault in self._failed.items())
+            missing = "; ".join(f"{self._folder / name}: {fault}" for name, fault in self._failed.items())
             raise CheckpointError(
-                f"not exported: {told}. Make room and start the run again, or export a checkpoint that is still there: "
-                f"python tools/convert_checkpoint.py --to hf --load {self._config.checkpoint.save} --save FOLDER"
+                f"not exported: {missing}. Make room and start the run again, or export a checkpoint that is still "
+                f"there: python tools/convert_checkpoint.py --to hf --load {self._config.checkpoint.save} --save FOLDER"
             )
 
     # In rank 0's thread
@@ -178,15 +178,15 @@ class Exports:
         return copied
 
     def _made_of(self, name: str) -> str | None:
-        """The token of the checkpoint that the export of this name was made of; None: there is none.
+        """Return the token of the checkpoint that the export of this name was made of; None: there is none.
 
-        Raises CheckpointError where something else has that name: it is not ours to replace.
+        Raises CheckpointError if something else has that name: it is not ours to replace.
         """
         place = self._folder / name
         if not os.path.lexists(place):
             return None
         if place.is_symlink() or not (place / MARK).is_file():
-            raise CheckpointError(f"{place} is there, and no export of a run; move it away")
+            raise CheckpointError(f"{place} is there, but is not an export of a run; move it away")
         return str(read_json(place / MARK).get("token"))
 
     def _prune(self) -> None:
@@ -202,7 +202,7 @@ class Exports:
             remove_checkpoint(path, hidden_path(self._folder, path.name, "deleted", uuid.uuid4().hex[:12]))
 
     def _remove_leftovers(self) -> None:
-        """What a killed run left. An export that was being replaced gets its name back."""
+        """Remove the leftovers of a killed run. An export that was being replaced gets its name back."""
         for path in self._folder.iterdir():
             left = LEFTOVER.fullmatch(path.name)
             if not left or not path.is_dir() or path.is_symlink():
@@ -214,8 +214,9 @@ class Exports:
 
 
 def tokenizer_of(config: Config) -> Path | None:
-    """The folder whose tokenizer files go along: that of `tokenizer_model`, or else of the Hugging Face model that the
-    run started from. None where neither has any.
+    """Return the folder of the tokenizer files to export; None: there are none.
+
+    It is that of `tokenizer_model`, or else of the Hugging Face model that the run started from.
     """
     given, load = config.data.tokenizer_model, config.checkpoint.load
     if given is not None:
@@ -227,7 +228,7 @@ def tokenizer_of(config: Config) -> Path | None:
 
 
 def is_due(checkpoint: Path) -> bool:
-    """Whether the checkpoint in that folder was saved to be exported."""
+    """Return True if the checkpoint in that folder was saved to be exported."""
     try:
         return Checkpoint(checkpoint).metadata.get("export") is True
     except CheckpointError:

@@ -95,7 +95,7 @@ class Loop:
     """For training, validation and test; None where there is none."""
     schedule: Schedule
     progress: Progress
-    """Where to begin; advances with the training."""
+    """The point to begin at; advances with the training."""
     log: MetricsLog
     shutdown: Shutdown
     checkpoints: Checkpoints | None

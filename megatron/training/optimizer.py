@@ -49,7 +49,7 @@ class UpdateGate:
     ) -> None:
         self._ctx, self._state, self._losses, self._detector = ctx, state, losses, detector
         self.observation: Observation | None = None
-        """Of this step; None until the optimizer steps."""
+        """The one of this step; None until the optimizer steps."""
 
     def begin_step(self) -> None:
         self.observation = None

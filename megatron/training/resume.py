@@ -1,4 +1,4 @@
-"""Where a run starts from: the checkpoint it resumes, restores or rolls back to, and whether the data still fits."""
+"""Start of a run: the checkpoint to resume or to roll back to, and the check that the data still fits it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SavedData:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts from."""
+    """Starting point of a run."""
 
     options: CheckpointConfig
     """Those of `starting_options`."""
@@ -215,11 +215,11 @@ def restore(engine: Engine, checkpoint: Resumable, progress: Progress, options: 
     `options`: those of `starting_options`, where they are not the engine's own.
     """
     options, content = options or engine.config.checkpoint, checkpoint.metadata
-    if isinstance(checkpoint, Checkpoint):  # a foreign one was checked when it was opened
-        engine.state.check_model(checkpoint)
     saved = content.get("optimizer")
     if options.finetune or options.no_load_optim or len(checkpoint.kinds) == 1:
         saved = None
+    if isinstance(checkpoint, Checkpoint):  # a foreign one was checked when it was opened
+        engine.state.check_model(checkpoint, with_optimizer=saved is not None)
     engine.state.restore(checkpoint, saved)
     seed = content.get("rng", {}).get("seed")
     with_rng = seed is not None and not (options.finetune or options.no_load_rng)

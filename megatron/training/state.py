@@ -7,7 +7,8 @@ for them. Owners:
     bf16, fp16, ZeRO-1, 2  stretches that DeepSpeed's flat partitions cut out, known to each parameter's `_hp_mapping`
     ZeRO-3                 equal stretches of each parameter
 
-Parameters that every tensor-parallel rank holds are the first one's; tied ones the first stage's.
+Parameters that every tensor-parallel rank holds are the first one's; tied ones the first stage's. The optimizer has no
+part of frozen parameters: they are owned as in float32 without ZeRO, or in ZeRO-3's stretches, and have no moments.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """A stretch of a parameter's flattened local tensor that this rank's optimizer updates."""
+    """A stretch of a parameter's flattened local tensor that this rank's optimizer updates, or saves if frozen."""
 
     name: str
     parameter: nn.Parameter
     start: int
     weight: Tensor
-    """Flat float32 view: writing to it writes the optimizer's weights."""
+    """Flat float32 view: writing to it writes the optimizer's weights. Of 16-bit frozen parameters a copy."""
     moments: dict[str, Tensor]
-    """Views like `weight`, by kind; none before the first step."""
+    """Views like `weight`, by kind; none before the first step, and of frozen parameters."""
     is_saved_here: bool
     """No other rank saves it."""
 
@@ -103,9 +104,9 @@ class EngineState:
 
     # Restoring
 
-    def check_model(self, checkpoint: Checkpoint) -> None:
+    def check_model(self, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
         """Raise CheckpointError, with every difference, if the checkpoint is not of this rank's model."""
-        wrong = []
+        wrong, frozen = [], []
         for name, parameter in self._module.named_parameters():
             shard = shard_of(parameter)
             saved = checkpoint.parameters.get(name)
@@ -113,11 +114,18 @@ class EngineState:
                 wrong.append(f"{name} is not in it")
             elif (saved.shape, saved.pieces) != (shard.shape, shard.pieces):
                 wrong.append(f"{name} is {list(saved.shape)} there, {list(shard.shape)} here")
+            elif parameter.requires_grad and checkpoint.kinds_of(name) != checkpoint.kinds:
+                frozen.append(name)
         if wrong:
             more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise CheckpointError(
                 f"{checkpoint.folder} is of another model: {'; '.join(wrong[:4])}{more}. Give the model's own options, "
                 "or another checkpoint"
+            )
+        if frozen and with_optimizer:
+            raise CheckpointError(
+                f"{checkpoint.folder} has no optimizer state of {', '.join(frozen[:4])}{' ...' if frozen[4:] else ''}, "
+                "frozen when it was saved; freeze the same parameters, or pass --no-load-optim"
             )
 
     def restore(self, checkpoint: Readable, saved: dict[str, Any] | None) -> None:
@@ -145,7 +153,7 @@ class EngineState:
                     owned.weight.copy_(read(name, "weight", owned.shard, owned.start, owned.weight.numel()))
                     parameter.ds_tensor.narrow(0, 0, owned.weight.numel()).copy_(owned.weight)  # type: ignore[attr-defined]
             for owned in slices.values():
-                for kind in moments:
+                for kind in moments if owned.parameter.requires_grad else ():
                     target = owned.moments[kind]
                     target.copy_(read(owned.name, kind, owned.shard, owned.start, target.numel()))
         if saved is not None and saved.get("loss_scaler") and self._config.training.fp16:
@@ -194,8 +202,10 @@ class EngineState:
         for index, (name, parameter) in enumerate(self._module.named_parameters()):
             is_first = ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
             is_saved_here = is_first and not getattr(parameter, "ds_pipe_replicated", False)
-            if self._config.effective_zero_stage == 0:
-                is_turn = index % ctx.grad_size == ctx.grad_rank
+            is_turn = index % ctx.grad_size == ctx.grad_rank
+            if not parameter.requires_grad and not hasattr(parameter, "ds_id"):
+                yield OwnedSlice(name, parameter, 0, parameter.view(-1).float(), {}, is_saved_here and is_turn)
+            elif self._config.effective_zero_stage == 0:
                 moments = {kind: tensor.view(-1) for kind, tensor in self._moments_of(parameter).items()}
                 yield OwnedSlice(name, parameter, 0, parameter.detach().view(-1), moments, is_saved_here and is_turn)
             elif hasattr(parameter, "ds_id"):
@@ -221,7 +231,9 @@ class EngineState:
         per_rank = parameter.ds_tensor.ds_numel
         start = per_rank * self._ctx.grad_rank
         numel = min(per_rank, parameter.ds_numel - start)  # the last ranks' stretches are padded
-        if numel > 0:
+        if numel > 0 and not parameter.requires_grad:
+            yield OwnedSlice(name, parameter, start, parameter.ds_tensor.narrow(0, 0, numel).float(), {}, is_saved_here)
+        elif numel > 0:
             group, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
             flat = self._optimizer.fp32_partitioned_groups_flat[group]
             yield self._slice_of_flat(name, parameter, start, flat, offset, numel, is_saved_here)
