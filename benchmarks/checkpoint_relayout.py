@@ -69,7 +69,7 @@ def save_source(arguments: str, folder: Path) -> None:
     """A step, then a checkpoint in our format and one in DeepSpeed's."""
     from megatron.accelerator import quiet
     from megatron.interop.universal import universal_info
-    from megatron.parallel.shards import shard_of
+    from megatron.parallel.shards import named_parameters, shard_of
     from megatron.planning.progress import Progress
     from megatron.training.checkpoints import Checkpoints
 
@@ -78,7 +78,7 @@ def save_source(arguments: str, folder: Path) -> None:
     checkpoints = Checkpoints(engine.config, engine.ctx)
     checkpoints.save(engine, Progress(iteration=1), "")
     checkpoints.finish(lambda _: None)
-    own = {name: shard_of(parameter) for name, parameter in engine.module.named_parameters()}
+    own = {name: shard_of(parameter) for name, parameter in named_parameters(engine.module)}
     shards = {name: shard for found in engine.ctx.gather_objects(own) for name, shard in found.items()}
     client_state = {"iteration": 1, "universal_checkpoint_info": universal_info(shards, engine.ctx.tensor_size)}
     with quiet():

@@ -86,12 +86,11 @@ def bare_loop(config: Any, ctx: Any, task: Any, batch: list[Any]) -> Callable[[]
     """One training step in plain PyTorch over the layers that the engine runs."""
     import torch
 
-    from megatron.models.families.registry import build_layers
-    from megatron.parallel.shards import initialise, shard_of
-    from megatron.training.engine import SequentialModel
+    from megatron.models.sequential import SequentialModel, build_layers
+    from megatron.parallel.shards import initialise, named_parameters, shard_of
 
     model = SequentialModel(build_layers(config, ctx))
-    initialise(model.named_parameters(), config.training.seed, 0, 1)
+    initialise(named_parameters(model), config.training.seed, 0, 1)
     options = config.optimizer
     decayed = [p for p in model.parameters() if len(shard_of(p).shape) > 1]
     others = [p for p in model.parameters() if len(shard_of(p).shape) == 1]

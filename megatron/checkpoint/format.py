@@ -32,8 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.parallel.context import LayoutError
-from megatron.parallel.shards import Shard
+from megatron.parallel.shards import LayoutError, Shard
 
 FORMAT = "megatron-3d"
 VERSION = 2

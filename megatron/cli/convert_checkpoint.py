@@ -373,17 +373,16 @@ def our_logits(side: Model, tokens_BS: Tensor, precision: Precision) -> Tensor:
 
     from megatron.config.options import Config, TrainingConfig
     from megatron.interop.huggingface_files import DTYPES as TORCH_DTYPES
-    from megatron.models.families.registry import build_layers
+    from megatron.models.sequential import SequentialModel, build_layers
     from megatron.parallel.context import ParallelContext
     from megatron.parallel.losses import gather_logits
-    from megatron.parallel.shards import shard_of
-    from megatron.training.engine import SequentialModel
+    from megatron.parallel.shards import named_parameters, shard_of
 
     ctx = ParallelContext.single()
     plain = dataclasses.replace(side.config.model, attention_backend="sdpa")
     config = Config(model=plain, training=TrainingConfig(seq_length=side.config.training.seq_length))
     model = SequentialModel(build_layers(config, ctx)).eval()
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     with torch.no_grad():
         for name, tensor in side.tensors():
             rounded = tensor.to(TORCH_DTYPES[precision]).float()
@@ -398,12 +397,12 @@ def their_logits(side: Model, tokens_BS: Tensor, precision: Precision) -> Tensor
     import transformers
 
     from megatron.checkpoint.format import CheckpointError
-    from megatron.interop.huggingface_config import family_of
+    from megatron.interop.huggingface_config import form_of
     from megatron.interop.huggingface_files import DTYPES as TORCH_DTYPES
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, loaded = getattr(transformers, family_of(side.config.model).class_name).from_pretrained(
+    model, loaded = getattr(transformers, form_of(side.config.model).class_name).from_pretrained(
         side.path, local_files_only=True, output_loading_info=True, attn_implementation="eager"
     )
     strange = [*loaded["missing_keys"], *loaded["mismatched_keys"]]

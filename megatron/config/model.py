@@ -13,8 +13,9 @@ from megatron.config.types import STRICT, Positive, PositiveFloat, Probability
 class ModelConfig:
     """Architecture of the model."""
 
-    architecture: Literal["bloom", "llama"] = "bloom"
-    """Model family. `bloom`: LayerNorm, GELU, biases. `llama`: RMSNorm, SwiGLU, no biases."""
+    architecture: str = "bloom"
+    """Model family. `bloom`: LayerNorm, GELU, biases. `llama`: RMSNorm, SwiGLU, no biases. `package.module:RECORD`: a
+    family of your own."""
     num_layers: Positive = 2
     """Number of transformer layers."""
     hidden_size: Positive = 64
@@ -64,6 +65,8 @@ class ModelConfig:
     """Use the fast softmax of Habana's FusedSDPA. HPU only."""
     use_fused_rmsnorm: bool = True
     """Use Habana's FusedRMSNorm on HPU; no effect on other devices."""
+    freeze: tuple[str, ...] = ()
+    """Names of parameters to exclude from training, or shell patterns such as `embedding.*` or `layers.[0-7].*`."""
 
     @property
     def ffn_size(self) -> int:

@@ -16,21 +16,22 @@ Kind = Literal["architecture", "task"]
 
 
 class _Place(NamedTuple):
-    """The package whose files each define one plugin, and the attribute that holds it."""
+    """The package whose files each define one plugin, the attribute that holds it, and what every plugin has."""
 
     package: str
     attribute: str
+    needs: tuple[str, ...] = ()
 
 
 PLACES: dict[Kind, _Place] = {
-    "architecture": _Place("megatron.models.families", "FAMILY"),
+    "architecture": _Place("megatron.models.families", "FAMILY", ("layers", "faults")),
     "task": _Place("megatron.tasks", "TASK"),
 }
 
 
 def known_plugins(kind: Kind) -> list[str]:
     """Return the names of this package's own plugins, sorted; nothing is imported."""
-    package, attribute = PLACES[kind]
+    package, attribute, _ = PLACES[kind]
     files = (IMPORT_ROOT / package.replace(".", "/")).glob("*.py")
     return sorted(path.stem for path in files if f"\n{attribute} = " in path.read_text(encoding="utf-8"))
 
@@ -48,12 +49,17 @@ def load_plugin(kind: Kind, name: str) -> Any:
             raise ConfigError(
                 [f"{kind}={name!r} is unknown; use {', '.join(known)}, or your own as package.module:ATTRIBUTE"]
             )
-        package, attribute = PLACES[kind]
+        package, attribute, _ = PLACES[kind]
         module = f"{package}.{name}"
     try:
-        return getattr(importlib.import_module(module), attribute)
+        plugin = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError([f"{kind}={name!r} cannot be loaded: {error}; give package.module:ATTRIBUTE"]) from error
+    if lacking := [need for need in PLACES[kind].needs if not hasattr(plugin, need)]:
+        raise ConfigError(
+            [f"{kind}={name!r} is a {type(plugin).__name__} without `{lacking[0]}`; give a record with it"]
+        )
+    return plugin
 
 
 def load_task(config: Config) -> Any:

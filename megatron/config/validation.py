@@ -12,7 +12,7 @@ from dataclasses import fields
 
 from megatron.config.data import parse_data_path, parse_split
 from megatron.config.options import Config, ConfigError, batch_sizes, options, sections
-from megatron.config.plugins import known_plugins, load_task
+from megatron.config.plugins import known_plugins, load_plugin, load_task
 
 # options that have no effect without another one
 SAVING = (
@@ -52,6 +52,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_ranks(config, world_size),
         *_check_tensor_parallel(config),
         *_check_engine(config),
+        *_check_family(config),
         *_check_model(config),
         *_check_precision_and_device(config),
         *_check_rampup(config, world_size),
@@ -130,6 +131,13 @@ def _check_engine(config: Config) -> Iterator[str]:
         yield "offload_optimizer needs zero_stage 1, 2 or 3, not 0; set zero_stage or turn it off"
     if optimizer.offload_optimizer and optimizer.optimizer == "sgd":
         yield "offload_optimizer does not support optimizer=sgd; use adamw or adam, or turn it off"
+
+
+def _check_family(config: Config) -> Iterator[str]:
+    try:
+        yield from load_plugin("architecture", config.model.architecture).faults(config)
+    except ConfigError as error:
+        yield from error.faults
 
 
 def _check_model(config: Config) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Hugging Face folders in both directions, a tensor at a time: BLOOM as Bloom or GPT-2, and Llama 1, 2 and 3.
+"""Hugging Face folders in both directions, a tensor at a time, by the forms that the families have.
 
-`name_map` says, for each of our parameters, which of their tensors make it and how they lie in it. A `Part` is a view
-of our full tensor in the shape of theirs, so one map serves both directions: reading copies into the view, writing out
-of it, a few rows at a time. Beside the one parameter at work, only a buffer of CHUNK_BYTES is in memory.
+`name_map` says, for each of our parameters, which of their tensors make it and how they lie in it. A `MappedTensor` is
+a view of our full tensor in the shape of theirs, so one map serves both directions: reading copies into the view,
+writing out of it, a few rows at a time. Beside the current parameter, only a buffer of CHUNK_BYTES is in memory.
 
 Nothing in a folder is trusted: no pickle is executed, no path leads out of it, each of its tensors is accounted for.
 """
@@ -14,18 +14,17 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.config.options import Config, ModelConfig
+from megatron.config.options import Config
 from megatron.files import sync_folder
-from megatron.interop.huggingface_config import OUTPUT, SPECIAL_TOKENS, Family, config_of, family_of, their_config
+from megatron.interop.huggingface_config import OUTPUT, SPECIAL_TOKENS, config_of, form_of, their_config
 from megatron.interop.huggingface_files import (
     DTYPES,
     Precision,
@@ -37,9 +36,8 @@ from megatron.interop.huggingface_files import (
     some,
     write_json,
 )
-from megatron.models.families.registry import build_layers
-from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard, shard_of
+from megatron.models.family import HuggingFaceForm, family_of
+from megatron.parallel.shards import Shard, declared_shards
 
 CHUNK_BYTES = 1 << 24
 """Of a tensor, this much is read or written at once."""
@@ -62,7 +60,7 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Part:
+class MappedTensor:
     """One tensor of theirs, and where it lies in our full tensor: `length` rows from `begin`."""
 
     name: str
@@ -96,10 +94,10 @@ class Part:
 class NameMap:
     """A model of ours as one of theirs."""
 
-    family: Family
+    form: HuggingFaceForm
     shards: Mapping[str, Shard]
     """Our parameters, in the order of the layers, without vocabulary padding."""
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[MappedTensor, ...]]
     """For each of our parameters, the tensors of theirs that make it."""
 
     def assemble(self, name: str, read: Callable[[str, int, int], Tensor], memory: Tensor | None = None) -> Tensor:
@@ -113,57 +111,47 @@ class NameMap:
 
 
 def parameters_of(config: Config) -> dict[str, Shard]:
-    """Every parameter of the model by name, in the order of the layers; nothing is allocated.
+    """Return every parameter of the model by name, in the order of the layers.
 
-    The shards are those of full tensors: no vocabulary padding, no initialisation.
+    The shards are those of full tensors: no vocabulary padding, no initialisation, no roles.
     """
-    found: dict[str, Shard] = {}
-    with torch.device("meta"):
-        for index, spec in enumerate(build_layers(config, ParallelContext.single())):
-            owner = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(index)
-            for name, parameter in spec.build().named_parameters():
-                found.setdefault(f"{owner}.{name}", replace(shard_of(parameter), padding=0, std=None, value=0.0))
-    return found
+    shards = declared_shards(family_of(config).layers(config))
+    return {name: Shard(shard.shape, shard.dim, shard.pieces) for name, shard in shards.items()}
 
 
 def name_map(config: Config) -> NameMap:
     """Raises CheckpointError where transformers has no such model, naming the options."""
-    family = family_of(config.model)
+    form = form_of(config.model)
     shards = parameters_of(config)
-    return NameMap(
-        family, shards, {name: tuple(_parts(family, config.model, name, shard)) for name, shard in shards.items()}
-    )
+    heads = config.model.num_attention_heads
+    return NameMap(form, shards, {name: tuple(_parts(form, heads, name, shard)) for name, shard in shards.items()})
 
 
-def _parts(family: Family, model: ModelConfig, name: str, shard: Shard) -> Iterator[Part]:
-    owner, rest = name.split(".", 1)
-    if owner == "tied_modules" or owner == "0":
-        yield Part(f"{family.prefix}{family.embedding}.weight", shard.shape, 0, shard.shape[0])
+def _parts(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> Iterator[MappedTensor]:
+    module, _, kind = name.rpartition(".")
+    if module == "output":
+        yield MappedTensor(OUTPUT, shard.shape, 0, shard.shape[0])
         return
-    index = int(owner)
-    if index == model.num_layers + 3:
-        yield Part(OUTPUT, shard.shape, 0, shard.shape[0])
-        return
-    module, _, kind = rest.rpartition(".")
-    if index == 1 or index == model.num_layers + 2:
-        outer = family.positions if rest == "positions" else family.embedding_norm if index == 1 else family.final_norm
-        kind = "weight" if rest == "positions" else kind
-        yield Part(f"{family.prefix}{outer}.{kind}", shard.shape, 0, shard.shape[0])
-        return
-    theirs = family.modules[module]
+    number = next((word for word in module.split(".") if word.isdigit()), "")
+    ours = module.replace(f".{number}.", ".*.") if number else module
+    if ours not in form.modules:
+        raise CheckpointError(
+            f"transformers' {form.class_name} has no place for {name}; keep the model as native or universal"
+        )
+    theirs = form.modules[ours]
     pieces = shard.pieces if len(theirs) > 1 else shard.shape[:1]
-    transposed = family.transposed and len(shard.shape) == 2
-    by_head = family.qkv_by_head and module == "attention.qkv"
+    transposed = form.transposed and bool(number) and len(shard.shape) == 2
+    by_head = form.qkv_by_head and ours.endswith(".attention.qkv")
     begin = 0
     for their_module, length in zip(theirs, pieces, strict=True):
         shape = (length, *shard.shape[1:])
-        yield Part(
-            f"{family.prefix}{family.layer}.{index - 2}.{their_module}.{kind}",
+        yield MappedTensor(
+            f"{form.prefix}{their_module.replace('*', number)}.{kind}",
             shape[::-1] if transposed else shape,
             begin,
             length,
             transposed,
-            model.num_attention_heads if by_head else None,
+            num_heads if by_head else None,
         )
         begin += length
 
@@ -199,22 +187,25 @@ class ImportedModel:
             yield name, self.read(name, memory)
 
 
-def import_huggingface(folder: Path) -> ImportedModel:
+def import_huggingface(folder: Path, architecture: str | None = None) -> ImportedModel:
     """Open a folder of transformers and check it: config.json, every file, the name and shape of every tensor.
+
+    `architecture` names a family outside this package that the folder may be of.
 
     Raises CheckpointError naming the file, field or tensor at fault.
     """
     config_path = own_file(folder, "config.json")
     theirs = read_json(config_path)
-    config = config_of(theirs, config_path)
+    config = config_of(theirs, config_path, architecture=architecture)
     stored = open_weights(folder)
     if config.model.num_layers > len(stored):
-        raise CheckpointError(f"{config_path} tells of {config.model.num_layers} layers, but {folder} lacks most")
+        raise CheckpointError(f"{config_path} has {config.model.num_layers} layers, but {folder} lacks most of them")
     mapped = name_map(config)
     expected = {part.name: part for parts in mapped.parts.values() for part in parts}
-    tensors = _check_names(folder, mapped.family, stored, expected)
+    tensors = _check_names(folder, mapped.form, stored, expected)
     if not config.model.untie_embeddings_and_output_weights and OUTPUT in tensors:
-        _check_copy(tensors.pop(OUTPUT), tensors[f"{mapped.family.prefix}{mapped.family.embedding}.weight"])
+        (embedding,) = mapped.parts["embedding.word.weight"]
+        _check_copy(tensors.pop(OUTPUT), tensors[embedding.name])
     dtypes = {tensor.dtype for tensor in tensors.values()}
     precision: Precision = next((name for name, dtype in DTYPES.items() if dtypes == {dtype}), "fp32")
     generation = folder / "generation_config.json"
@@ -223,11 +214,11 @@ def import_huggingface(folder: Path) -> ImportedModel:
         "config": theirs,
         "generation_config": read_json(own_file(folder, generation.name)) if os.path.lexists(generation) else None,
     }
-    return ImportedModel(config_of(theirs, config_path, precision), mapped, source, tensors)
+    return ImportedModel(config_of(theirs, config_path, precision, architecture), mapped, source, tensors)
 
 
 def _check_names(
-    folder: Path, family: Family, stored: Mapping[str, StoredTensor], expected: Mapping[str, Part]
+    folder: Path, form: HuggingFaceForm, stored: Mapping[str, StoredTensor], expected: Mapping[str, MappedTensor]
 ) -> dict[str, StoredTensor]:
     """The tensors by their full names; a copy of the tied embedding under lm_head.weight among them.
 
@@ -236,8 +227,8 @@ def _check_names(
     tensors: dict[str, StoredTensor] = {}
     faults, unknown = [], []
     for name, tensor in stored.items():
-        full = name if name == OUTPUT or name.startswith(family.prefix) else family.prefix + name
-        if re.fullmatch(family.buffers, full):
+        full = name if name == OUTPUT or name.startswith(form.prefix) else form.prefix + name
+        if re.fullmatch(form.buffers, full):
             continue
         if full in tensors:
             faults.append(f"{full} is there twice, in {tensors[full].file.name} and in {tensor.file.name}")
@@ -247,7 +238,7 @@ def _check_names(
             unknown.append(f"{name} in {tensor.file.name}")
     missing = sorted(set(expected) - set(tensors))
     if unknown:
-        faults.append(f"unknown to a {family.class_name} of this size: {some(unknown)}")
+        faults.append(f"unknown to a {form.class_name} of this size: {some(unknown)}")
     if missing:
         faults.append(f"missing: {some(missing)}")
     wrong = [
@@ -259,7 +250,7 @@ def _check_names(
     if wrong:
         faults.append(some(wrong))
     if faults:
-        raise CheckpointError(f"{folder} is no whole {family.class_name}: {'; '.join(faults)}")
+        raise CheckpointError(f"{folder} is not a whole {form.class_name}: {'; '.join(faults)}")
     return tensors
 
 
@@ -313,7 +304,7 @@ def export_huggingface(
             shard = missing.pop(name, None)
             if shard is None or tuple(tensor.shape) != shard.shape:
                 raise CheckpointError(
-                    f"{name} {list(tensor.shape)} is no parameter of this model, or comes twice"
+                    f"{name} {list(tensor.shape)} is not a parameter of this model, or comes twice"
                     if shard is None
                     else f"{name} is {list(tensor.shape)}, but the config makes it {list(shard.shape)}"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,136 +12,41 @@ from pydantic import ValidationError
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import Config, ModelConfig, TrainingConfig
+from megatron.config.plugins import known_plugins, load_plugin
 from megatron.interop.huggingface_files import DTYPES, Precision, own_file, read_json
+from megatron.models.family import Family, HuggingFaceForm
 
 log = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-@dataclass(frozen=True)
-class Family:
-    """One of transformers' classes: what it calls its modules, and how its matrices lie."""
-
-    model_type: str
-    class_name: str
-    prefix: str
-    """Of every name but the output projection's; folders saved from the bare model lack it."""
-    embedding: str
-    positions: str | None
-    embedding_norm: str | None
-    final_norm: str
-    layer: str
-    modules: Mapping[str, tuple[str, ...]]
-    """Of a transformer layer: our module, and the one of theirs, or those that are the pieces of ours, in order."""
-    transposed: bool
-    """Matrices of the layers are [in, out] (GPT-2's Conv1D)."""
-    qkv_by_head: bool
-    """Rows of the fused projection are [head][q, k, v][head size]; ours are [q, k, v][head][head size]."""
-    buffers: str
-    """Constants that old files hold among the weights: a regular expression of their names."""
-
-
-_GPT2 = Family(
-    model_type="gpt2",
-    class_name="GPT2LMHeadModel",
-    prefix="transformer.",
-    embedding="wte",
-    positions="wpe",
-    embedding_norm=None,
-    final_norm="ln_f",
-    layer="h",
-    modules={
-        "attention_norm": ("ln_1",),
-        "attention.qkv": ("attn.c_attn",),
-        "attention.dense": ("attn.c_proj",),
-        "mlp_norm": ("ln_2",),
-        "mlp.up": ("mlp.c_fc",),
-        "mlp.down": ("mlp.c_proj",),
-    },
-    transposed=True,
-    qkv_by_head=False,
-    buffers=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
-)
-_BLOOM = Family(
-    model_type="bloom",
-    class_name="BloomForCausalLM",
-    prefix="transformer.",
-    embedding="word_embeddings",
-    positions=None,
-    embedding_norm="word_embeddings_layernorm",
-    final_norm="ln_f",
-    layer="h",
-    modules={
-        "attention_norm": ("input_layernorm",),
-        "attention.qkv": ("self_attention.query_key_value",),
-        "attention.dense": ("self_attention.dense",),
-        "mlp_norm": ("post_attention_layernorm",),
-        "mlp.up": ("mlp.dense_h_to_4h",),
-        "mlp.down": ("mlp.dense_4h_to_h",),
-    },
-    transposed=False,
-    qkv_by_head=True,
-    buffers=r"(?!)",
-)
-_LLAMA = Family(
-    model_type="llama",
-    class_name="LlamaForCausalLM",
-    prefix="model.",
-    embedding="embed_tokens",
-    positions=None,
-    embedding_norm=None,
-    final_norm="norm",
-    layer="layers",
-    modules={
-        "attention_norm": ("input_layernorm",),
-        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attention.dense": ("self_attn.o_proj",),
-        "mlp_norm": ("post_attention_layernorm",),
-        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.down": ("mlp.down_proj",),
-    },
-    transposed=False,
-    qkv_by_head=False,
-    buffers=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",
-)
-FAMILIES = {family.model_type: family for family in (_GPT2, _BLOOM, _LLAMA)}
 OUTPUT = "lm_head.weight"
 
 
-def family_of(model: ModelConfig) -> Family:
-    """Which of transformers' classes computes what this model does. Raises CheckpointError if none, saying why."""
-    positions = model.position_embedding_type
-    family = _LLAMA if model.architecture == "llama" else _BLOOM if positions == "alibi" else _GPT2
-    wanted: dict[str, tuple[Any, Any]] = {}
-    """By option: what it is, and what it has to be."""
-    if family is _LLAMA:
-        wanted["position_embedding_type"] = (positions, "rope")
-        wanted["embed_layernorm"] = (model.embed_layernorm, False)
-        # transformers' own rule, even where head_dim is given
-        divided = model.num_attention_heads * (model.hidden_size // model.num_attention_heads)
-        wanted["hidden_size"] = (model.hidden_size, divided)
-    else:
-        if family is _GPT2:
-            wanted["position_embedding_type"] = (positions, "learned")
-        wanted["embed_layernorm"] = (model.embed_layernorm, family is _BLOOM)
-        wanted["num_query_groups"] = (model.num_kv_heads, model.num_attention_heads)
-        wanted["kv_channels"] = (model.head_size * model.num_attention_heads, model.hidden_size)
-        if family is _BLOOM:
-            wanted["ffn_hidden_size"] = (model.ffn_size, 4 * model.hidden_size)
-    wrong = [
-        f"{name}={getattr(model, name)}"
-        + (f" (it has {must} only)" if name in ("embed_layernorm", "position_embedding_type") else "")
-        for name, (value, must) in wanted.items()
-        if value != must
-    ]
-    if wrong:
+def forms(architecture: str | None = None) -> dict[str, tuple[str, HuggingFaceForm]]:
+    """Return (architecture, form) by model_type: of this package's families, and of `architecture`, if given."""
+    names = dict.fromkeys([*known_plugins("architecture"), *([architecture] if architecture else [])])
+    return {
+        form.model_type: (name, form)
+        for name in names
+        for form in load_plugin("architecture", name).huggingface.values()
+    }
+
+
+def form_of(model: ModelConfig) -> HuggingFaceForm:
+    """Return which of transformers' classes computes what this model does. Raises CheckpointError if none does."""
+    family: Family = load_plugin("architecture", model.architecture)
+    form = family.huggingface_form(model)
+    remedy = "such a model has no Hugging Face form, keep it as native or universal"
+    if form is None:
+        raise CheckpointError(f"transformers has no class for architecture={model.architecture}; {remedy}")
+    if wrong := form.unsupported(model):
         raise CheckpointError(
-            f"transformers' {family.class_name}, the nearest to architecture={model.architecture} with "
-            f"position_embedding_type={positions}, has no {', '.join(wrong)}; such a model has no Hugging Face form, "
-            "keep it as native or universal"
+            f"transformers' {form.class_name}, the nearest to architecture={model.architecture} with "
+            f"position_embedding_type={model.position_embedding_type}, has no {', '.join(wrong)}; {remedy}"
         )
-    return family
+    return form
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,11 +83,21 @@ class _Fields:
         return default
 
     def demand(self, name: str, *allowed: Any) -> None:
-        """The value must be one of these; a missing one is transformers' default, the first of them."""
+        """Refuse other values than these; a missing one is transformers' default, the first of them."""
         self._read.add(name)
         value = self.values.get(name, allowed[0])
         if value not in allowed:
-            self.faults.append(f"{name}={value!r} (supported: {' or '.join(map(repr, allowed))})")
+            self.refuse(f"{name}={value!r} (supported: {' or '.join(map(repr, allowed))})")
+
+    def refuse(self, fault: str) -> None:
+        self.faults.append(fault)
+
+    def nested(self, *names: str) -> _Fields:
+        """Return the fields of the mapping under the first of these names; none of them: an empty one."""
+        value = self.take(*names, default={})
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{self.where}: {names[-1]} is {value!r}; it must be a mapping")
+        return _Fields(value, f"{self.where}: {names[-1]}")
 
     def finish(self) -> None:
         """Raises CheckpointError with every unsupported value; warns of keys that nobody knows."""
@@ -195,8 +110,10 @@ class _Fields:
             log.warning("%s: keys without a known meaning are passed over: %s", self.where, ", ".join(unknown))
 
 
-def config_of(theirs: Mapping[str, Any], where: Path | str, precision: Precision = "fp32") -> Config:
-    """The model that a config.json describes, as a config of ours.
+def config_of(
+    theirs: Mapping[str, Any], where: Path | str, precision: Precision = "fp32", architecture: str | None = None
+) -> Config:
+    """Return the model that a config.json describes, as a config of ours; `architecture` as in `forms`.
 
     Raises CheckpointError naming every field whose value changes what is computed and is not supported.
     """
@@ -204,21 +121,18 @@ def config_of(theirs: Mapping[str, Any], where: Path | str, precision: Precision
     fields.demand("auto_map", None)  # code of its own: whatever it computes
     fields.demand("quantization_config", None)
     kind = theirs.get("model_type")
-    if kind == "llama":
-        model, seq_length = _from_llama(fields)
-    elif kind == "bloom":
-        model, seq_length = _from_bloom(fields)
-    elif kind == "gpt2":
-        model, seq_length = _from_gpt2(fields)
-    else:
+    known = forms(architecture)
+    if kind not in known:
         raise CheckpointError(
-            f"{where} has model_type={kind!r}; only {', '.join(FAMILIES)} can be converted"
+            f"{where} has model_type={kind!r}; only {', '.join(known)} can be converted"
             + ("" if kind else " (is it a transformers config.json?)")
         )
+    name, form = known[kind]
+    model, seq_length = form.options(fields)
     fields.finish()
     try:
         config = Config(
-            model=ModelConfig(**model),
+            model=ModelConfig(architecture=name, **model),
             training=TrainingConfig(seq_length=seq_length, bf16=precision == "bf16", fp16=precision == "fp16"),
         )
     except ValidationError as error:
@@ -235,104 +149,6 @@ def config_of(theirs: Mapping[str, Any], where: Path | str, precision: Precision
     return config
 
 
-def _from_llama(fields: _Fields) -> tuple[dict[str, Any], Any]:
-    fields.demand("hidden_act", "silu")
-    fields.demand("attention_bias", False)
-    fields.demand("mlp_bias", False)
-    hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
-    groups, head_size = fields.take("num_key_value_heads", default=heads), fields.take("head_dim", default=None)
-    length = fields.take("max_position_embeddings", default=2048)
-    plain_size = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
-    return {
-        "architecture": "llama",
-        "num_layers": fields.take("num_hidden_layers"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": fields.take("intermediate_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": None if groups == heads else groups,
-        "kv_channels": None if head_size == plain_size else head_size,
-        "vocab_size": fields.take("vocab_size"),
-        "max_position_embeddings": length,
-        "position_embedding_type": "rope",
-        **_from_rope(fields),
-        "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", default=False),
-        "norm_epsilon": fields.take("rms_norm_eps", default=1e-6),
-        "hidden_dropout": 0.0,
-        "attention_dropout": fields.take("attention_dropout", default=0.0),
-        "init_method_std": fields.take("initializer_range", default=0.02),
-    }, length
-
-
-def _from_rope(fields: _Fields) -> dict[str, Any]:
-    """Of transformers 5's rope_parameters, or of rope_theta and rope_scaling before."""
-    theta = fields.take("rope_theta", default=10000.0)
-    rope = fields.take("rope_parameters", "rope_scaling", default={})
-    fields.demand("partial_rotary_factor", 1.0)
-    if not isinstance(rope, Mapping):
-        raise CheckpointError(f"{fields.where}: rope_scaling is {rope!r}; it must be a mapping")
-    inner = _Fields(rope, f"{fields.where}: rope_scaling")
-    kind = inner.take("rope_type", "type", default="default")
-    options = {"rotary_base": inner.take("rope_theta", default=theta)}
-    inner.demand("partial_rotary_factor", 1.0)
-    if kind == "llama3":
-        inner.demand("attention_factor", None, 1.0)
-        options["rope_scaling_factor"] = inner.take("factor")
-        options["rope_scaling_low_freq_factor"] = inner.take("low_freq_factor")
-        options["rope_scaling_high_freq_factor"] = inner.take("high_freq_factor")
-        options["rope_scaling_original_length"] = inner.take("original_max_position_embeddings")
-    elif kind != "default":
-        inner.faults.append(f"rope_type={kind!r} (supported: 'default' or 'llama3')")
-    inner.finish()
-    return options
-
-
-def _from_bloom(fields: _Fields) -> tuple[dict[str, Any], Any]:
-    fields.demand("apply_residual_connection_post_layernorm", False)
-    hidden, length = fields.take("n_embed", "hidden_size"), fields.values.get("seq_length") or 2048
-    fields.demand("n_inner", None, 4 * hidden)
-    return {
-        "architecture": "bloom",
-        "num_layers": fields.take("n_layer", "num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_attention_heads": fields.take("n_head", "num_attention_heads"),
-        "vocab_size": fields.take("vocab_size"),
-        "position_embedding_type": "alibi",
-        "embed_layernorm": True,
-        "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", default=True),
-        "norm_epsilon": fields.take("layer_norm_epsilon", default=1e-5),
-        "hidden_dropout": fields.take("hidden_dropout", default=0.0),
-        "attention_dropout": fields.take("attention_dropout", default=0.0),
-        "init_method_std": fields.take("initializer_range", default=0.02),
-    }, length
-
-
-def _from_gpt2(fields: _Fields) -> tuple[dict[str, Any], Any]:
-    # three spellings of the same tanh approximation
-    fields.demand("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-    fields.demand("scale_attn_weights", True)
-    fields.demand("scale_attn_by_inverse_layer_idx", False)
-    fields.demand("add_cross_attention", False)
-    dropout = fields.take("resid_pdrop", default=0.1)
-    if fields.take("embd_pdrop", default=0.1) != dropout:
-        log.warning("%s: resid_pdrop=%s becomes the dropout after the embedding too", fields.where, dropout)
-    length = fields.take("n_positions", "max_position_embeddings", default=1024)
-    return {
-        "architecture": "bloom",
-        "num_layers": fields.take("n_layer", "num_hidden_layers"),
-        "hidden_size": fields.take("n_embd", "hidden_size"),
-        "ffn_hidden_size": fields.take("n_inner", default=None),
-        "num_attention_heads": fields.take("n_head", "num_attention_heads"),
-        "vocab_size": fields.take("vocab_size"),
-        "max_position_embeddings": length,
-        "position_embedding_type": "learned",
-        "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", default=True),
-        "norm_epsilon": fields.take("layer_norm_epsilon", default=1e-5),
-        "hidden_dropout": dropout,
-        "attention_dropout": fields.take("attn_pdrop", default=0.1),
-        "init_method_std": fields.take("initializer_range", default=0.02),
-    }, length
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A run's options from a folder
 
@@ -341,7 +157,7 @@ _COMPUTED = (
     "architecture", "num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "embed_layernorm",
     "untie_embeddings_and_output_weights", "norm_epsilon",
 )  # fmt: skip
-_OF_THE_RUN = ("make_vocab_size_divisible_by", "attention_backend", "use_fast_softmax", "use_fused_rmsnorm")
+_OF_THE_RUN = ("freeze", "make_vocab_size_divisible_by", "attention_backend", "use_fast_softmax", "use_fused_rmsnorm")
 _ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
 
 
@@ -395,11 +211,10 @@ def differences(config: Config, theirs: Config) -> list[str]:
 
 def their_config(config: Config, precision: Precision, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a model of ours, readable by transformers 4 and 5."""
-    model, length = config.model, config.model.max_position_embeddings or config.training.seq_length
-    family = family_of(model)
-    theirs: dict[str, Any] = {
-        "architectures": [family.class_name],
-        "model_type": family.model_type,
+    model, form = config.model, form_of(config.model)
+    return {
+        "architectures": [form.class_name],
+        "model_type": form.model_type,
         "vocab_size": model.vocab_size,
         "initializer_range": model.init_method_std,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
@@ -407,54 +222,5 @@ def their_config(config: Config, precision: Precision, special_tokens: Mapping[s
         "torch_dtype": str(DTYPES[precision]).removeprefix("torch."),
         # null too: transformers' defaults are ids of other vocabularies
         **{name: special_tokens.get(name) for name in SPECIAL_TOKENS},
-    }
-    if family is _LLAMA:
-        scaling = None
-        if model.rope_scaling_factor is not None:
-            scaling = {
-                "rope_type": "llama3",
-                "factor": model.rope_scaling_factor,
-                "low_freq_factor": model.rope_scaling_low_freq_factor,
-                "high_freq_factor": model.rope_scaling_high_freq_factor,
-                "original_max_position_embeddings": model.rope_scaling_original_length,
-            }
-        return theirs | {
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.ffn_size,
-            "num_hidden_layers": model.num_layers,
-            "num_attention_heads": model.num_attention_heads,
-            "num_key_value_heads": model.num_kv_heads,
-            "head_dim": model.head_size,
-            "hidden_act": "silu",
-            "max_position_embeddings": length,
-            "rms_norm_eps": model.norm_epsilon,
-            "rope_theta": model.rotary_base,
-            "rope_scaling": scaling,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "attention_dropout": model.attention_dropout,
-        }
-    theirs |= {
-        "n_layer": model.num_layers,
-        "n_head": model.num_attention_heads,
-        "layer_norm_epsilon": model.norm_epsilon,
-    }
-    if family is _BLOOM:
-        return theirs | {
-            "hidden_size": model.hidden_size,
-            "hidden_dropout": model.hidden_dropout,
-            "attention_dropout": model.attention_dropout,
-            "apply_residual_connection_post_layernorm": False,
-            "seq_length": config.training.seq_length,
-        }
-    return theirs | {
-        "n_embd": model.hidden_size,
-        "n_inner": model.ffn_size,
-        "n_positions": length,
-        "activation_function": "gelu_new",
-        "resid_pdrop": model.hidden_dropout,
-        "embd_pdrop": model.hidden_dropout,
-        "attn_pdrop": model.attention_dropout,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
+        **form.config_fields(config),
     }

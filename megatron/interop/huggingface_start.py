@@ -15,7 +15,7 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import holds_checkpoints
 from megatron.checkpoint.slices import Region, copy_overlap, regions
 from megatron.config.options import Config
-from megatron.interop.huggingface import CHUNK_BYTES, ImportedModel, Part, import_huggingface
+from megatron.interop.huggingface import CHUNK_BYTES, ImportedModel, MappedTensor, import_huggingface
 from megatron.interop.huggingface_config import differences
 from megatron.parallel.shards import Shard
 
@@ -43,7 +43,7 @@ class HuggingFaceStart:
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.folder = folder
-        self._model: ImportedModel = import_huggingface(folder)
+        self._model: ImportedModel = import_huggingface(folder, config.model.architecture)
         if found := differences(config, self._model.config):
             raise CheckpointError(
                 f"{folder} is of another model than the options tell: {'; '.join(found)}. Take them from it: python "
@@ -97,7 +97,9 @@ class HuggingFaceStart:
             count = min(begin + step, rows[1]) - begin
             yield begin, self._mean(name)[columns[0] : columns[1]].expand(count, -1)
 
-    def _of_part(self, part: Part, first: int, last: int, columns: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
+    def _of_part(
+        self, part: MappedTensor, first: int, last: int, columns: tuple[int, int]
+    ) -> Iterator[tuple[int, Tensor]]:
         """Rows [first, last) of what one tensor of theirs is in ours."""
         stored = self._model.stored[part.name]
         if part.transposed:

@@ -43,14 +43,14 @@ from megatron.interop.deepspeed_files import (
     numbered,
     verify_file,
 )
-from megatron.parallel.context import LayoutError
-from megatron.parallel.shards import Shard
+from megatron.interop.pipeline_names import OUTPUT, TIED, WORD_EMBEDDING, our_names, pipeline_names
+from megatron.parallel.shards import LayoutError, Shard
 
 log = logging.getLogger(__name__)
 
 Layout = Literal["universal", "deepspeed", "megatron-deepspeed"]
 
-OUR_EMBEDDINGS = ("tied_modules.word_embedding.weight", "0.weight")
+VOCABULARY = (WORD_EMBEDDING, OUTPUT)
 MEGATRON_MARK = ".input_layernorm."
 
 PARAMETER_GROUPS = 16
@@ -79,21 +79,21 @@ class _Origin:
 
 
 def _our_origins(source: Source, config: Config | None, folder: Path) -> dict[str, _Origin]:
-    """Their names are ours; what is cut how comes from the config, or from the universal files themselves."""
+    """Origins in a checkpoint of our own model; the config tells the cuts, or else the universal files themselves."""
     shards: Mapping[str, Shard]
     if config is not None:
         from megatron.interop.huggingface import parameters_of
 
         shards = parameters_of(config)
     elif isinstance(source, UniversalFolder):
-        shards = {name: source.shard(name) for name in source.names}
+        shards = {ours: source.shard(theirs) for theirs, ours in our_names(source.names).items()}
     else:
         raise CheckpointError(
             f"{folder} does not say how its tensors are cut over ranks: it has no progress.json with the run's config; "
             "copy that file too, or give the model's config (--config)"
         )
-    vocab_size = _vocabulary_size(shards)
-    origins = {ours: _our_origin(source, folder, ours, shard, vocab_size) for ours, shard in shards.items()}
+    theirs_of = pipeline_names(shards)
+    origins = {ours: _our_origin(source, folder, ours, theirs_of[ours], shard) for ours, shard in shards.items()}
     known = {name for origin in origins.values() for name in origin.theirs}
     strange = [name for name in source.names if name not in known]
     if strange:
@@ -104,17 +104,17 @@ def _our_origins(source: Source, config: Config | None, folder: Path) -> dict[st
     return origins
 
 
-def _our_origin(source: Source, folder: Path, ours: str, shard: Shard, vocab_size: int) -> _Origin:
-    theirs = [ours]
-    if ours not in source.names and ours in OUR_EMBEDDINGS:
+def _our_origin(source: Source, folder: Path, ours: str, name: str, shard: Shard) -> _Origin:
+    theirs = [name]
+    if name not in source.names and ours == WORD_EMBEDDING:
         # a pipeline's layer files know nothing of ties: the first layer holds the weight, and maybe the last a copy
         last = max((int(name.split(".")[0]) for name in source.names if name[0].isdigit()), default=0)
         theirs = [name for name in dict.fromkeys(["0.weight", f"{last}.weight"]) if name in source.names]
     if not theirs or theirs[0] not in source.names:
         raise CheckpointError(f"{folder} lacks {ours} of this model; copy the whole checkpoint, or give its own config")
     local, cut = source.shape(theirs[0]), shard
-    if _is_vocabulary_shard(ours, shard, vocab_size) and len(local) == 2:
-        rows = max(local[0] * source.tensor_size, vocab_size)
+    if ours in VOCABULARY and len(local) == 2:
+        rows = max(local[0] * source.tensor_size, shard.shape[0])
         cut = Shard((rows, shard.shape[1]), dim=0, pieces=(rows,))
     _check_shape(source, theirs[0], cut, ours)
     return _Origin(tuple(theirs), shard, cut)
@@ -194,23 +194,22 @@ def _megatron_origins(source: Source, facts: _MegatronFacts, folder: Path) -> di
     if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
         gap = next(layer for layer in range(blocks[0], blocks[-1]) if layer not in blocks)
         raise CheckpointError(f"{folder} lacks the files of layer {gap}; copy the whole checkpoint")
-    tied = not any(name == "lm_head.weight" for _, name in parsed.values())
     ends = {
-        "word_embeddings.weight": OUR_EMBEDDINGS[0] if tied else OUR_EMBEDDINGS[1],
-        "position_embeddings.weight": "1.positions",
-        "word_embeddings.norm.weight": "1.norm.weight",
-        "word_embeddings.norm.bias": "1.norm.bias",
-        "weight": f"{len(blocks) + 2}.norm.weight",
-        "bias": f"{len(blocks) + 2}.norm.bias",
-        "final_layernorm.weight": f"{len(blocks) + 2}.norm.weight",
-        "final_layernorm.bias": f"{len(blocks) + 2}.norm.bias",
-        "lm_head.weight": f"{len(blocks) + 3}.weight",
+        "word_embeddings.weight": WORD_EMBEDDING,
+        "position_embeddings.weight": "embedding.position.weight",
+        "word_embeddings.norm.weight": "embedding.norm.weight",
+        "word_embeddings.norm.bias": "embedding.norm.bias",
+        "weight": "final_norm.weight",
+        "bias": "final_norm.bias",
+        "final_layernorm.weight": "final_norm.weight",
+        "final_layernorm.bias": "final_norm.bias",
+        "lm_head.weight": OUTPUT,
     }
     theirs_of: dict[str, list[str]] = {}
     for theirs, (layer, name) in parsed.items():
         if layer in blocks:
             module, _, part = name.rpartition(".")
-            ours = f"{layer - blocks[0] + 2}.{MEGATRON_BLOCK[module]}.{part}" if module in MEGATRON_BLOCK else None
+            ours = f"layers.{layer - blocks[0]}.{MEGATRON_BLOCK[module]}.{part}" if module in MEGATRON_BLOCK else None
         else:
             ours = ends.get(name)
         if ours is None:
@@ -238,8 +237,8 @@ def _megatron_origin(
 ) -> tuple[str, _Origin]:
     """The parameter's own name, which for SwiGLU differs from `ours`, and its origin."""
     size, local = source.tensor_size, source.shape(theirs[0])
-    layer, _, name = ours.partition(".")
-    if ours in OUR_EMBEDDINGS or name == "weight":
+    layer, name = _split(ours)
+    if ours in VOCABULARY:
         rows = local[0] * size
         vocab_size = facts.vocab_size or rows
         if not vocab_size <= rows:
@@ -282,6 +281,12 @@ def _megatron_origin(
     return ours, _Origin(theirs, Shard(local), Shard(local), megatron=True)
 
 
+def _split(ours: str) -> tuple[str, str]:
+    """`layers.3.mlp.up.weight` -> (`layers.3`, `mlp.up.weight`); a name outside the layers is left whole."""
+    match = re.fullmatch(r"(layers\.\d+)\.(.+)", ours)
+    return (match[1], match[2]) if match else ("", ours)
+
+
 def _only(theirs_of: Mapping[str, Sequence[str]], ours: str, folder: Path) -> str:
     if ours not in theirs_of:
         raise CheckpointError(f"{folder} holds no tensor for {ours}; copy the whole checkpoint")
@@ -290,15 +295,14 @@ def _only(theirs_of: Mapping[str, Sequence[str]], ours: str, folder: Path) -> st
 
 def _check_blocks(origins: Mapping[str, _Origin], num_layers: int, folder: Path) -> None:
     """Every transformer layer holds the same parameters, and the ends are there."""
-    layers: dict[int, set[str]] = {layer: set() for layer in range(2, num_layers + 2)}
+    layers: dict[str, set[str]] = {f"layers.{number}": set() for number in range(num_layers)}
     for ours in origins:
-        layer, _, name = ours.partition(".")
-        if layer.isdigit() and int(layer) in layers:
-            layers[int(layer)].add(name)
+        layer, name = _split(ours)
+        if layer:
+            layers[layer].add(name)
     expected = set.union(*layers.values())
     missing = [f"{layer}.{name}" for layer, names in layers.items() for name in sorted(expected - names)]
-    missing += [] if any(name in origins for name in OUR_EMBEDDINGS) else ["the word embedding"]
-    missing += [] if f"{num_layers + 2}.norm.weight" in origins else [f"{num_layers + 2}.norm.weight"]
+    missing += [name for name in (WORD_EMBEDDING, "final_norm.weight") if name not in origins]
     if missing:
         raise CheckpointError(f"{folder} holds no tensor for {missing[0]}; copy the whole checkpoint")
 
@@ -605,23 +609,25 @@ def write(checkpoint: Checkpoint | ForeignCheckpoint, folder: Path) -> None:
         if not re.fullmatch(r"\w+(\.\w+)+", name):
             raise CheckpointError(f"{checkpoint.folder} holds a parameter {name!r}, whose name cannot be a folder's")
     facts = checkpoint.facts if isinstance(checkpoint, ForeignCheckpoint) else _native_facts(checkpoint)
+    theirs_of = pipeline_names(shards)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}.partial-{secrets.token_hex(4)}"
     try:
         (partial / "zero").mkdir(parents=True)
         for name, shard in shards.items():
-            (partial / "zero" / name).mkdir()
+            theirs = theirs_of[name]
+            (partial / "zero" / theirs).mkdir()
             for kind in checkpoint.kinds:
                 tensor = (
                     checkpoint.tensor(name, kind)
                     if isinstance(checkpoint, ForeignCheckpoint)
                     else checkpoint.read_full(name, kind)
                 )
-                content = {"param": tensor.contiguous(), **_restoring(name, shard, _vocabulary_size(shards))}
-                _save(content, partial / "zero" / name / f"{FILE_OF_KIND[kind]}.pt")
+                content = {"param": tensor.contiguous(), **_restoring(name, theirs, shard)}
+                _save(content, partial / "zero" / theirs / f"{FILE_OF_KIND[kind]}.pt")
             if len(checkpoint.kinds) > 1:
                 step = torch.tensor(float(facts.get("step", facts.get("iteration", 0))))
-                _save(step, partial / "zero" / name / "step.pt")
+                _save(step, partial / "zero" / theirs / "step.pt")
         _write_states(partial, shards, facts)
         _flush_folders(partial)
         if folder.exists():
@@ -648,11 +654,13 @@ def universal_info(shards: Mapping[str, Shard], tensor_size: int) -> dict[str, A
     """
     from deepspeed.checkpoint import constants
 
-    vocab_size = _vocabulary_size(shards)
+    theirs_of = pipeline_names(shards)
+    named = {theirs_of[name]: shard for name, shard in shards.items()}
+    ends = [theirs_of[name] for name in VOCABULARY if name in theirs_of]
     rows, vocabulary, replicated = [], [], []
     parts: list[dict[str, Any]] = []
     widths: dict[str, list[list[int]]] = {}
-    for pattern, (name, shard) in _patterns(shards).items():
+    for pattern, (name, shard) in _patterns(named).items():
         if shard.dim is None:
             replicated.append(pattern)
         elif len(shard.pieces) > 1:
@@ -660,14 +668,13 @@ def universal_info(shards: Mapping[str, Shard], tensor_size: int) -> dict[str, A
             widths[pattern] = [[piece // tensor_size] * tensor_size for piece in shard.pieces]
         elif shard.dim == 1:
             rows.append(pattern)
-        elif _is_vocabulary_shard(name, shard, vocab_size):
+        elif name in ends:
             vocabulary.append(pattern)
-    tied = any(name.startswith("tied_modules.") for name in shards)
     return {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-        constants.ORIGINAL_VOCAB_SIZE: vocab_size,
+        constants.ORIGINAL_VOCAB_SIZE: next((named[name].shape[0] for name in ends), 0),
         constants.VOCABULARY_PARAMETER_PATTERNS: vocabulary,
-        constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS: [r"tied_modules\."] if tied else [],
+        constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS: [r"tied_modules\."] if TIED in named else [],
         constants.TP_REPLICATED_PARAMETER_PATTERNS: replicated,
         constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: rows,
         constants.PARAMETER_WITH_SUB_PARAMS: parts,
@@ -692,33 +699,21 @@ def _patterns(shards: Mapping[str, Shard]) -> dict[str, tuple[str, Shard]]:
     return patterns
 
 
-def _restoring(name: str, shard: Shard, vocab_size: int) -> dict[str, Any]:
+def _restoring(name: str, theirs: str, shard: Shard) -> dict[str, Any]:
     """What DeepSpeed's loader must know beside a tensor in order to cut it for its own ranks."""
     if shard.dim is None:
         return {}
     if len(shard.pieces) > 1:
         from deepspeed.checkpoint import SubparamShape
 
-        shape = SubparamShape(patterns=[f"{re.escape(name)}$"], shape=_pieces_shape(shard), partition_dim=shard.dim)
+        shape = SubparamShape(patterns=[f"{re.escape(theirs)}$"], shape=_pieces_shape(shard), partition_dim=shard.dim)
         return {"sub_param_shape": shape}
-    padded = {"vocab_tensor": True} if _is_vocabulary_shard(name, shard, vocab_size) else {}
+    padded = {"vocab_tensor": True} if name in VOCABULARY else {}
     return {"cat_dim": shard.dim, **padded}
 
 
 def _pieces_shape(shard: Shard) -> tuple[Any, ...]:
     return tuple(shard.pieces if dim == shard.dim else length for dim, length in enumerate(shard.shape))
-
-
-def _vocabulary_size(shards: Mapping[str, Shard]) -> int:
-    """Rows of the word embedding, which is the first layer of every model."""
-    return next((shards[name].shape[0] for name in OUR_EMBEDDINGS if name in shards), 0)
-
-
-def _is_vocabulary_shard(name: str, shard: Shard, vocab_size: int) -> bool:
-    """Whether rows are padded until they divide over the ranks: of the word embedding and the output projection."""
-    module = name.rpartition(".")[0]
-    own_layer = module.isdigit() or module == "tied_modules.word_embedding"
-    return own_layer and shard.dim == 0 and len(shard.shape) == 2 and shard.shape[0] == vocab_size
 
 
 def _native_facts(checkpoint: Checkpoint) -> dict[str, Any]:

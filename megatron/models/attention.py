@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.options import ConfigError, ModelConfig
+from megatron.config.options import Config, ConfigError, ModelConfig
+from megatron.config.plugins import load_task
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mappings import gather_channels
+from megatron.parallel.shards import Shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +89,11 @@ class RotaryEmbedding:
         cos, sin = self._table
         return cos[:length], sin[:length]
 
-    def rotate(self, x_SBnd: Tensor, packing: Packing | None, first_position: int = 0) -> Tensor:
+    def rotate(self, x_SBnd: Tensor, packing: Packing | None) -> Tensor:
         """Turn the channel pairs (i, i + d/2) of each token by its position."""
         length = x_SBnd.shape[0]
         if packing is None:
-            cos, sin = (
-                part[first_position:, None, None] for part in self.table(first_position + length, x_SBnd.device)
-            )
+            cos, sin = (part[:, None, None] for part in self.table(length, x_SBnd.device))
         else:
             positions_SB = packing.positions_BS.t()
             cos, sin = (part[positions_SB].unsqueeze(2) for part in self.table(length, x_SBnd.device))
@@ -115,28 +115,35 @@ class AttentionMask:
         self._key: Any = None
         self._mask: Tensor | None = None
 
-    def get(self, packing: Packing | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """None: plainly causal. Else [1 or B, 1 or n, S, S]: boolean (True: seen), or a bias with -inf (ALiBi)."""
-        if packing is None and self._slopes is None:
+    def get(
+        self, packing: Packing | None, num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """Return [1 or B, 1 or n, Q, K], boolean (True: seen) or a bias with -inf (ALiBi); None: plainly causal.
+
+        The queries are the last Q of the K tokens.
+        """
+        if packing is None and self._slopes is None and num_queries in (1, num_keys):
             return None
         starts = None if packing is None else packing.starts_BS
         # its version counts changes in place
-        key = (starts, None if starts is None else starts._version, length, dtype, device)
+        key = (starts, None if starts is None else starts._version, num_queries, num_keys, dtype, device)
         if self._key is None or any(
             a is not b and not _equal_constants(a, b) for a, b in zip(key, self._key, strict=True)
         ):
-            self._key, self._mask = key, self._build(packing, length, dtype, device)
+            self._key, self._mask = key, self._build(packing, num_queries, num_keys, dtype, device)
         return self._mask
 
-    def _build(self, packing: Packing | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        index = torch.arange(length, device=device)
-        seen = (index[None, :] <= index[:, None])[None, None]
+    def _build(
+        self, packing: Packing | None, num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        key = torch.arange(num_keys, device=device)
+        query = key[num_keys - num_queries :, None]
+        seen = (key <= query)[None, None]
         if packing is not None:
-            seen = seen & (index >= packing.starts_BS[:, None, :, None])
+            seen = seen & (key >= packing.starts_BS[:, None, :, None])
         if self._slopes is None:
             return seen
-        distance = (index[None, :] - index[:, None]).float()
-        bias = self._slopes.to(device)[None, :, None, None] * distance
+        bias = self._slopes.to(device)[None, :, None, None] * (key - query).float()
         return bias.to(dtype).masked_fill(~seen, float("-inf"))
 
 
@@ -146,7 +153,7 @@ def _equal_constants(a: Any, b: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels: (q [B, n, S, d], k and v [B, k, S, d], packing) -> [B, n, S, d]
+# Kernels: (q [B, n, Q, d], k and v [B, k, K, d], packing) -> [B, n, Q, d]; the queries are the last Q of the K tokens
 
 
 class SDPAttention:
@@ -164,11 +171,11 @@ class SDPAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        if packing is None or not self._by_document:
-            return self._attend(q, k, v, self.masks.get(packing, q.shape[2], q.dtype, q.device), dropout)
+        if packing is None or not self._by_document or q.shape[2] != k.shape[2]:
+            return self._attend(q, k, v, self.masks.get(packing, q.shape[2], k.shape[2], q.dtype, q.device), dropout)
         documents = self._documents_of(packing)
         longest = max(place.end - place.begin for row in documents for place in row)
-        mask = self.masks.get(None, longest, q.dtype, q.device)
+        mask = self.masks.get(None, longest, longest, q.dtype, q.device)
         rows = [
             torch.cat([self._document(q, k, v, mask, dropout, row, place) for place in places], dim=2)
             for row, places in enumerate(documents)
@@ -188,7 +195,8 @@ class SDPAttention:
 
     @staticmethod
     def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+        causal = _is_causal(q, k, mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
 
     def _documents_of(self, packing: Packing) -> list[list[_Place]]:
         """Of each row. Kept for the next layers, which ask the same."""
@@ -196,6 +204,11 @@ class SDPAttention:
         if self._key is None or self._key[0] is not starts or self._key[1] != starts._version:
             self._key, self._documents = (starts, starts._version), [_documents(row) for row in starts.tolist()]
         return self._documents
+
+
+def _is_causal(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    """Kernels align their own causal mask to the first key; a single query after others sees every key."""
+    return mask is None and q.shape[2] == k.shape[2]
 
 
 class _Place(NamedTuple):
@@ -238,28 +251,30 @@ class FlexAttention:
         self._block_mask: Any = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
-        block_mask = self._mask(packing, q.shape[0], q.shape[2], q.device)
+        before = k.shape[2] - q.shape[2]
+        block_mask = self._mask(packing, q.shape[0], q.shape[2], before, q.device)
         grouped = q.shape[1] != k.shape[1]
-        return self._kernel(q, k, v, score_mod=self._score(q.device), block_mask=block_mask, enable_gqa=grouped)
+        return self._kernel(q, k, v, score_mod=self._score(before, q.device), block_mask=block_mask, enable_gqa=grouped)
 
-    def _score(self, device: torch.device) -> Callable[..., Tensor] | None:
+    def _score(self, before: int, device: torch.device) -> Callable[..., Tensor] | None:
         if self._slopes is None:
             return None
         slopes = self._slopes = self._slopes.to(device)
-        return lambda score, _batch, head, query, key: score + slopes[head] * (key - query)
+        return lambda score, _batch, head, query, key: score + slopes[head] * (key - query - before)
 
-    def _mask(self, packing: Packing | None, batch: int, length: int, device: torch.device) -> Any:
+    def _mask(self, packing: Packing | None, batch: int, length: int, before: int, device: torch.device) -> Any:
+        """Return the block mask of `length` queries that follow `before` keys."""
         starts = None if packing is None else packing.starts_BS
         version = None if starts is None else starts._version  # it counts changes in place
-        if self._key is None or self._key[0] is not starts or self._key[1:] != (version, batch, length):
+        if self._key is None or self._key[0] is not starts or self._key[1:] != (version, batch, length, before):
 
             def seen(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                causal = key <= query
+                causal = key <= query + before
                 return causal if starts is None else causal & (key >= starts[sample, query])
 
             rows = None if starts is None else batch
-            self._block_mask = self._create_block_mask(seen, rows, None, length, length, device=device)
-            self._key = (starts, version, batch, length)
+            self._block_mask = self._create_block_mask(seen, rows, None, length, before + length, device=device)
+            self._key = (starts, version, batch, length, before)
         return self._block_mask
 
 
@@ -278,11 +293,11 @@ class FusedHPUAttention:
         self._softmax_mode = "fast" if fast_softmax else "None"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
-        mask = self._masks.get(packing, q.shape[2], q.dtype, q.device)
+        mask = self._masks.get(packing, q.shape[2], k.shape[2], q.dtype, q.device)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        return self._kernel.apply(q, k, v, mask, dropout, mask is None, None, self._softmax_mode)
+        return self._kernel.apply(q, k, v, mask, dropout, _is_causal(q, k, mask), None, self._softmax_mode)
 
 
 def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> Callable[..., Tensor]:
@@ -311,17 +326,16 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AttentionParts:
-    """What the layers of a stage share: the kernel with its mask, and the rotary table."""
+class Shared:
+    """Config and context of a model's layers, and what they share on one rank: the kernel and the rotary table.
 
-    kernel: Callable[..., Tensor]
-    rotary: RotaryEmbedding | None
+    Made before any layer: where ZeRO-3 builds the layers, new constants would be rounded to 16 bits.
+    """
 
-    @classmethod
-    def build(cls, model: ModelConfig, ctx: ParallelContext, packed: bool) -> AttentionParts:
-        rotary = RotaryEmbedding(model) if model.position_embedding_type == "rope" else None
-        return cls(build_kernel(model, ctx, packed=packed), rotary)
+    def __init__(self, config: Config, ctx: ParallelContext) -> None:
+        self.config, self.ctx = config, ctx
+        self.kernel = build_kernel(config.model, ctx, packed=load_task(config).packs_documents)
+        self.rotary = RotaryEmbedding(config.model) if config.model.position_embedding_type == "rope" else None
 
 
 class SelfAttention(nn.Module):
@@ -332,28 +346,22 @@ class SelfAttention(nn.Module):
     never replicated, so their gradients need no further sum.
     """
 
-    def __init__(
-        self, model: ModelConfig, ctx: ParallelContext, parts: AttentionParts, *, bias: bool, recompute_core: bool
-    ) -> None:
+    def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__()
-        self.ctx, self.parts = ctx, parts
+        model, ctx = shared.config.model, shared.ctx
+        self.ctx, self.shared = ctx, shared
         self.head_size = model.head_size
         self.dropout = model.attention_dropout
-        self.recompute_core = recompute_core
-        q_size, kv_size = model.num_attention_heads * model.head_size, model.num_kv_heads * model.head_size
-        self.heads_per_rank = ctx.slice_size(model.num_attention_heads)
+        self.recompute_core = shared.config.training.recompute_granularity == "selective"
         self.own_kv_head = (
             ctx.tensor_rank * model.num_kv_heads // ctx.tensor_size if model.num_kv_heads < ctx.tensor_size else None
         )
-        self.sizes = [ctx.slice_size(q_size), ctx.slice_size(kv_size), ctx.slice_size(kv_size)]
-        self.qkv = ColumnParallelLinear(
-            model.hidden_size, (q_size, kv_size, kv_size), bias=bias, std=model.init_method_std, ctx=ctx
-        )
-        residual_std = model.init_method_std / math.sqrt(2 * model.num_layers)
-        self.dense = RowParallelLinear(q_size, model.hidden_size, bias=bias, std=residual_std, ctx=ctx)
+        self.sizes = [ctx.slice_size(piece) for piece in shards["qkv.weight"].pieces]
+        self.qkv = ColumnParallelLinear(shards.below("qkv"), ctx)
+        self.dense = RowParallelLinear(shards.below("dense"), ctx)
 
     def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in self._project(hidden))
+        q, k, v = self._project(hidden)
         if self.recompute_core and self.training:
             context = self.ctx.streams.recomputed(self._core, q, k, v, packing)
         else:
@@ -361,21 +369,23 @@ class SelfAttention(nn.Module):
         return self.dense(context)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of this rank's heads: [S, B, heads, d]."""
         q, k, v = self.qkv(hidden).split(self.sizes, dim=-1)
         if self.own_kv_head is not None:
             begin = self.own_kv_head * self.head_size
             k, v = (gather_channels(part, self.ctx)[..., begin : begin + self.head_size] for part in (k, v))
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
         return q, k, v
 
     def _core(self, q_SBnd: Tensor, k_SBkd: Tensor, v_SBkd: Tensor, packing: Packing | None) -> Tensor:
         """Heads in, context out: [S, B, n, d] -> [S, B, n d]."""
-        if self.parts.rotary is not None:
-            q_SBnd, k_SBkd = self.parts.rotary.rotate(q_SBnd, packing), self.parts.rotary.rotate(k_SBkd, packing)
+        if self.shared.rotary is not None:
+            q_SBnd, k_SBkd = self.shared.rotary.rotate(q_SBnd, packing), self.shared.rotary.rotate(k_SBkd, packing)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBnd, k_SBkd, v_SBkd))
         dropout = self.dropout if self.training else 0.0
         if dropout:
             with self.ctx.streams.sharded():
-                context = self.parts.kernel(q, k, v, packing, dropout)
+                context = self.shared.kernel(q, k, v, packing, dropout)
         else:
-            context = self.parts.kernel(q, k, v, packing, 0.0)
+            context = self.shared.kernel(q, k, v, packing, 0.0)
         return context.permute(2, 0, 1, 3).flatten(2)

@@ -1,40 +1,31 @@
-"""The layers that BLOOM and Llama are lists of.
+"""The layers of decoder-only transformers.
 
 What flows between layers is the residual stream [rows, B, H], alone or, over packed documents, as the tuple
 (hidden, positions, starts) of `Packing`: DeepSpeed's pipeline passes tensors and tuples of tensors between stages.
+Every module is given its `Shards` and what the layers share, and allocates what is declared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from megatron.config.options import Config, ModelConfig
-from megatron.config.plugins import load_task
-from megatron.models.attention import AttentionParts, Packing, SelfAttention
-from megatron.parallel.context import ParallelContext
-from megatron.parallel.layers import (
-    ColumnParallelLinear,
-    LayerNorm,
-    RMSNorm,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from megatron.parallel.mappings import replicated_parameter
+from megatron.models.attention import Packing, SelfAttention, Shared
+from megatron.parallel.layers import LayerNorm, RMSNorm, VocabParallelEmbedding
+from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.rng import dropout
-from megatron.parallel.shards import Shard, alias, sharded_parameter
+from megatron.parallel.shards import Shards, alias
 
 Stream = Tensor | tuple[Tensor, Tensor, Tensor]
-Norm = Callable[[], nn.Module]
+Build = Callable[[Shards, Shared], nn.Module]
 
 
 def unpack(stream: Stream) -> tuple[Tensor, Packing | None]:
-    """The hidden state (or tokens) and the packing of what flows between layers."""
+    """Return the hidden state (or tokens) and the packing of what flows between layers."""
     if isinstance(stream, Tensor):
         return stream, None
     hidden, positions, starts = stream
@@ -42,12 +33,15 @@ def unpack(stream: Stream) -> tuple[Tensor, Packing | None]:
 
 
 def repack(hidden: Tensor, stream: Stream) -> Stream:
-    """`hidden` with what came beside it in `stream`."""
+    """Return `hidden` with what came beside it in `stream`."""
     return hidden if isinstance(stream, Tensor) else (hidden, *stream[1:])
 
 
 class WordEmbedding(VocabParallelEmbedding):
     """First layer, and under tied weights the last: see VocabParallelEmbedding."""
+
+    def __init__(self, shards: Shards, shared: Shared) -> None:
+        super().__init__(shards, shared.ctx)
 
     def forward(self, stream: Stream, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
         inside, _ = unpack(stream)
@@ -56,14 +50,11 @@ class WordEmbedding(VocabParallelEmbedding):
 
 
 class OutputProjection(nn.Module):
-    """Last layer of an untied model: hands (hidden, weight) to `project`, which computes the loss or the logits."""
+    """Last layer of an untied model: passes (hidden, weight) to `project`, which computes the loss or the logits."""
 
-    def __init__(
-        self, vocab_size: int, padded_size: int, hidden_size: int, *, std: float, ctx: ParallelContext
-    ) -> None:
+    def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__()
-        shard = Shard((vocab_size, hidden_size), dim=0, pieces=(vocab_size,), padding=padded_size - vocab_size, std=std)
-        self.weight = sharded_parameter(shard, ctx.tensor_size)
+        self.weight = shards.allocate("weight", shared.ctx)
 
     def forward(self, stream: Stream, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
         hidden, _ = unpack(stream)
@@ -71,48 +62,48 @@ class OutputProjection(nn.Module):
         return outputs if project is None else project(outputs)
 
 
-class EmbeddingOutput(nn.Module):
-    """What follows the word embedding: learned positions, embedding LayerNorm, dropout; each where configured."""
+class PositionEmbedding(nn.Module):
+    """Learned positions: the table's rows for this rank's rows of the sequence, [rows, 1 or B, H]."""
 
-    def __init__(self, model: ModelConfig, seq_length: int, ctx: ParallelContext) -> None:
+    def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__()
-        self.ctx, self.probability = ctx, model.hidden_dropout
-        self.positions = None
-        if model.position_embedding_type == "learned":
-            rows = model.max_position_embeddings or seq_length
-            self.positions = sharded_parameter(
-                Shard((rows, model.hidden_size), std=model.init_method_std), ctx.tensor_size
-            )
-        self.norm = LayerNorm(model.hidden_size, model.norm_epsilon, ctx) if model.embed_layernorm else None
+        self.ctx = shared.ctx
+        self.weight = shards.allocate("weight", self.ctx)
+
+    def forward(self, num_rows: int, packing: Packing | None) -> Tensor:
+        first = self.ctx.tensor_rank * num_rows if self.ctx.sequence_parallel else 0
+        if packing is None:
+            return self.weight[first : first + num_rows].unsqueeze(1)
+        return F.embedding(packing.positions_BS.t()[first : first + num_rows], self.weight)
+
+
+class EmbeddingOutput(nn.Module):
+    """What follows the word embedding: learned positions and LayerNorm, each where declared, and dropout."""
+
+    def __init__(self, shards: Shards, shared: Shared) -> None:
+        super().__init__()
+        self.ctx, self.probability = shared.ctx, shared.config.model.hidden_dropout
+        position, norm = shards.below("position"), shards.below("norm")
+        self.position = PositionEmbedding(position, shared) if position else None
+        self.norm = layer_norm(norm, shared) if norm else None
 
     def forward(self, stream: Stream) -> Stream:
         hidden, packing = unpack(stream)
-        if self.positions is not None:
-            hidden = hidden + self._position_rows(hidden, packing)
+        if self.position is not None:
+            hidden = hidden + self.position(hidden.shape[0], packing)
         if self.norm is not None:
             hidden = self.norm(hidden)
         sharded = self.ctx.sequence_parallel
         return repack(dropout(hidden, self.probability, self.training, self.ctx.streams, sharded=sharded), stream)
 
-    def _position_rows(self, hidden: Tensor, packing: Packing | None) -> Tensor:
-        """The position table's rows for this rank's rows of the sequence, [rows, 1 or B, H]."""
-        assert self.positions is not None
-        table = replicated_parameter(self.positions, self.ctx)
-        rows = hidden.shape[0]
-        first = self.ctx.tensor_rank * rows if self.ctx.sequence_parallel else 0
-        if packing is None:
-            return table[first : first + rows].unsqueeze(1)
-        return F.embedding(packing.positions_BS.t()[first : first + rows], table)
-
 
 class GeluMLP(nn.Module):
     """up, GELU (tanh approximation, as GPT-2 and BLOOM), down."""
 
-    def __init__(self, model: ModelConfig, ctx: ParallelContext, *, bias: bool) -> None:
+    def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__()
-        h, f, std = model.hidden_size, model.ffn_size, model.init_method_std
-        self.up = ColumnParallelLinear(h, (f,), bias=bias, std=std, ctx=ctx)
-        self.down = RowParallelLinear(f, h, bias=bias, std=std / (2 * model.num_layers) ** 0.5, ctx=ctx)
+        self.up = ColumnParallelLinear(shards.below("up"), shared.ctx)
+        self.down = RowParallelLinear(shards.below("down"), shared.ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(hidden), approximate="tanh"))
@@ -121,38 +112,58 @@ class GeluMLP(nn.Module):
 class SwigluMLP(nn.Module):
     """silu(gate) * up, down. Source: Shazeer 2020 (arXiv:2002.05202)."""
 
-    def __init__(self, model: ModelConfig, ctx: ParallelContext, *, bias: bool) -> None:
+    def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__()
-        h, f, std = model.hidden_size, model.ffn_size, model.init_method_std
-        self.gate_up = ColumnParallelLinear(h, (f, f), bias=bias, std=std, ctx=ctx)
-        self.down = RowParallelLinear(f, h, bias=bias, std=std / (2 * model.num_layers) ** 0.5, ctx=ctx)
+        self.gate_up = ColumnParallelLinear(shards.below("gate_up"), shared.ctx)
+        self.down = RowParallelLinear(shards.below("down"), shared.ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
+class FinalLayerNorm(LayerNorm):
+    """LayerNorm before the output projection, which needs no packing."""
+
+    def forward(self, stream: Stream) -> Tensor:
+        return super().forward(unpack(stream)[0])
+
+
+class FinalRMSNorm(RMSNorm):
+    """RMSNorm before the output projection, which needs no packing."""
+
+    def forward(self, stream: Stream) -> Tensor:
+        return super().forward(unpack(stream)[0])
+
+
+def layer_norm(shards: Shards, shared: Shared, module: type[LayerNorm] = LayerNorm) -> LayerNorm:
+    return module(shards, shared.config.model.norm_epsilon, shared.ctx)
+
+
+def rms_norm(shards: Shards, shared: Shared, module: type[RMSNorm] = RMSNorm) -> RMSNorm:
+    """RMSNorm, fused where the device is HPU and the config wants it."""
+    model = shared.config.model
+    fused = shared.ctx.device.type == "hpu" and model.use_fused_rmsnorm
+    return module(shards, model.norm_epsilon, shared.ctx, fused_hpu=fused)
+
+
+final_layer_norm = partial(layer_norm, module=FinalLayerNorm)
+final_rms_norm = partial(rms_norm, module=FinalRMSNorm)
+
+
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        ctx: ParallelContext,
-        parts: AttentionParts,
-        *,
-        norm: Norm,
-        mlp: type[GeluMLP] | type[SwigluMLP],
-        bias: bool,
-        recompute: str,
+        self, shards: Shards, shared: Shared, *, norm: Build, mlp: Build, attention: Build = SelfAttention
     ) -> None:
         super().__init__()
-        self.ctx, self.probability = ctx, model.hidden_dropout
-        self.recompute_all = recompute == "full"
-        self.attention_norm = norm()
-        self.attention = SelfAttention(model, ctx, parts, bias=bias, recompute_core=recompute == "selective")
-        self.mlp_norm = norm()
-        self.mlp = mlp(model, ctx, bias=bias)
+        self.ctx, self.probability = shared.ctx, shared.config.model.hidden_dropout
+        self.recompute_all = shared.config.training.recompute_granularity == "full"
+        self.attention_norm = norm(shards.below("attention_norm"), shared)
+        self.attention = attention(shards.below("attention"), shared)
+        self.mlp_norm = norm(shards.below("mlp_norm"), shared)
+        self.mlp = mlp(shards.below("mlp"), shared)
 
     def forward(self, stream: Stream) -> Stream:
         hidden, packing = unpack(stream)
@@ -169,67 +180,6 @@ class TransformerLayer(nn.Module):
         return dropout(branch, self.probability, self.training, self.ctx.streams, sharded=sharded)
 
 
-class FinalNorm(nn.Module):
-    """The normalisation before the output projection."""
-
-    def __init__(self, norm: Norm) -> None:
-        super().__init__()
-        self.norm = norm()
-
-    def forward(self, stream: Stream) -> Stream:
-        hidden, _ = unpack(stream)
-        return self.norm(hidden)  # the output projection needs no packing
-
-
-def hand_over(module: WordEmbedding, stream: Stream) -> tuple[Tensor, Tensor]:
+def project_tied(module: WordEmbedding, stream: Stream) -> tuple[Tensor, Tensor]:
     """The tied last layer in a pipeline: (hidden, weight) for the loss function."""
-    return module(stream, project=_identity)
-
-
-def _identity(outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return outputs
-
-
-def transformer(
-    config: Config,
-    ctx: ParallelContext,
-    *,
-    norm: type[LayerNorm] | type[RMSNorm],
-    mlp: type[GeluMLP] | type[SwigluMLP],
-    bias: bool,
-) -> list[LayerSpec]:
-    """The list of layers: word embedding, its output, the transformer layers, final norm, output projection."""
-    model, seq_length = config.model, config.training.seq_length
-    parts = AttentionParts.build(model, ctx, load_task(config).packs_documents)
-
-    def make_norm() -> nn.Module:
-        if norm is RMSNorm:
-            fused = ctx.device.type == "hpu" and model.use_fused_rmsnorm
-            return RMSNorm(model.hidden_size, model.norm_epsilon, ctx, fused_hpu=fused)
-        return LayerNorm(model.hidden_size, model.norm_epsilon, ctx)
-
-    vocabulary = (model.vocab_size, model.padded_vocab_size(ctx.tensor_size), model.hidden_size)
-    ends: dict[str, Any] = {"std": model.init_method_std, "ctx": ctx}
-    tied = not model.untie_embeddings_and_output_weights
-    layers: list[LayerSpec] = [
-        TiedLayerSpec("word_embedding", WordEmbedding, *vocabulary, **ends)
-        if tied
-        else LayerSpec(WordEmbedding, *vocabulary, **ends),
-        LayerSpec(EmbeddingOutput, model, seq_length, ctx),
-    ]
-    recompute = config.training.recompute_granularity
-    layers += [
-        LayerSpec(TransformerLayer, model, ctx, parts, norm=make_norm, mlp=mlp, bias=bias, recompute=recompute)
-        for _ in range(model.num_layers)
-    ]
-    layers.append(LayerSpec(FinalNorm, make_norm))
-    layers.append(
-        TiedLayerSpec("word_embedding", WordEmbedding, *vocabulary, forward_fn=hand_over, **ends)
-        if tied
-        else LayerSpec(OutputProjection, *vocabulary, **ends)
-    )
-    return layers
-
-
-def compute_dtype(config: Config) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.training.precision]
+    return module(stream, project=lambda outputs: outputs)

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.observability.rank_times import RankTimes, StragglerStats, straggler_stats
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class Straggler:

@@ -12,6 +12,7 @@ import torch
 
 from megatron.accelerator import quiet
 from megatron.parallel.rng import RandomStreams
+from megatron.parallel.shards import LayoutError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 
 COLLECTIVES = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 LARGEST_TAG = 1  # of messages from rank to rank; DeepSpeed's pipeline sends with 0, on the CPU in the same group
-
-
-class LayoutError(ValueError):
-    """A tensor or a world does not fit the parallel layout."""
 
 
 def address_towards(address: str) -> str | None:

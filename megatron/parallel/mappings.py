@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.context import LayoutError, ParallelContext
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import LayoutError
 
 # torch 2.13 renamed these two; Habana's torch still has the old names
 all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -89,8 +90,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
 def copy_to_tensor_region(x: Tensor, ctx: ParallelContext) -> Tensor:
     """Identity; backward sums the gradient over the tensor-parallel ranks. Operator f.
 
-    For an activation each rank goes on to use a part of, and for a replicated parameter each rank applies to
-    its own rows of the sequence.
+    For an activation of which each rank goes on to use a part.
     """
     return x if ctx.tensor_size == 1 else _Copy.apply(x, ctx)
 
@@ -123,15 +123,6 @@ def leave_tensor_region(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
     if ctx.sequence_parallel:
         return reduce_scatter_to_sequence(partial_SBH, ctx)
     return reduce_from_tensor_region(partial_SBH, ctx)
-
-
-def replicated_parameter(parameter: Tensor, ctx: ParallelContext) -> Tensor:
-    """A parameter all ranks hold alike, as used on the residual stream.
-
-    Under sequence parallelism each rank sees only its rows, so the gradient must be summed over the ranks; without
-    it the ranks' gradients are already whole, and equal.
-    """
-    return copy_to_tensor_region(parameter, ctx) if ctx.sequence_parallel else parameter
 
 
 class _GatherHeads(torch.autograd.Function):

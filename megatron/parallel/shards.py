@@ -1,31 +1,43 @@
-"""A parameter knows its shard: which slice of the full tensor it holds, and how the full tensor starts.
+"""Declared parameters: which slice of the full tensor a rank holds, how it starts, and how it is used.
 
-Initialisation, checkpoints, resharding and conversion all derive from this description; nothing else in the
-project says how a tensor is cut.
+Start, gradient sums, checkpoints, resharding, conversion and the plan derive from these declarations; nothing else in
+the project says how a tensor is cut. Importable without torch, so that a plan needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
-from megatron.parallel.context import LayoutError
-from megatron.parallel.rng import derive_seed
+    from megatron.parallel.context import ParallelContext
+    from megatron.parallel.linear import LinearMethod
+
+
+class LayoutError(ValueError):
+    """A tensor or a world does not fit the parallel layout."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a parameter's local tensor lies in the full one.
+    """Slice of a full tensor that each tensor-parallel rank holds, its start and its roles.
 
     `dim` is the dimension cut over the tensor-parallel ranks; None: every rank holds the full tensor.
     `pieces` are the lengths along `dim` of the tensors fused in it (q, k, v; gate, up); each piece is cut evenly, so a
     rank holds its part of every piece, one after the other.
-    `padding` rows of zeros follow the last piece so that it divides evenly (the vocabulary); they are no part of the
+    `padding` rows of zeros follow the last piece so that it divides evenly (the vocabulary); they are not part of the
     full tensor.
     `std` is the normal initialisation's standard deviation; None: filled with `value`.
+    `trained`: the optimizer updates it. `vocabulary`: its rows are tokens.
+    `used_on`, required where a model declares a replicated parameter: "stream", applied to the residual stream, so that
+    its gradient is summed over the tensor-parallel ranks under sequence parallelism only; "heads", applied by each rank
+    to its own heads or channels, so that its gradient is always summed.
     """
 
     shape: tuple[int, ...]
@@ -34,13 +46,16 @@ class Shard:
     padding: int = 0
     std: float | None = None
     value: float = 0.0
+    trained: bool = True
+    vocabulary: bool = False
+    used_on: Literal["stream", "heads"] | None = None
 
     def __post_init__(self) -> None:
         if self.dim is not None and sum(self.pieces) != self.shape[self.dim]:
             raise LayoutError(f"pieces {self.pieces} do not add up to dimension {self.dim} of {self.shape}")
 
     def spans(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """[start, stop) along `dim` of the full (padded) tensor that `rank` of `size` holds, a pair a piece."""
+        """Return [start, stop) along `dim` of the full (padded) tensor that `rank` of `size` holds, a pair a piece."""
         spans, begin = [], 0
         for index, piece in enumerate(self.pieces):
             length = piece + (self.padding if index == len(self.pieces) - 1 else 0)
@@ -60,7 +75,9 @@ class Shard:
         return tuple(shape)
 
     def take(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """The local tensor of `rank`: full -> local. Contiguous, its own storage."""
+        """Return the local tensor of `rank`: full -> local. Contiguous, its own storage."""
+        import torch
+
         if tuple(full.shape) != self.shape:
             raise LayoutError(f"full tensor has shape {tuple(full.shape)}, not {self.shape}")
         if self.dim is None:
@@ -73,7 +90,9 @@ class Shard:
         return torch.cat(parts, dim=self.dim)
 
     def assemble(self, local: Sequence[Tensor]) -> Tensor:
-        """The full tensor from every rank's local one, in order of rank; the inverse of `take`."""
+        """Return the full tensor of every rank's local one, in order of rank; the inverse of `take`."""
+        import torch
+
         if self.dim is None:
             return local[0].clone()
         size = len(local)
@@ -87,10 +106,14 @@ class Shard:
         return whole.narrow(self.dim, 0, self.shape[self.dim]).contiguous()
 
     def initial(self, name: str, seed: int, rank: int, size: int) -> Tensor:
-        """The local tensor a run starts from, in float32: drawn over the full tensor by (seed, name), then cut.
+        """Return the local tensor at the start of a run, float32: drawn over the full tensor by (seed, name), then cut.
 
-        So that every layout starts from the same model. Drawn on the CPU, so that every device does too.
+        So every layout starts from the same model. Drawn on the CPU, so every device does too.
         """
+        import torch
+
+        from megatron.parallel.rng import derive_seed
+
         if self.std is None:
             return torch.full(self.local_shape(size), self.value, dtype=torch.float32)
         generator = torch.Generator().manual_seed(derive_seed(seed, name))
@@ -98,21 +121,123 @@ class Shard:
         return self.take(full, rank, size)
 
 
-def sharded_parameter(shard: Shard, size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """An uninitialised parameter of one rank that carries its description as `.shard`."""
-    parameter = nn.Parameter(torch.empty(shard.local_shape(size), dtype=dtype))
-    parameter.shard = shard  # type: ignore[attr-defined]
+class Shards(Mapping[str, Shard]):
+    """Declared parameters of one module: shards by the names below its prefix, and what allocates them.
+
+    A module is given its view and allocates what is in it, no more and no less.
+    """
+
+    def __init__(self, layer: LayerDeclaration, prefix: str = "") -> None:
+        self._layer, self._prefix = layer, prefix
+        self._names = [name.removeprefix(prefix) for name in layer.shards if name.startswith(prefix)]
+
+    def __getitem__(self, name: str) -> Shard:
+        return self._layer.shards[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def below(self, module: str) -> Shards:
+        """Return the view of a submodule: `below("qkv")["weight"]` is this one's `qkv.weight`."""
+        return Shards(self._layer, f"{self._prefix}{module}.")
+
+    @property
+    def method(self) -> LinearMethod | None:
+        """Linear method declared for this module; None: dense."""
+        return self._layer.methods.get(self._prefix.removesuffix("."))
+
+    def allocate(self, name: str, ctx: ParallelContext) -> nn.Parameter:
+        """Return the uninitialised parameter of this rank, with its description.
+
+        Its gradient is summed over the tensor-parallel ranks, once a backward pass, where `used_on` demands it.
+        """
+        return allocate(self._layer.full_name(self._prefix + name), self[name], ctx)
+
+
+BuildModule = Callable[[Shards, Any], "nn.Module"]
+
+
+@dataclass(frozen=True)
+class LayerDeclaration:
+    """One layer of a model: its parameters, and what builds its module.
+
+    `shards` are by local name, `attention.qkv.weight`, which is the path of the parameter in the module. `build` is
+    given their view and what the layers of a model share (models/attention.py: Shared). Layers of one name are one
+    module with tied weights; `project` is called in place of the module where a pipeline ends with it.
+    `methods` compute linear layers otherwise than dense, by prefix. `kept_per_token` counts numbers kept for the
+    backward pass beside inputs and outputs of the matrices and norms, cut over the tensor-parallel ranks.
+    """
+
+    name: str
+    shards: Mapping[str, Shard]
+    build: BuildModule
+    project: Callable[..., Any] | None = None
+    methods: Mapping[str, LinearMethod] = field(default_factory=dict)
+    kept_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        unclear = [name for name, shard in self.shards.items() if shard.dim is None and shard.used_on is None]
+        if unclear:
+            raise LayoutError(
+                f"{self.full_name(unclear[0])} is replicated without used_on; declare used_on='stream' if it is "
+                "applied to the residual stream, 'heads' if each rank applies it to its own heads or channels"
+            )
+
+    @property
+    def number(self) -> int | None:
+        """Number of a transformer layer, `layers.<number>`; None for the others."""
+        room, _, number = self.name.partition(".")
+        return int(number) if room == "layers" else None
+
+    def full_name(self, local: str) -> str:
+        return f"{self.name}.{local}"
+
+    def module(self, shared: Any) -> nn.Module:
+        """Build the module, its parameters allocated and uninitialised."""
+        return self.build(Shards(self), shared)
+
+    def with_method(self, prefix: str, method: LinearMethod) -> LayerDeclaration:
+        """Return this layer with the linear layer at `prefix` computed by `method`, whose own shards are added."""
+        added = {f"{prefix}.{name}": shard for name, shard in method.shards(self.shards[f"{prefix}.weight"]).items()}
+        return dataclasses.replace(self, shards={**self.shards, **added}, methods={**self.methods, prefix: method})
+
+
+def declared_shards(layers: Iterable[LayerDeclaration]) -> dict[str, Shard]:
+    """Every parameter of the model once, by full name, in the order of the layers."""
+    return {layer.full_name(local): shard for layer in layers for local, shard in layer.shards.items()}
+
+
+def allocate(full_name: str, shard: Shard, ctx: ParallelContext, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Return an uninitialised parameter that carries its name and shard; see `Shards.allocate`."""
+    import torch
+    from torch import nn
+
+    parameter: Any = nn.Parameter(torch.empty(shard.local_shape(ctx.tensor_size), dtype=dtype), shard.trained)
+    parameter.shard, parameter.full_name = shard, full_name
     # DeepSpeed's name for it: counted on every tensor-parallel rank in the norm of the gradient
-    parameter.tensor_model_parallel = shard.dim is not None  # type: ignore[attr-defined]
-    return parameter
+    parameter.tensor_model_parallel = shard.dim is not None
+    is_partial = shard.used_on == "heads" or (shard.used_on == "stream" and ctx.sequence_parallel)
+    if is_partial and ctx.tensor_size > 1 and shard.trained:
+        from megatron.parallel.mappings import all_reduce
+
+        parameter.register_hook(lambda gradient: all_reduce(gradient, ctx))
+    return parameter  # type: ignore[no-any-return]
 
 
 def shard_of(parameter: Tensor) -> Shard:
     return parameter.shard  # type: ignore[attr-defined,no-any-return]
 
 
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (full name, parameter), each once, in the order of the module; the same names in every engine."""
+    return ((parameter.full_name, parameter) for parameter in module.parameters())  # type: ignore[attr-defined,misc]
+
+
 def alias(parameter: Tensor) -> Tensor:
-    """The parameter as a tensor that a module may return.
+    """Return the parameter as a tensor that a module may return.
 
     DeepSpeed starts its bookkeeping of a backward pass, clearing old gradients included, from hooks on the outputs of
     the model. A parameter that is itself an output gets its gradient before any hook has run, and loses it; this
@@ -123,8 +248,15 @@ def alias(parameter: Tensor) -> Tensor:
     return view
 
 
-@torch.no_grad()
-def initialise(named_parameters: Iterable[tuple[str, Tensor]], seed: int, rank: int, size: int) -> None:
+def initialise(named: Iterable[tuple[str, Tensor]], seed: int, rank: int, size: int) -> None:
     """Fill each parameter with its start, by name. Deterministic, and the same model on every layout."""
-    for name, parameter in named_parameters:
-        parameter.copy_(shard_of(parameter).initial(name, seed, rank, size))
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in named:
+            parameter.copy_(shard_of(parameter).initial(name, seed, rank, size))
+
+
+def numel(shards: Iterable[Shard]) -> int:
+    """Numbers in the full tensors, without padding."""
+    return sum(math.prod(shard.shape) for shard in shards)

@@ -13,7 +13,8 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
 from megatron.exit_codes import ABORTED, FAILED, REFUSED
-from megatron.parallel.context import LayoutError, ParallelContext
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import LayoutError
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from megatron.accelerator import quiet
 from megatron.config.options import Config, ConfigError
-from megatron.models.families.registry import build_layers
-from megatron.models.transformer import compute_dtype
+from megatron.models.sequential import SequentialModel, build_layers, compute_dtype
 from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import initialise, shard_of
+from megatron.parallel.shards import initialise, named_parameters
 from megatron.planning.progress import Progress
 from megatron.tasks.task import Microbatch, Task
 from megatron.training.deepspeed_config import deepspeed_config
@@ -68,34 +67,6 @@ class Evaluation:
     """Sum over the global batch; right on the ranks that read data."""
     metrics: Tensor | None
     """As in StepResult."""
-
-
-class SequentialModel(nn.Module):
-    """The list of layers in one process, under the names that PipelineModule gives them.
-
-    Source of the names: `<index of the layer>.<name>`, and `tied_modules.<key>.<name>` for tied layers.
-    """
-
-    def __init__(self, specs: Sequence[LayerSpec]) -> None:
-        super().__init__()
-        self.tied_modules = nn.ModuleDict()
-        self._names: list[str] = []
-        for index, spec in enumerate(specs):
-            name = str(index)
-            if isinstance(spec, TiedLayerSpec):
-                name = f"tied_modules.{spec.key}"
-                if spec.key not in self.tied_modules:
-                    self.tied_modules[spec.key] = spec.build()
-            else:
-                self.add_module(name, spec.build())
-            self._names.append(name)
-
-    def forward(self, inputs: Any, project: Callable[[tuple[Tensor, Tensor]], Any]) -> Any:
-        """project((hidden, output weight)), called inside the last layer."""
-        *body, last = (self.get_submodule(name) for name in self._names)
-        for layer in body:
-            inputs = layer(inputs)
-        return last(inputs, project)
 
 
 class Engine(ABC):
@@ -409,14 +380,13 @@ def _sequential(config: Config, ctx: ParallelContext, specs: list[LayerSpec], se
 
 
 def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) -> None:
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if config.optimizer.zero_stage == 3:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if ctx.grad_rank == 0:
                     initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
         else:
             initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
-        assert shard_of(parameter) is not None
 
 
 @contextlib.contextmanager

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.options import Config
-from megatron.models.transformer import compute_dtype
+from megatron.models.sequential import compute_dtype
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard, shard_of
+from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -96,7 +96,7 @@ class EngineState:
         """Return every tensor that this rank computes with, for the comparison of copies."""
         stretches = self._config.optimizer.zero_stage == 3
         found: dict[Copy, Tensor] = {}
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in named_parameters(self._module):
             tensor_rank = 0 if shard_of(parameter).dim is None else self._ctx.tensor_rank
             tensor = parameter.ds_tensor if stretches else parameter  # type: ignore[attr-defined]
             found[Copy(name, tensor_rank, self._ctx.grad_rank if stretches else 0)] = tensor
@@ -107,7 +107,7 @@ class EngineState:
     def check_model(self, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
         """Raise CheckpointError, with every difference, if the checkpoint is not of this rank's model."""
         wrong, frozen = [], []
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in named_parameters(self._module):
             shard = shard_of(parameter)
             saved = checkpoint.parameters.get(name)
             if saved is None:
@@ -142,7 +142,7 @@ class EngineState:
             return checkpoint.read(name, kind, shard, *self._place(shard), start, numel)
 
         with torch.no_grad():
-            for name, parameter in self._module.named_parameters():
+            for name, parameter in named_parameters(self._module):
                 owned = slices.get(name)
                 if self._config.optimizer.zero_stage != 3:
                     whole = read(name, "weight", shard_of(parameter), 0, parameter.numel())
@@ -199,7 +199,7 @@ class EngineState:
     def owned(self) -> Iterator[OwnedSlice]:
         """Yield the slices that this rank's optimizer updates."""
         ctx = self._ctx
-        for index, (name, parameter) in enumerate(self._module.named_parameters()):
+        for index, (name, parameter) in enumerate(named_parameters(self._module)):
             is_first = ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
             is_saved_here = is_first and not getattr(parameter, "ds_pipe_replicated", False)
             is_turn = index % ctx.grad_size == ctx.grad_rank

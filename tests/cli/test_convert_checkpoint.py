@@ -21,6 +21,7 @@ from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.cli import convert_checkpoint
 from megatron.config.command_line import from_dict
 from megatron.interop import huggingface_config, huggingface_files, universal
+from megatron.models.families import bloom
 from megatron.planning.progress import Progress
 from tests.models.test_hf_logits import CASES, VOCABULARY, Case, llama
 
@@ -110,7 +111,7 @@ def test_a_native_checkpoint_starts_a_run(tmp_path: Path) -> None:
     assert config.model.rope_scaling_factor == 8.0
     assert Progress.from_saved(checkpoint.metadata["progress"]) == Progress()
     # fused and cut over two ranks: the parts of q, k and v of the second
-    name = "2.attention.qkv.weight"
+    name = "layers.0.attention.qkv.weight"
     shard = checkpoint.parameters[name]
     source = weights(tmp_path / "hf")
     parts = [source[f"model.layers.0.self_attn.{part}_proj.weight"].float().chunk(2)[1] for part in "qkv"]
@@ -169,8 +170,7 @@ def test_a_wrong_map_is_found_by_the_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make("bloom_12_heads", tmp_path / "hf")
-    wrong = replace(huggingface_config.family_of(from_config(tmp_path / "hf")), qkv_by_head=False)
-    monkeypatch.setattr(huggingface_config, "_BLOOM", wrong)
+    monkeypatch.setitem(bloom.FAMILY.huggingface, "alibi", replace(bloom.BLOOM, qkv_by_head=False))
     assert convert("--load", tmp_path / "hf", "--save", tmp_path / "native", "--to", "native") == 1
     assert "above the tolerance" in capsys.readouterr().err
     assert names(tmp_path) == ["hf"]
@@ -196,7 +196,7 @@ def test_a_wrong_tensor_is_found_above_the_limit(
     shutil.rmtree(tmp_path / "back")
     monkeypatch.setattr(huggingface_files.WeightsWriter, "write", flawed)
     assert convert(*arguments) == 1
-    assert "3.mlp.gate_up.weight has other values" in capsys.readouterr().err
+    assert "layers.1.mlp.gate_up.weight has other values" in capsys.readouterr().err
     assert names(tmp_path) == ["hf"]
 
 
@@ -239,7 +239,7 @@ def test_the_native_checkpoint_of_another_model_is_refused(tmp_path: Path, capsy
     assert checkpoint is not None
     rewrite_metadata(checkpoint, tmp_path / "other", vocab_size=VOCABULARY - 1)
     said = refused(capsys, "--load", tmp_path / "other", "--save", tmp_path / "back", "--to", "hf")
-    assert "does not hold the model that its config describes: 0.weight is (123, 64)" in said
+    assert "does not hold the model that its config describes: embedding.word.weight is (123, 64)" in said
 
 
 def rewrite_metadata(checkpoint: Checkpoint, folder: Path, **model: Any) -> None:

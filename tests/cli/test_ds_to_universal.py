@@ -15,6 +15,7 @@ from megatron.cli.ds_to_universal import main
 from megatron.config.command_line import parse_arguments
 from megatron.config.options import Config
 from megatron.interop.huggingface import parameters_of
+from megatron.interop.pipeline_names import pipeline_names
 from megatron.interop.universal import read
 from tests.training import layouts
 
@@ -57,7 +58,10 @@ def test_a_native_checkpoint_becomes_a_universal_folder(
     assert "(fp32, exp_avg, exp_avg_sq)" in capsys.readouterr().out
     assert (native.parent / "latest_universal").read_text() == "global_step9_universal"
     universal, checkpoint = read(target), Checkpoint(native)
-    assert {path.name for path in (target / "zero").iterdir()} == {*checkpoint.parameters, "optimizer_state.pt"}
+    assert {path.name for path in (target / "zero").iterdir()} == {
+        *pipeline_names(checkpoint.parameters).values(),
+        "optimizer_state.pt",
+    }
     assert (universal.facts["iteration"], universal.facts["consumed_samples"], universal.facts["step"]) == (9, 72, 8)
     assert universal.facts["metadata"] == checkpoint.metadata
     for name, kind, tensor in universal.parameters():
@@ -71,12 +75,13 @@ def test_a_deepspeed_checkpoint_becomes_a_universal_folder(
     full = {name: torch.randn(shard.shape) for name, shard in parameters_of(config).items()}
     source = tmp_path / "global_step3"
     source.mkdir()
-    for layer in {name.split(".")[0] for name in full}:
+    theirs = pipeline_names(full)
+    for layer in {name.split(".")[0] for name in theirs.values()}:
         for rank in range(2):
             state = {
-                name.split(".", 1)[1]: shard.take(full[name], rank, 2)
+                theirs[name].split(".", 1)[1]: shard.take(full[name], rank, 2)
                 for name, shard in parameters_of(config).items()
-                if name.split(".")[0] == layer
+                if theirs[name].split(".")[0] == layer
             }
             torch.save(state, source / f"layer_{int(layer):02d}-model_{rank:02d}-model_states.pt")
     torch.save({"module": None, "global_steps": 3}, source / "mp_rank_00_model_states.pt")
@@ -116,10 +121,10 @@ def test_megatrons_args_need_no_config(tmp_path: Path) -> None:
     torch.save(client, source / "mp_rank_00_model_states.pt")
     assert main(arguments_of(source, tmp_path / "universal")) == 0
     universal = read(tmp_path / "universal")
-    assert universal.shards["2.attention.qkv.weight"].pieces == (8, 8, 8)
-    assert universal.shards["2.mlp.gate_up.weight"].pieces == (16, 16)
+    assert universal.shards["layers.0.attention.qkv.weight"].pieces == (8, 8, 8)
+    assert universal.shards["layers.0.mlp.gate_up.weight"].pieces == (16, 16)
     grouped = block["self_attention.query_key_value.weight"].view(2, 3, 4, 8)
-    assert torch.equal(universal.tensor("2.attention.qkv.weight").view(3, 2, 4, 8), grouped.transpose(0, 1))
+    assert torch.equal(universal.tensor("layers.0.attention.qkv.weight").view(3, 2, 4, 8), grouped.transpose(0, 1))
 
 
 def test_faults_are_told_and_leave_nothing(native: Path, capsys: pytest.CaptureFixture[str]) -> None:

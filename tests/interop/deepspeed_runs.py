@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.format import Fragment
 from megatron.checkpoint.saver import Saver
 from megatron.interop.universal import universal_info
-from megatron.parallel.shards import Shard, shard_of
+from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.training.engine import Engine
 from tests.training import layouts
 
@@ -33,7 +33,7 @@ def save_deepspeed(arguments: str, folder: str) -> Run:
     engine, task = layouts.build(arguments)
     for step in range(STEPS):
         loss_of_step(engine, task, step)
-    shards = {name: shard_of(parameter) for name, parameter in engine.module.named_parameters()}
+    shards = {name: shard_of(parameter) for name, parameter in named_parameters(engine.module)}
     engine.deepspeed.save_checkpoint(
         folder,
         tag=TAG,

@@ -174,10 +174,10 @@ def test_deepspeeds_loader_resumes_our_universal_folder_on_another_layout(
 
 def test_patterns_are_few_and_each_parameter_meets_its_own() -> None:
     shards = {
-        "tied_modules.word_embedding.weight": Shard((20, 8), dim=0, pieces=(20,)),
-        "1.positions": Shard((4, 8)),
-        **{f"{layer}.attention.qkv.weight": Shard((16, 8), dim=0, pieces=(8, 4, 4)) for layer in range(2, 40)},
-        **{f"{layer}.mlp.down.weight": Shard((8, 32), dim=1, pieces=(32,)) for layer in range(2, 40)},
+        "embedding.word.weight": Shard((20, 8), dim=0, pieces=(20,)),
+        "embedding.position.weight": Shard((4, 8)),
+        **{f"layers.{layer}.attention.qkv.weight": Shard((16, 8), dim=0, pieces=(8, 4, 4)) for layer in range(38)},
+        **{f"layers.{layer}.mlp.down.weight": Shard((8, 32), dim=1, pieces=(32,)) for layer in range(38)},
     }
     info = universal_info(shards, 2)
     (parts,) = info["parameter_with_sub_params"]
@@ -188,8 +188,8 @@ def test_patterns_are_few_and_each_parameter_meets_its_own() -> None:
     assert len(info["parameter_with_row_parallelism_patterns"]) == 1
     assert info["original_vocab_size"] == 20
     (vocabulary,) = info["vocabulary_parameter_patterns"]
-    assert re.match(vocabulary, "tied_modules.word_embedding.weight")
-    assert info["tp_replicated_parameter_patterns"] == [r"\d+\.positions$"]
+    assert re.match(vocabulary, "tied_modules.embedding_word.weight")
+    assert info["tp_replicated_parameter_patterns"] == [r"\d+\.position\.weight$"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -351,9 +351,9 @@ def test_a_megatron_deepspeed_checkpoint_gives_the_same_logits(
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     # without a config, the heads come from its args, and the padding stays in the vocabulary
     alone = read(tmp_path)
-    embedding = next(name for name in alone.shards if name.endswith("word_embedding.weight") or name == "0.weight")
+    embedding = "embedding.word.weight"
     assert torch.equal(alone.tensor(embedding)[:VOCABULARY], foreign.tensor(embedding))
-    assert torch.equal(alone.tensor("2.attention.qkv.weight"), foreign.tensor("2.attention.qkv.weight"))
+    assert torch.equal(alone.tensor("layers.0.attention.qkv.weight"), foreign.tensor("layers.0.attention.qkv.weight"))
 
 
 def test_megatrons_shards_of_more_than_ten_data_ranks_give_its_float32_state(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_megatron_universal_folder_keeps_moments_in_step_with_weights(tmp_path
         weight = foreign.tensor(name)
         torch.testing.assert_close(foreign.tensor(name, "exp_avg"), weight * 2.0, rtol=0, atol=0)
         torch.testing.assert_close(foreign.tensor(name, "exp_avg_sq"), weight * 3.0, rtol=0, atol=0)
-    head = foreign.tensor("5.weight")
+    head = foreign.tensor("output.weight")
     assert head.shape == (VOCABULARY, HIDDEN)
 
 
@@ -423,9 +423,9 @@ def test_megatrons_drifted_norms_are_averaged_with_a_warning(tmp_path: Path, cap
     layers[1][1] = dict(layers[1][1])
     layers[1][1]["input_layernorm.weight"] = layers[1][1]["input_layernorm.weight"] + 1.0
     write_megatron(tmp_path, layers, 3, {"num_attention_heads": HEADS})
-    found = read(tmp_path).tensor("2.attention_norm.weight")
+    found = read(tmp_path).tensor("layers.0.attention_norm.weight")
     torch.testing.assert_close(found, layers[1][0]["input_layernorm.weight"] + 0.5)
-    assert "2.attention_norm.weight differs between tensor-parallel ranks; their mean is taken" in caplog.text
+    assert "layers.0.attention_norm.weight differs between tensor-parallel ranks; their mean is taken" in caplog.text
 
 
 def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:
     layers[-1][1] = {"word_embeddings.weight": layers[-1][1]["word_embeddings.weight"] + 1e-3}
     write_megatron(tmp_path, layers, 3, {"num_attention_heads": HEADS})
     with pytest.raises(CheckpointError, match=r"layer_07-model_00.* differs from 1\.word_embeddings\.weight"):
-        read(tmp_path).tensor("tied_modules.word_embedding.weight")
+        read(tmp_path).tensor("embedding.word.weight")
 
 
 def test_a_megatron_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_a_megatron_checkpoint_of_another_model_is_refused(tmp_path: Path) -> No
         read(tmp_path, outputs.config_of(f"{BLOOM} --num-attention-heads 4"))
     with pytest.raises(CheckpointError, match=r"layer_01.*fewer than vocab_size=1000"):
         read(tmp_path, outputs.config_of(f"{BLOOM} --vocab-size 1000"))
-    with pytest.raises(CheckpointError, match=r"4\.attention\.dense\.bias as no parameter"):
+    with pytest.raises(CheckpointError, match=r"layers\.2\.attention\.dense\.bias as no parameter"):
         read(tmp_path, outputs.config_of(f"{BLOOM} --num-layers 3"))
     write_megatron(tmp_path, layers, 3, {})
     with pytest.raises(CheckpointError, match="does not say how many attention heads"):
@@ -461,11 +461,11 @@ def test_a_megatron_checkpoint_of_another_model_is_refused(tmp_path: Path) -> No
 def universal(tmp_path: Path) -> Path:
     """A small universal folder of ours."""
     shards = {
-        "0.weight": Shard((6, 4), dim=0, pieces=(6,)),
-        "2.attention.qkv.weight": Shard((8, 4), dim=0, pieces=(4, 2, 2)),
-        "2.attention_norm.weight": Shard((4,)),
-        "3.norm.weight": Shard((4,)),
-        "4.weight": Shard((6, 4), dim=0, pieces=(6,)),
+        "embedding.word.weight": Shard((6, 4), dim=0, pieces=(6,)),
+        "layers.0.attention.qkv.weight": Shard((8, 4), dim=0, pieces=(4, 2, 2)),
+        "layers.0.attention_norm.weight": Shard((4,)),
+        "final_norm.weight": Shard((4,)),
+        "output.weight": Shard((6, 4), dim=0, pieces=(6,)),
     }
     fragments = [
         Fragment(name, kind, shard, 0, 1, 0, torch.randn(shard.shape).flatten())
@@ -523,7 +523,7 @@ def test_a_truncated_file_is_named(universal: Path) -> None:
     path = universal / "zero" / "0.weight" / "exp_avg.pt"
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match=r"0\.weight/exp_avg\.pt cannot be read"):
-        read(universal).tensor("0.weight", "exp_avg")
+        read(universal).tensor("embedding.word.weight", "exp_avg")
 
 
 def test_a_flipped_bit_anywhere_in_a_tensor_is_found(universal: Path) -> None:
@@ -546,7 +546,7 @@ def test_a_file_of_another_structure_is_refused(universal: Path, content: Any) -
     foreign = read(universal)
     torch.save(content, universal / "zero" / "2.attention.qkv.weight" / "fp32.pt")
     with pytest.raises(CheckpointError, match=r"2\.attention\.qkv\.weight/fp32\.pt"):
-        foreign.tensor("2.attention.qkv.weight")
+        foreign.tensor("layers.0.attention.qkv.weight")
 
 
 def test_shards_of_another_structure_are_refused(tmp_path: Path) -> None:
@@ -570,14 +570,14 @@ def test_shards_of_another_structure_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_moment_is_named(universal: Path) -> None:
     (universal / "zero" / "0.weight" / "exp_avg.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks exp_avg of 0\.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks exp_avg of embedding\.word\.weight"):
         read(universal)
 
 
 def test_a_moment_of_another_shape_is_named(universal: Path) -> None:
     torch.save({"param": torch.ones(3, 4), "cat_dim": 0}, universal / "zero" / "0.weight" / "exp_avg.pt")
     with pytest.raises(CheckpointError, match=r"exp_avg\.pt holds exp_avg of 0\.weight as \(3, 4\)"):
-        read(universal).tensor("0.weight", "exp_avg")
+        read(universal).tensor("embedding.word.weight", "exp_avg")
 
 
 def test_what_is_not_there_is_said(universal: Path) -> None:
@@ -585,7 +585,7 @@ def test_what_is_not_there_is_said(universal: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no weight of 9\.norm\.weight"):
         foreign.tensor("9.norm.weight")
     with pytest.raises(CheckpointError, match="no momentum_buffer of"):
-        foreign.tensor("0.weight", "momentum_buffer")
+        foreign.tensor("embedding.word.weight", "momentum_buffer")
 
 
 @pytest.mark.parametrize("tag", ["../universal", "/etc", ".", "", "gone"])
@@ -636,7 +636,7 @@ def test_shards_without_their_config_or_with_another_are_refused(ranks: RankPool
         read(folder, config_of("llama_mha"))
     smaller = read(folder, config_of("llama_gqa", "--vocab-size", "240"))
     with pytest.raises(CheckpointError, match="behind the 240 of this model"):
-        smaller.tensor("0.weight")
+        smaller.tensor("embedding.word.weight")
     (folder / "progress.json").write_text(json.dumps({"config": config_of("llama_gqa").to_dict()}))
     assert read(folder).kinds == ("weight", "exp_avg", "exp_avg_sq")
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()

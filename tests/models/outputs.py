@@ -14,11 +14,10 @@ from torch import Tensor
 from megatron.config.command_line import parse_arguments
 from megatron.config.options import Config
 from megatron.config.validation import check
-from megatron.models.families.registry import build_layers
+from megatron.models.sequential import SequentialModel, build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy
-from megatron.parallel.shards import initialise, shard_of
-from megatron.training.engine import SequentialModel
+from megatron.parallel.shards import initialise, named_parameters, shard_of
 
 COMMON = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --vocab-size 123 --make-vocab-size-divisible-by 16 "
@@ -55,7 +54,7 @@ def context_of(config: Config) -> ParallelContext:
 def build_model(config: Config, ctx: ParallelContext, weights: Mapping[str, Array] | None = None) -> SequentialModel:
     """The layers in sequence, started from the seed or from these full tensors by our names, each used."""
     model = SequentialModel(build_layers(config, ctx))
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     if weights is None:
         initialise(parameters.items(), config.training.seed, ctx.tensor_rank, ctx.tensor_size)
         return model
@@ -90,5 +89,5 @@ def run(arguments: str, weights: Mapping[str, Array], tokens_BS: Array, labels_B
     logits = logits_of(model, tokens, ctx)
     loss = model(tokens, project=mean_loss(labels, ctx))
     loss.backward()
-    gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.numpy() for name, p in named_parameters(model) if p.grad is not None}
     return Outputs(logits.numpy(), float(loss.detach()), gradients)

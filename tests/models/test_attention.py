@@ -58,7 +58,7 @@ def test_alibi_slopes_of_one_rank_are_those_of_its_heads() -> None:
     whole = alibi_slopes(12)
     for rank in range(4):
         kernel = build_kernel(model, ParallelContext(tensor_rank=rank, tensor_size=4), packed=False)
-        bias = kernel.masks.get(None, 2, torch.float32, CPU)  # type: ignore[attr-defined]
+        bias = kernel.masks.get(None, 2, 2, torch.float32, CPU)  # type: ignore[attr-defined]
         assert torch.equal(bias[0, :, 1, 0], -whole[3 * rank : 3 * rank + 3])
 
 
@@ -114,13 +114,12 @@ def test_rotation_by_packed_positions_equals_each_document_alone() -> None:
     torch.testing.assert_close(turned[:, 1], rotary.rotate(x[:, 1:], None)[:, 0])
 
 
-def test_rotary_table_grows_and_continues() -> None:
+def test_rotary_table_grows() -> None:
     rotary, x = rope(), random(S, B, HEADS, HEAD_SIZE)
     first = rotary.rotate(x[:3], None)
     whole = rotary.rotate(x, None)
     torch.testing.assert_close(whole, rope().rotate(x, None), rtol=0, atol=0)
     torch.testing.assert_close(whole[:3], first, rtol=0, atol=0)
-    torch.testing.assert_close(rotary.rotate(x[9:], None, first_position=9), whole[9:], rtol=0, atol=0)
 
 
 def test_rotary_table_made_in_evaluation_serves_training() -> None:
@@ -144,12 +143,12 @@ def test_bfloat16_is_rotated_in_float32() -> None:
 
 
 def test_plainly_causal_attention_needs_no_mask() -> None:
-    assert AttentionMask(None).get(None, S, torch.float32, CPU) is None
+    assert AttentionMask(None).get(None, S, S, torch.float32, CPU) is None
 
 
 def test_masks_show_each_token_its_own_document() -> None:
     packing = packing_of(PACKED)
-    seen = AttentionMask(None).get(packing, S, torch.float32, CPU)
+    seen = AttentionMask(None).get(packing, S, S, torch.float32, CPU)
     assert seen is not None
     documents = [[0] * 5 + [1] + [2] * 6, [0] * 12]
     expected = [[[i >= j and d[i] == d[j] for j in range(S)] for i in range(S)] for d in documents]
@@ -158,7 +157,7 @@ def test_masks_show_each_token_its_own_document() -> None:
 
 
 def test_alibi_of_bfloat16_keeps_the_nearest_keys_exact() -> None:
-    bias = AttentionMask(alibi_slopes(8)).get(None, 2048, torch.bfloat16, CPU)
+    bias = AttentionMask(alibi_slopes(8)).get(None, 2048, 2048, torch.bfloat16, CPU)
     assert bias is not None
     assert bias.dtype == torch.bfloat16
     # counted from the query, not from the start of the sample: bfloat16 cannot hold 2046 and 2047 apart
@@ -170,7 +169,7 @@ def test_masks_are_made_once_and_never_stale(slopes: Tensor | None) -> None:
     masks, packing = AttentionMask(slopes), packing_of(PACKED)
 
     def fresh(of: Packing, length: int = S, dtype: torch.dtype = torch.float32) -> Tensor:
-        mask, expected = (cache.get(of, length, dtype, CPU) for cache in (masks, AttentionMask(slopes)))
+        mask, expected = (cache.get(of, length, length, dtype, CPU) for cache in (masks, AttentionMask(slopes)))
         assert mask is not None
         assert expected is not None
         assert torch.equal(mask, expected)
@@ -195,19 +194,20 @@ def test_masks_are_made_once_and_never_stale(slopes: Tensor | None) -> None:
 
 
 def attention_by_loops(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, packing: Packing | None) -> Tensor:
-    """softmax over the tokens each query sees, one query at a time, in float64."""
+    """softmax over the tokens each query sees, one query at a time, in float64. The queries are the last tokens."""
     q, k, v = q.double(), k.double(), v.double()
     result = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64)
-    group = q.shape[1] // k.shape[1]
+    group, before = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     for sample in range(q.shape[0]):
         for head in range(q.shape[1]):
             for query in range(q.shape[2]):
                 start = 0 if packing is None else int(packing.starts_BS[sample, query])
-                keys = k[sample, head // group, start : query + 1]
+                end = before + query + 1
+                keys = k[sample, head // group, start:end]
                 scores = keys @ q[sample, head, query] / math.sqrt(q.shape[3])
                 if slopes is not None:
-                    scores += slopes[head].double() * (torch.arange(start, query + 1) - query)
-                result[sample, head, query] = scores.softmax(0) @ v[sample, head // group, start : query + 1]
+                    scores += slopes[head].double() * (torch.arange(start, end) - end + 1)
+                result[sample, head, query] = scores.softmax(0) @ v[sample, head // group, start:end]
     return result
 
 
@@ -237,6 +237,29 @@ def test_kernels_equal_attention_by_loops(kernel: str, alibi: bool, packed: bool
         packing = packing_of(rows)
         expected = attention_by_loops(q, k, v, slopes, packing)
         torch.testing.assert_close(attend(q, k, v, packing, 0.0).double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_queries_shorter_than_keys_are_the_last_tokens(
+    kernel: str, alibi: bool, packed: bool, num_queries: int
+) -> None:
+    slopes = alibi_slopes(HEADS) if alibi else None
+    packing = packing_of(PACKED) if packed else None
+    if packing is not None:
+        packing = Packing(packing.positions_BS[:, -num_queries:], packing.starts_BS[:, -num_queries:])
+    q = random(B, HEADS, num_queries, HEAD_SIZE, seed=1)
+    k, v = (random(B, 2, S, HEAD_SIZE, seed=seed) for seed in (2, 3))
+    expected = attention_by_loops(q, k, v, slopes, packing)
+    attend = KERNELS[kernel](slopes)
+    torch.testing.assert_close(attend(q, k, v, packing, 0.0).double(), expected, rtol=0, atol=2e-6)
+    whole = random(B, HEADS, S, HEAD_SIZE, seed=4)  # a mask of another length does not stay
+    full_packing = packing_of(PACKED) if packed else None
+    expected = attention_by_loops(whole, k, v, slopes, full_packing)
+    torch.testing.assert_close(attend(whole, k, v, full_packing, 0.0).double(), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.interop.huggingface import name_map
-from megatron.models.families.registry import build_layers
+from megatron.models.sequential import SequentialModel, build_layers
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import shard_of
-from megatron.training.engine import SequentialModel
+from megatron.parallel.shards import named_parameters, shard_of
 from tests.models.outputs import COMMON, Array, Outputs, config_of, run
 from tests.ranks import RankPools
 
@@ -154,7 +153,7 @@ def assert_equal(ours: list[Outputs], theirs: Reference) -> None:
         np.testing.assert_allclose(rank.loss, theirs.outputs.loss, rtol=1e-6)
         assert set(rank.gradients) == set(theirs.outputs.gradients)
     single = SequentialModel(build_layers(config_of(theirs.case.arguments), ParallelContext.single()))
-    for name, parameter in single.named_parameters():
+    for name, parameter in named_parameters(single):
         # the padding of the vocabulary depends on the layout, and is no part of what is assembled
         pieces = [torch.from_numpy(rank.gradients[name]) for rank in ours]
         full = shard_padded(shard_of(parameter), pieces).numpy()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron.config.options import ModelConfig
 from megatron.models.attention import FusedHPUAttention, Packing, SDPAttention, alibi_slopes, build_kernel
-from megatron.models.families.registry import build_layers
+from megatron.models.sequential import SequentialModel, build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import RMSNorm
-from megatron.training.engine import SequentialModel
 from megatron.training.optimizer import build_optimizer
 from tests.models.outputs import build_model, config_of
+from tests.parallel.on_ranks import norm_shards
 
 HPU = ParallelContext(device=torch.device("hpu"))
 S, B, HEADS, HEAD_SIZE = 8, 2, 4, 8
@@ -118,7 +118,9 @@ def test_hpu_takes_the_fused_attention_unless_told_otherwise() -> None:
 
 
 def test_fused_rms_norm_equals_torchs() -> None:
-    norm, fused = (RMSNorm(16, 1e-5, ParallelContext.single(), fused_hpu=fused) for fused in (False, True))
+    norm, fused = (
+        RMSNorm(norm_shards(16, bias=False), 1e-5, ParallelContext.single(), fused_hpu=fused) for fused in (False, True)
+    )
     for parameter in (norm.weight, fused.weight):
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     x = torch.randn(S, B, 16)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import shard_of
+from megatron.parallel.shards import named_parameters, shard_of
 from tests.models.outputs import Array, build_model, config_of, context_of, logits_of, mean_loss
 from tests.ranks import RankPools
 
@@ -91,7 +91,7 @@ def step_gradients(arguments: str, packed: bool, microbatches: int = 2) -> dict[
         losses.append(model(inputs, project=mean_loss(tokens[:, 1:].contiguous(), ctx)))
     for loss in losses:
         loss.backward()
-    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.numpy() for name, p in named_parameters(model) if p.grad is not None}
 
 
 def assert_equal(actual: dict[str, Array], expected: dict[str, Array]) -> None:
@@ -157,7 +157,7 @@ def test_recomputation_keeps_fewer_activations() -> None:
 
 def start_of(arguments: str) -> dict[str, Array]:
     config = config_of(arguments)
-    return {name: p.detach().numpy() for name, p in build_model(config, context_of(config)).named_parameters()}
+    return {name: p.detach().numpy() for name, p in named_parameters(build_model(config, context_of(config)))}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -165,7 +165,7 @@ def test_every_layout_starts_from_the_same_model(ranks: RankPools, name: str) ->
     single = start_of(MODELS[name])
     parts = ranks(4)(start_of, f"{MODELS[name]} --tensor-model-parallel-size 4")
     model = build_model(config_of(f"{MODELS[name]}"), SINGLE)
-    for parameter_name, parameter in model.named_parameters():
+    for parameter_name, parameter in named_parameters(model):
         shard = shard_of(parameter)
         pieces = [torch.from_numpy(part[parameter_name]) for part in parts]
         if shard.padding:  # as many rows of zeros as this layout needs
@@ -193,14 +193,14 @@ def test_weights_start_with_megatrons_spread(name: str) -> None:
 
 def test_no_two_layers_start_alike() -> None:
     start = start_of(MODELS["rope"])
-    assert not np.array_equal(start["2.attention.qkv.weight"], start["3.attention.qkv.weight"])
+    assert not np.array_equal(start["layers.0.attention.qkv.weight"], start["layers.1.attention.qkv.weight"])
 
 
 def test_parameter_names_do_not_depend_on_what_is_tied() -> None:
     tied = start_of(MODELS["rope"].replace("--untie-embeddings-and-output-weights", ""))
     untied = start_of(MODELS["rope"])
-    assert set(untied) - set(tied) == {"0.weight", "5.weight"}
-    assert set(tied) - set(untied) == {"tied_modules.word_embedding.weight"}
+    assert set(untied) - set(tied) == {"output.weight"}
+    assert set(tied) < set(untied)
 
 
 def test_evaluation_drops_nothing() -> None:

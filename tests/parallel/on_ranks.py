@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.options import ParallelConfig
-from megatron.parallel import layers, losses
+from megatron.parallel import layers, linear, losses
 from megatron.parallel import mappings as regions
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard, shard_of, sharded_parameter
+from megatron.parallel.shards import LayerDeclaration, Shard, Shards, allocate, shard_of
 
 Array = np.ndarray[Any, Any]
 
@@ -40,13 +40,33 @@ def own_rows(full_SBH: Array, ctx: ParallelContext) -> Tensor:
     return rows.clone().requires_grad_()
 
 
+def declared(**shards: Shard) -> Shards:
+    """The view of a layer `test` with these parameters; `__` stands for a dot."""
+    return Shards(
+        LayerDeclaration("test", {name.replace("__", "."): shard for name, shard in shards.items()}, build=nn.Module)
+    )
+
+
+def norm_shards(hidden_size: int, *, bias: bool) -> Shards:
+    shards = {"weight": Shard((hidden_size,), value=1.0, used_on="stream")}
+    return declared(**shards, **({"bias": Shard((hidden_size,), used_on="stream")} if bias else {}))
+
+
 class GatedMLP(nn.Module):
     """Column, a product of its two pieces, row."""
 
     def __init__(self, hidden_size: int, inner_size: int, *, bias: bool, ctx: ParallelContext) -> None:
         super().__init__()
-        self.column = layers.ColumnParallelLinear(hidden_size, (inner_size, inner_size), bias=bias, std=1.0, ctx=ctx)
-        self.row = layers.RowParallelLinear(inner_size, hidden_size, bias=bias, std=1.0, ctx=ctx)
+        pieces = (inner_size, inner_size)
+        shards = {
+            "column__weight": Shard((2 * inner_size, hidden_size), dim=0, pieces=pieces, std=1.0),
+            "row__weight": Shard((hidden_size, inner_size), dim=1, pieces=(inner_size,), std=1.0),
+        }
+        if bias:
+            shards["column__bias"] = Shard((2 * inner_size,), dim=0, pieces=pieces)
+            shards["row__bias"] = Shard((hidden_size,), used_on="stream")
+        self.column = linear.ColumnParallelLinear(declared(**shards).below("column"), ctx)
+        self.row = linear.RowParallelLinear(declared(**shards).below("row"), ctx)
         self.double()
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -75,7 +95,8 @@ def embedding(
     """Output and gradient of the weight."""
     ctx = context(tp, sequence_parallel)
     vocab_size, hidden_size = weight.shape
-    layer = layers.VocabParallelEmbedding(vocab_size, padded_size, hidden_size, std=1.0, ctx=ctx).double()
+    shard = Shard((vocab_size, hidden_size), dim=0, pieces=(vocab_size,), padding=padded_size - vocab_size, std=1.0)
+    layer = layers.VocabParallelEmbedding(declared(weight=shard), ctx).double()
     fill(layer.weight, weight, ctx)
     output = layer(torch.from_numpy(tokens_BS))
     (output * own_rows(slope, ctx).detach()).sum().backward()
@@ -87,7 +108,7 @@ def norm(
     kind: str, tp: int, sequence_parallel: bool, weights: dict[str, Array], x: Array, slope: Array
 ) -> dict[str, Array]:
     ctx = context(tp, sequence_parallel)
-    layer: nn.Module = getattr(layers, kind)(x.shape[-1], 1e-5, ctx).double()
+    layer: nn.Module = getattr(layers, kind)(norm_shards(x.shape[-1], bias="bias" in weights), 1e-5, ctx).double()
     for name, parameter in layer.named_parameters():
         fill(parameter, weights[name], ctx)
     output = layer(own_rows(x, ctx))
@@ -118,7 +139,7 @@ def reduce_scatter_of_odd_rows(tp: int) -> str:
 
 def vocabulary_weight(full: Array, padded_size: int, ctx: ParallelContext) -> nn.Parameter:
     shard = Shard(full.shape, dim=0, pieces=full.shape[:1], padding=padded_size - full.shape[0])
-    weight = sharded_parameter(shard, ctx.tensor_size, dtype=torch.from_numpy(full).dtype)
+    weight = allocate("test", shard, ctx, dtype=torch.from_numpy(full).dtype)
     fill(weight, full, ctx)
     return weight
 

@@ -7,7 +7,8 @@ import socket
 import psutil
 import pytest
 
-from megatron.parallel.context import LayoutError, ParallelContext, interface_towards
+from megatron.parallel.context import ParallelContext, interface_towards
+from megatron.parallel.shards import LayoutError
 
 
 def test_interface_is_the_one_an_address_is_reached_from() -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.parallel.context import LayoutError, ParallelContext
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.parallel.shards import Shard, shard_of
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.layers import LayerNorm, VocabParallelEmbedding
+from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.shards import LayoutError, Shard, shard_of
 from tests.parallel import on_ranks
+from tests.parallel.on_ranks import declared
 from tests.ranks import RankPools
 
 S, B, H, INNER = 8, 3, 12, 20
@@ -108,21 +110,26 @@ def test_norm_gradients_are_whole_on_every_rank(ranks: RankPools, tp: int, seque
             assert_same(part[name], weight.grad)
 
 
-def test_layers_say_which_slice_they_hold() -> None:
+def test_layers_allocate_what_is_declared() -> None:
     ctx = ParallelContext(tensor_size=2, tensor_rank=1)
-    column = ColumnParallelLinear(6, (8, 4, 4), bias=True, std=0.5, ctx=ctx)
-    assert shard_of(column.weight) == Shard((16, 6), dim=0, pieces=(8, 4, 4), std=0.5)
+    weight = Shard((16, 6), dim=0, pieces=(8, 4, 4), std=0.5)
+    column = ColumnParallelLinear(declared(weight=weight, bias=Shard((16,), dim=0, pieces=(8, 4, 4))), ctx)
+    assert shard_of(column.weight) is weight
     assert column.weight.shape == (8, 6)
-    row = RowParallelLinear(8, 6, bias=True, std=0.5, ctx=ctx)
-    assert shard_of(row.weight) == Shard((6, 8), dim=1, pieces=(8,), std=0.5)
-    assert row.bias is not None
-    assert shard_of(row.bias).dim is None
-    assert VocabParallelEmbedding(5, 8, 6, std=0.5, ctx=ctx).weight.shape == (4, 6)
+    assert column.bias is not None
+    assert column.bias.shape == (8,)
+    row = RowParallelLinear(declared(weight=Shard((6, 8), dim=1, pieces=(8,), std=0.5)), ctx)
+    assert row.weight.shape == (6, 4)
+    assert row.bias is None
+    vocabulary = Shard((5, 6), dim=0, pieces=(5,), padding=3, std=0.5)
+    assert VocabParallelEmbedding(declared(weight=vocabulary), ctx).weight.shape == (4, 6)
+    assert LayerNorm(declared(weight=Shard((6,), used_on="stream")), 1e-5, ctx).bias is None
 
 
 def test_uneven_pieces_are_refused() -> None:
+    weight = Shard((14, 8), dim=0, pieces=(8, 6), std=1.0)
     with pytest.raises(LayoutError, match=r"6 rows of .* cannot be split over 4"):
-        ColumnParallelLinear(8, (8, 6), bias=False, std=1.0, ctx=ParallelContext(tensor_size=4))
+        ColumnParallelLinear(declared(weight=weight), ParallelContext(tensor_size=4))
 
 
 def test_sequence_parallel_of_one_rank_is_off() -> None:

@@ -41,7 +41,6 @@ RULES: dict[str, tuple[Rule, Rule, int, bool]] = {
     "gather_channels": (cat, total_cut, -1, True),
     "enter_tensor_region": (cat, total_cut, 0, True),
     "leave_tensor_region": (total_cut, cat, 0, False),
-    "replicated_parameter": (own, total, 0, False),
 }
 
 

@@ -7,8 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.parallel.context import LayoutError
-from megatron.parallel.shards import Shard, alias, initialise, shard_of, sharded_parameter
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import (
+    LayerDeclaration,
+    LayoutError,
+    Shard,
+    Shards,
+    alias,
+    allocate,
+    initialise,
+    named_parameters,
+    shard_of,
+)
 
 
 @st.composite
@@ -99,12 +109,14 @@ def test_start_is_float32_whatever_the_default() -> None:
 
 
 def test_parameters_carry_their_description() -> None:
-    shard = Shard((4, 2), dim=0, pieces=(4,), value=2.0)
-    parameter = sharded_parameter(shard, 2, dtype=torch.bfloat16)
+    shard, ctx = Shard((4, 2), dim=0, pieces=(4,), value=2.0), ParallelContext(tensor_size=2)
+    parameter = allocate("layers.0.x", shard, ctx, dtype=torch.bfloat16)
     assert shard_of(parameter) is shard
-    assert (parameter.shape, parameter.dtype) == ((2, 2), torch.bfloat16)
+    assert (parameter.shape, parameter.dtype, parameter.requires_grad) == ((2, 2), torch.bfloat16, True)
+    assert parameter.full_name == "layers.0.x"  # type: ignore[attr-defined]
     assert parameter.tensor_model_parallel is True  # type: ignore[attr-defined]
-    assert sharded_parameter(Shard((4,)), 2).tensor_model_parallel is False  # type: ignore[attr-defined]
+    assert allocate("x", Shard((4,)), ctx).tensor_model_parallel is False  # type: ignore[attr-defined]
+    assert not allocate("x", Shard((4,), trained=False), ctx).requires_grad
     initialise([("x", parameter)], 1, 0, 2)
     assert (parameter == 2.0).all()
     view = alias(parameter)
@@ -112,3 +124,25 @@ def test_parameters_carry_their_description() -> None:
     assert shard_of(view) is shard
     view.sum().backward()
     assert parameter.grad is not None
+
+
+def test_a_view_allocates_under_full_names() -> None:
+    shards = {"a.b.weight": Shard((2,), used_on="stream"), "a.b.bias": Shard((3,), used_on="heads"), "c": MATRIX}
+    view = Shards(LayerDeclaration("layers.7", shards, build=torch.nn.Module))
+    assert list(view) == list(shards)
+    inner = view.below("a").below("b")
+    assert list(inner) == ["weight", "bias"]
+    assert "weight" in inner
+    assert "c" not in inner
+    assert not view.below("nothing")
+    module = torch.nn.Module()
+    module.any_name = inner.allocate("bias", ParallelContext.single())
+    assert [(name, tuple(p.shape)) for name, p in named_parameters(module)] == [("layers.7.a.b.bias", (3,))]
+
+
+MATRIX = Shard((4, 2), dim=0, pieces=(4,))
+
+
+def test_a_replicated_parameter_must_say_where_it_is_used() -> None:
+    with pytest.raises(LayoutError, match=r"layers\.3\.q_norm\.weight is replicated without used_on; declare used_on="):
+        LayerDeclaration("layers.3", {"c": MATRIX, "q_norm.weight": Shard((8,))}, build=torch.nn.Module)

@@ -71,7 +71,7 @@ def test_parameters_grow_by_the_padding_alone(tensor_size: int, rows: int) -> No
     ],
 )
 def test_parameters_by_layer_are_those_of_the_model(model: dict[str, Any]) -> None:
-    from megatron.models.families.registry import build_layers
+    from megatron.models.sequential import build_layers
     from megatron.parallel.context import ParallelContext
 
     run = config(model)

@@ -15,6 +15,7 @@ from megatron.data.indexed import LOSS_MASK_SUFFIX
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.models.transformer import unpack
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import named_parameters
 from megatron.planning.progress import Progress
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask
@@ -115,7 +116,7 @@ def dense_gradient(arguments: str) -> tuple[float, dict[str, torch.Tensor], dict
         total = total + (F.cross_entropy(logits, ids[1:], reduction="none") * mask[1:]).sum()
         count += int(mask[1:].sum())
     loss = total / count
-    names, parameters = zip(*module.named_parameters(), strict=True)
+    names, parameters = zip(*named_parameters(module), strict=True)
     gradients = torch.autograd.grad(loss, parameters)
     before = {name: parameter.detach() for name, parameter in zip(names, parameters, strict=True)}
     return float(loss), before, dict(zip(names, gradients, strict=True))

@@ -186,10 +186,12 @@ def drift_then_save(arguments: str, folder: str, rank: int, name: str) -> None:
     """Move one number of a parameter on one rank alone, then save."""
     import torch
 
+    from megatron.parallel.shards import named_parameters
+
     engine, _ = build(f"{arguments} --save {folder} --verify-checkpoint")
     if engine.ctx.rank == rank:
         with torch.no_grad():
-            dict(engine.module.named_parameters())[name].view(-1)[0] += 1e-3
+            dict(named_parameters(engine.module))[name].view(-1)[0] += 1e-3
     save(engine, 1)
 
 

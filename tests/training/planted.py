@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset
+from megatron.parallel.shards import named_parameters
 from megatron.planning.progress import Progress
 from megatron.training.engine import Engine, StepResult
 from tests import runs
@@ -40,7 +41,7 @@ def snapshot(engine: Engine) -> dict[str, Tensor]:
     """Copies of everything that a step may change on this rank: what is computed with, the optimizer's weights, and
     its moments and step counts."""
     found = {}
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in named_parameters(engine.module):
         held = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
         found[name] = held.detach().clone()
     for part in engine.state.owned():
@@ -69,7 +70,7 @@ def step(engine: Engine, task: Any, number: int) -> Any:
 @contextlib.contextmanager
 def nan_gradient(engine: Engine, rank: int, name: str) -> Iterator[None]:
     """One number of the gradient of a parameter is NaN on one rank, in each backward pass."""
-    parameter = dict(engine.module.named_parameters()).get(name)
+    parameter = dict(named_parameters(engine.module)).get(name)
     if engine.ctx.rank != rank:
         yield
         return
@@ -192,7 +193,7 @@ def overflowing(consumed_samples: int) -> Iterator[None]:
     def train_step(self: Engine, microbatches: Any, **options: Any) -> StepResult:
         if options["consumed_samples"] < consumed_samples:
             return original(self, microbatches, **options)
-        with nan_gradient(self, 0, "2.attention_norm.weight"):
+        with nan_gradient(self, 0, "layers.0.attention_norm.weight"):
             return original(self, microbatches, **options)
 
     with patch.object(Engine, "train_step", train_step):
@@ -207,7 +208,7 @@ def drift(rank: int, name: str, consumed_samples: int) -> Iterator[None]:
     def train_step(self: Engine, microbatches: Any, **options: Any) -> StepResult:
         result = original(self, microbatches, **options)
         if self.ctx.rank == rank and options["consumed_samples"] == consumed_samples:
-            parameter = dict(self.module.named_parameters())[name]
+            parameter = dict(named_parameters(self.module))[name]
             held = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
             with torch.no_grad():
                 held.view(-1)[1] += 0.25

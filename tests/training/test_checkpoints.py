@@ -179,7 +179,9 @@ def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(ranks: RankPools, tmp_
         ranks(2)(layouts.resume_then_save, f"{flags} --no-load-fallback", str(tmp_path / "a"), str(tmp_path / "c"))
 
 
-@pytest.mark.parametrize(("layout", "name"), [("121", "2.attention_norm.weight"), ("112", "2.attention.qkv.weight")])
+@pytest.mark.parametrize(
+    ("layout", "name"), [("121", "layers.0.attention_norm.weight"), ("112", "layers.0.attention.qkv.weight")]
+)
 def test_copies_that_drifted_apart_are_named_before_they_are_saved(
     ranks: RankPools, tmp_path: Path, layout: str, name: str
 ) -> None:

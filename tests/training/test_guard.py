@@ -52,8 +52,8 @@ def test_nan_on_one_rank_changes_nothing_on_any(ranks: RankPools, layout: str, z
     world_size, flags = arguments(layout, zero=zero)
     last = world_size - 1
     faults = [
-        ("gradient", 1, "2.attention.qkv.weight"),
-        ("gradient", 1, "2.attention_norm.weight"),
+        ("gradient", 1, "layers.0.attention.qkv.weight"),
+        ("gradient", 1, "layers.0.attention_norm.weight"),
         ("loss", last, ""),
     ]
     model = layouts.MODELS["bloom_learned"]
@@ -253,10 +253,10 @@ def test_giving_up_exits_with_3(data: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "rank", "name"),
     [
-        ("TP2 PP2", 1, "2.attention_norm.weight"),
-        ("TP2 DP2 ZeRO-1", 3, "2.attention_norm.weight"),
-        ("TP2 DP2 ZeRO-2 bf16", 2, "2.attention.qkv.weight"),
-        ("TP2 DP2 ZeRO-3", 1, "2.attention_norm.weight"),
+        ("TP2 PP2", 1, "layers.0.attention_norm.weight"),
+        ("TP2 DP2 ZeRO-1", 3, "layers.0.attention_norm.weight"),
+        ("TP2 DP2 ZeRO-2 bf16", 2, "layers.0.attention.qkv.weight"),
+        ("TP2 DP2 ZeRO-3", 1, "layers.0.attention_norm.weight"),
     ],
 )
 def test_drift_of_one_rank_is_named_within_one_check(
@@ -275,9 +275,9 @@ def test_drift_of_one_rank_is_named_within_one_check(
 
 def test_the_odd_one_of_four_is_named(ranks: RankPools, data: Path) -> None:
     flags = f"--data-path {data} --train-iters 12 --check-replicas-interval 3"
-    told = ranks(4)(planted.run, flags, "drift", 0, "2.attention_norm.weight", 32)
+    told = ranks(4)(planted.run, flags, "drift", 0, "layers.0.attention_norm.weight", 32)
     assert "after iteration 6" in told[0]
-    assert "2.attention_norm.weight on rank 0 (" in told[0]
+    assert "layers.0.attention_norm.weight on rank 0 (" in told[0]
     assert "differs from its copies on 3 other ranks, such as 1: 1 of 32 numbers, by up to 0.25" in told[0]
 
 

@@ -152,7 +152,7 @@ def test_a_rank_reads_only_the_rows_it_needs(tmp_path: Path, monkeypatch: pytest
         return rows(first, end)
 
     object.__setattr__(tensor, "rows", noted)
-    start.read("0.weight", "weight", shard, 1, 2, 64 * 10, 64 * 20)
+    start.read("embedding.word.weight", "weight", shard, 1, 2, 64 * 10, 64 * 20)
     assert taken == [(138, 158)]
 
 

@@ -1,0 +1,111 @@
+"""Declarations that decoder-only families share: attention, MLP, and the list of layers around them. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config.options import Config, ModelConfig
+from megatron.parallel.shards import BuildModule, LayerDeclaration, Shard, Shards
+
+
+def transformer(name: str, **parts: str) -> BuildModule:
+    """Return what builds the module `name` of models/transformer.py, which is imported when a module is built.
+
+    `parts` are passed by keyword: further names there, such as `norm="rms_norm"`.
+    """
+
+    def build(shards: Shards, shared: Any) -> Any:
+        from megatron.models import transformer as modules
+
+        return getattr(modules, name)(shards, shared, **{key: getattr(modules, part) for key, part in parts.items()})
+
+    return build
+
+
+def _project_tied(module: Any, stream: Any) -> Any:
+    from megatron.models.transformer import project_tied
+
+    return project_tied(module, stream)
+
+
+def below(prefix: str, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+    """The shards of a submodule, named from the module above it."""
+    return {f"{prefix}.{name}": shard for name, shard in shards.items()}
+
+
+def norm_shards(model: ModelConfig, *, bias: bool) -> dict[str, Shard]:
+    """A norm over the residual stream."""
+    shards = {"weight": Shard((model.hidden_size,), value=1.0, used_on="stream")}
+    return shards | ({"bias": Shard((model.hidden_size,), used_on="stream")} if bias else {})
+
+
+def attention_shards(model: ModelConfig, *, bias: bool) -> dict[str, Shard]:
+    """The fused projection [q; k; v], and the output projection, `dense`."""
+    q_size, kv_size = model.num_attention_heads * model.head_size, model.num_kv_heads * model.head_size
+    return _column("qkv", model, (q_size, kv_size, kv_size), bias) | _row("dense", model, q_size, bias)
+
+
+def mlp_shards(model: ModelConfig, *, gated: bool, bias: bool) -> dict[str, Shard]:
+    """`up` or the fused [gate; up], and `down`."""
+    f = model.ffn_size
+    up = _column("gate_up", model, (f, f), bias) if gated else _column("up", model, (f,), bias)
+    return up | _row("down", model, f, bias)
+
+
+def _column(name: str, model: ModelConfig, pieces: tuple[int, ...], bias: bool) -> dict[str, Shard]:
+    rows, std = sum(pieces), model.init_method_std
+    shards = {f"{name}.weight": Shard((rows, model.hidden_size), dim=0, pieces=pieces, std=std)}
+    return shards | ({f"{name}.bias": Shard((rows,), dim=0, pieces=pieces)} if bias else {})
+
+
+def _row(name: str, model: ModelConfig, in_size: int, bias: bool) -> dict[str, Shard]:
+    std = model.init_method_std / (2 * model.num_layers) ** 0.5
+    shards = {f"{name}.weight": Shard((model.hidden_size, in_size), dim=1, pieces=(in_size,), std=std)}
+    return shards | ({f"{name}.bias": Shard((model.hidden_size,), used_on="stream")} if bias else {})
+
+
+def decoder_layers(
+    config: Config,
+    *,
+    block: Mapping[str, Shard],
+    build_block: BuildModule,
+    norm: Mapping[str, Shard],
+    build_final_norm: BuildModule,
+    kept_per_token: int = 0,
+) -> list[LayerDeclaration]:
+    """The list of layers: word embedding, its output, the transformer layers, final norm, output projection.
+
+    `block` are the shards of a transformer layer, `norm` those of the final norm; `kept_per_token` is the block's.
+    """
+    model = config.model
+    padding = model.padded_vocab_size(config.parallel.tensor_model_parallel_size) - model.vocab_size
+    vocabulary = Shard(
+        (model.vocab_size, model.hidden_size),
+        dim=0,
+        pieces=(model.vocab_size,),
+        padding=padding,
+        std=model.init_method_std,
+        vocabulary=True,
+    )
+    embedding: dict[str, Shard] = {}
+    if model.position_embedding_type == "learned":
+        rows = model.max_position_embeddings or config.training.seq_length
+        embedding["position.weight"] = Shard((rows, model.hidden_size), std=model.init_method_std, used_on="stream")
+    if model.embed_layernorm:
+        embedding |= below("norm", norm_shards(model, bias=True))
+    word = LayerDeclaration("embedding.word", {"weight": vocabulary}, transformer("WordEmbedding"))
+    last = LayerDeclaration("output", {"weight": vocabulary}, transformer("OutputProjection"))
+    if not model.untie_embeddings_and_output_weights:
+        last = dataclasses.replace(word, project=_project_tied)
+    return [
+        word,
+        LayerDeclaration("embedding", embedding, transformer("EmbeddingOutput")),
+        *(
+            LayerDeclaration(f"layers.{number}", block, build_block, kept_per_token=kept_per_token)
+            for number in range(model.num_layers)
+        ),
+        LayerDeclaration("final_norm", norm, build_final_norm),
+        last,
+    ]

@@ -1,0 +1,121 @@
+"""A model family: one record that holds all that is particular to it. Importable without torch.
+
+A family is a file in families/ with a record `FAMILY`, or a user's own as `--architecture package.module:RECORD`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.config.options import Config, ConfigError, ModelConfig
+from megatron.config.plugins import load_plugin
+from megatron.parallel.shards import LayerDeclaration, declared_shards
+
+
+class ConfigFields(Protocol):
+    """A Hugging Face config.json while it is read: interop/huggingface_config.py."""
+
+    where: Path | str
+
+    def take(self, *names: str, default: Any = ...) -> Any:
+        """Return the value under the first of these names that is there; without a default one must be."""
+
+    def demand(self, name: str, *allowed: Any) -> None:
+        """Refuse other values than these; a missing one is transformers' default, the first of them."""
+
+    def nested(self, *names: str) -> ConfigFields:
+        """Return the fields of the mapping under the first of these names."""
+
+    def refuse(self, fault: str) -> None:
+        """Refuse a value, with the reason."""
+
+    def finish(self) -> None:
+        """Raise CheckpointError with every refused value."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceForm:
+    """One of transformers' classes: its modules' names, the order of its matrices, its config.json."""
+
+    model_type: str
+    class_name: str
+    prefix: str
+    """Of every name but the output projection's; folders saved from the bare model lack it."""
+    modules: Mapping[str, tuple[str, ...]]
+    """Their module, or those that are the pieces of ours, in order, by our module; `*` is the number of a layer."""
+    options: Callable[[ConfigFields], tuple[dict[str, Any], Any]]
+    """Our model's options and longest sequence, read from their config.json."""
+    config_fields: Callable[[Config], dict[str, Any]]
+    """Their config.json's fields for our model, beside those that all forms have."""
+    unsupported: Callable[[ModelConfig], list[str]]
+    """Options of our model that this form cannot express, as `name=value`."""
+    transposed: bool = False
+    """Matrices of the layers are [in, out] (GPT-2's Conv1D)."""
+    qkv_by_head: bool = False
+    """Rows of the fused projection are [head][q, k, v][head size]; ours are [q, k, v][head][head size]."""
+    buffers: str = r"(?!)"
+    """Constants that old files hold among the weights: a regular expression of their names."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that is particular to a model family; the rest of the project queries this record."""
+
+    declare: Callable[[Config], list[LayerDeclaration]]
+    """The model's layers, in order, the last of them the output projection."""
+    huggingface: Mapping[str, HuggingFaceForm] = field(default_factory=dict)
+    """The family's forms in transformers, by `position_embedding_type`; under "" that of all others."""
+    rules: Callable[[Config], Iterable[str]] = lambda config: ()
+    """Faults of a config that this family refuses."""
+
+    def layers(self, config: Config) -> list[LayerDeclaration]:
+        """Return the declared layers, without training for what `freeze` names. Raises ConfigError if it names none."""
+        layers = self.declare(config)
+        patterns = config.model.freeze
+        if not patterns:
+            return layers
+        if faults := list(_unmatched(patterns, list(declared_shards(layers)))):
+            raise ConfigError(faults)
+        return [_frozen(layer, patterns) for layer in layers]
+
+    def faults(self, config: Config) -> Iterator[str]:
+        """Yield every fault of a config that concerns the family: its rules, and `freeze`."""
+        yield from self.rules(config)
+        names = list(declared_shards(self.declare(config)))
+        yield from _unmatched(config.model.freeze, names)
+        if names and all(_matches(name, config.model.freeze) for name in names):
+            yield f"freeze={' '.join(config.model.freeze)} matches every parameter; leave some to train"
+
+    def huggingface_form(self, model: ModelConfig) -> HuggingFaceForm | None:
+        """Return the form nearest to this model; None: the family has none."""
+        return self.huggingface.get(model.position_embedding_type) or self.huggingface.get("")
+
+
+def family_of(config: Config) -> Family:
+    """Return the record of `config.model.architecture`. Raises ConfigError if there is none."""
+    family: Family = load_plugin("architecture", config.model.architecture)
+    return family
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _unmatched(patterns: Iterable[str], names: Sequence[str]) -> Iterator[str]:
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            shown = ", ".join(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
+            yield f"freeze={pattern!r} matches no parameter; use names or shell patterns of them, such as {shown}"
+
+
+def _frozen(layer: LayerDeclaration, patterns: Iterable[str]) -> LayerDeclaration:
+    shards = {
+        local: dataclasses.replace(shard, trained=not _matches(layer.full_name(local), patterns))
+        for local, shard in layer.shards.items()
+    }
+    return dataclasses.replace(layer, shards=shards)

@@ -1,0 +1,77 @@
+"""Declared layers as modules: DeepSpeed's layer list for a pipeline, and the same list in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from megatron.config.options import Config
+from megatron.models.attention import Shared
+from megatron.models.family import family_of
+from megatron.models.transformer import TransformerLayer
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import LayerDeclaration
+
+
+class _Layer(LayerSpec):
+    """A declared layer as DeepSpeed's LayerSpec; its class is what `pipeline_partition_method` looks for."""
+
+    def __init__(self, layer: LayerDeclaration, shared: Shared) -> None:
+        LayerSpec.__init__(self, nn.Module if layer.number is None else TransformerLayer)
+        self.layer, self.shared = layer, shared
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.layer.module(self.shared)
+
+
+class _TiedLayer(_Layer, TiedLayerSpec):
+    """A layer whose module several places of the pipeline hold; DeepSpeed sums its gradient over their stages."""
+
+    def __init__(self, layer: LayerDeclaration, shared: Shared) -> None:
+        super().__init__(layer, shared)
+        self.key = layer.name.replace(".", "_")  # the name of a submodule
+        self.forward_fn = layer.project
+        self.tied_weight_attr = ["weight"]
+
+
+def build_layers(config: Config, ctx: ParallelContext) -> list[LayerSpec]:
+    """The model as a list of layers, not yet allocated."""
+    layers, shared = family_of(config).layers(config), Shared(config, ctx)
+    names = [layer.name for layer in layers]
+    return [(_TiedLayer if names.count(layer.name) > 1 else _Layer)(layer, shared) for layer in layers]
+
+
+class SequentialModel(nn.Module):
+    """The list of layers in one process, in modules named as PipelineModule names them.
+
+    Source of the names: `<index of the layer>`, and `tied_modules.<key>` for tied layers.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec]) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict()
+        self._names: list[str] = []
+        for index, spec in enumerate(specs):
+            name = str(index)
+            if isinstance(spec, TiedLayerSpec):
+                name = f"tied_modules.{spec.key}"
+                if spec.key not in self.tied_modules:
+                    self.tied_modules[spec.key] = spec.build()
+            else:
+                self.add_module(name, spec.build())
+            self._names.append(name)
+
+    def forward(self, inputs: Any, project: Callable[[tuple[Tensor, Tensor]], Any]) -> Any:
+        """Return project((hidden, output weight)), called inside the last layer."""
+        *body, last = (self.get_submodule(name) for name in self._names)
+        for layer in body:
+            inputs = layer(inputs)
+        return last(inputs, project)
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.training.precision]

@@ -1,0 +1,147 @@
+"""Column- and row-parallel linear layers, and the one seam through which they compute.
+
+Shapes: S sequence, B batch, tp tensor-parallel ranks. The residual stream is [S, B, H], or [S/tp, B, H] under sequence
+parallelism ("rows" below).
+Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.mappings import (
+    all_gather_into,
+    all_gather_rows,
+    enter_tensor_region,
+    leave_tensor_region,
+    reduce_scatter_into,
+)
+from megatron.parallel.shards import Shard, Shards
+
+
+class LinearMethod(ABC):
+    """How a linear layer computes: the seam for low-rank adapters, quantised weights, fp8 and fused kernels.
+
+    A method comes with the declaration of a layer (`LayerDeclaration.with_method`); models do not know it. It needs
+    `product` alone; communication and bias are added around it.
+    """
+
+    def shards(self, weight: Shard) -> Mapping[str, Shard]:
+        """Return the parameters that the method declares beside this weight, by local name.
+
+        A replicated one is `used_on="heads"`: each rank multiplies it with its own channels.
+        """
+        return {}
+
+    @abstractmethod
+    def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        """Return x [..., in] times this rank's weight, [..., out], without the bias."""
+
+    def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
+        """[rows, B, in] -> [S, B, out/tp]"""
+        output = self.product(layer, enter_tensor_region(hidden, layer.ctx))
+        return output if layer.bias is None else output + layer.bias
+
+    def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        """[S, B, in/tp] -> [rows, B, out]; the bias is added once, after the sum over ranks."""
+        hidden = leave_tensor_region(self.product(layer, x), layer.ctx)
+        return hidden if layer.bias is None else hidden + layer.bias
+
+
+class DenseMethod(LinearMethod):
+    """x @ W^T + b; the column side's backward communicates behind its matrix products."""
+
+    def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        return F.linear(x, layer.weight)
+
+    def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
+        if layer.ctx.tensor_size == 1:
+            return F.linear(hidden, layer.weight, layer.bias)
+        return _ColumnLinear.apply(hidden, layer.weight, layer.bias, layer.ctx)
+
+    def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        if layer.ctx.tensor_size == 1:
+            return F.linear(x, layer.weight, layer.bias)
+        return super().row(layer, x)
+
+
+DENSE = DenseMethod()
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """x @ W^T + b from the residual stream, with the backward's communication behind its matrix products.
+
+    Forward keeps only this rank's rows of x under sequence parallelism and gathers them again in backward, as
+    Korthikanti et al. do: the gathered copy would undo the memory that sequence parallelism saves.
+    """
+
+    @staticmethod
+    def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
+        function.ctx, function.has_bias = ctx, bias is not None
+        function.save_for_backward(x, weight)
+        return F.linear(all_gather_rows(x, ctx) if ctx.sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    def backward(function: Any, grad: Tensor) -> Any:
+        x, weight = function.saved_tensors
+        ctx: ParallelContext = function.ctx
+        grad = grad.contiguous()
+        gathering = None
+        if ctx.sequence_parallel:
+            full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
+            gathering = all_gather_into(full, x.contiguous(), group=ctx.tensor_group, async_op=True)
+        else:
+            full = x
+        grad_full = grad @ weight
+        if gathering is not None:
+            gathering.wait()
+            grad_x = torch.empty_like(x)
+            reducing = reduce_scatter_into(grad_x, grad_full, group=ctx.tensor_group, async_op=True)
+        else:
+            grad_x = grad_full
+            reducing = dist.all_reduce(grad_x, group=ctx.tensor_group, async_op=True)
+        rows = grad.flatten(0, -2)
+        grad_weight = rows.t() @ full.flatten(0, -2) if function.needs_input_grad[1] else None
+        grad_bias = rows.sum(0) if function.has_bias and function.needs_input_grad[2] else None
+        reducing.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+class ParallelLinear(nn.Module):
+    """A linear layer's declared parameters and its method."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, shards: Shards, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.ctx, self.method = ctx, shards.method or DENSE
+        for name in shards:
+            self.register_parameter(name, shards.allocate(name, ctx))
+        if "bias" not in shards:
+            self.register_parameter("bias", None)
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """[rows, B, in] -> [S, B, out/tp]: each rank computes its part of the output channels.
+
+    The weight's pieces are the outputs fused in it (q, k, v; gate, up); each is cut evenly over the ranks.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.method.column(self, hidden)
+
+
+class RowParallelLinear(ParallelLinear):
+    """[S, B, in/tp] -> [rows, B, out]: each rank multiplies its part of the input channels; the sums are added up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.row(self, x)
