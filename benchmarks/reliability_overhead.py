@@ -107,7 +107,7 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
     progress = Progress()
     task = PretrainTask(config)
     engine = build_engine(config, ctx, task, SpikeDetector(config.guard, progress))
-    memory = MemoryLog(config.logging.log_memory_interval, ctx)
+    memory = MemoryLog(config.logging, ctx)
     log = MetricsLog(config, writes=True, world_size=1, device_peak_tflops=None, total_iterations=steps)
     stop, watchdog = Turnstile(config.training, ctx), Watchdog(config)
     turns.leave()

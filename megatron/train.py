@@ -100,7 +100,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         task, datasets = open_data(config, ctx, start)
         schedule = Schedule(config.training, config.optimizer, task.samples_per_epoch(datasets[0]))
         begin("building the model")
-        memory = MemoryLog(config.logging.log_memory_interval, ctx)
+        memory = MemoryLog(config.logging, ctx)
         memory.take("before_model", progress.iteration)
         engine = build_engine(
             config,

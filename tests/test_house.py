@@ -293,7 +293,7 @@ def test_nothing_is_left_to_do() -> None:
 # Requirements
 
 # distribution -> import name, where the two differ
-IMPORT_NAMES = {"google-crc32c": "google_crc32c", "pyyaml": "yaml"}
+IMPORT_NAMES = {"pyyaml": "yaml"}
 
 # Not imported by name: transformers reads tokenizer files with it.
 UNIMPORTED = {"regex"}

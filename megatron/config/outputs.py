@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -69,11 +69,14 @@ class LoggingConfig:
     """Logs, metrics and profiles."""
 
     results_dir: str | None = None
-    """Folder of the run: `metrics.jsonl`, `config.yaml`, `run.json`, `summary.txt`. Unset: not written."""
+    """Folder of the run: `metrics.jsonl`, `train.log`, `config.yaml`, `run.json`, `summary.txt`. Unset: not written."""
     tensorboard_dir: str | None = None
     """Folder of the TensorBoard events. Unset: `tensorboard/` in results_dir."""
     log_interval: Positive = 10
     """Steps between two log lines."""
+    log_format: Literal["auto", "full", "compact"] = "auto"
+    """Format of stdout. `full`: Megatron's log lines. `compact`: a short row for each of them. `auto`: `compact` on a
+    terminal, else `full`. `train.log` in results_dir always holds the full lines."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one device, for the MFU. Unset: taken from a table of known devices."""
     profile: bool = False

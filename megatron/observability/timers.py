@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.observability.metrics import TIMER_SUFFIX
+from megatron.observability.lines import TIMER_SUFFIX
 from megatron.observability.rank_stats import RankStats, gather_stats
 from megatron.parallel.context import ParallelContext
 

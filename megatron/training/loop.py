@@ -16,8 +16,9 @@ from megatron import accelerator
 from megatron.data.batches import Batches
 from megatron.data.indexed import DataError
 from megatron.observability.memory import MemoryLog
-from megatron.observability.metrics import MetricsLog, StepMetrics
+from megatron.observability.metrics import MetricsLog
 from megatron.observability.profiling import Profile
+from megatron.observability.step_metrics import StepMetrics
 from megatron.observability.straggler import Straggler
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress

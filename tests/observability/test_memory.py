@@ -10,7 +10,8 @@ import pytest
 
 from megatron import accelerator
 from megatron.config.options import Config, LoggingConfig, ParallelConfig, TrainingConfig
-from megatron.observability.memory import MemoryLog, MemoryRecord, memory_line
+from megatron.observability.lines import memory_line
+from megatron.observability.memory import MemoryLog
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_stats import RankStats, gather_stats
 from megatron.parallel.context import ParallelContext
@@ -53,7 +54,7 @@ def details(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def test_records_before_the_log_is_open_are_told_at_once_and_written_later(
     tmp_path: Path, details: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory = MemoryLog(5, ParallelContext.single())
+    memory = MemoryLog(LoggingConfig(log_memory_interval=5), ParallelContext.single())
     memory.take("before_model", 0)
     details["memory_allocated (GB)"] = 2.0
     memory.take("after_model", 0)
@@ -73,7 +74,7 @@ def test_records_before_the_log_is_open_are_told_at_once_and_written_later(
 def test_steps_are_recorded_once_after_the_first_and_then_at_the_interval(
     tmp_path: Path, details: dict[str, float]
 ) -> None:
-    memory = MemoryLog(5, ParallelContext.single())
+    memory = MemoryLog(LoggingConfig(log_memory_interval=5), ParallelContext.single())
     with log_of(tmp_path) as log:
         memory.open(log)
         for iteration in range(13, 26):  # a run that resumed at 12
@@ -84,7 +85,7 @@ def test_steps_are_recorded_once_after_the_first_and_then_at_the_interval(
 
 def test_interval_0_takes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(accelerator, "memory_details", lambda: pytest.fail("asked for"))
-    memory = MemoryLog(0, ParallelContext.single())
+    memory = MemoryLog(LoggingConfig(log_memory_interval=0), ParallelContext.single())
     memory.take("before_model", 0)
     for iteration in range(1, 4):
         memory.after_step(iteration)
@@ -93,7 +94,7 @@ def test_interval_0_takes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_line_names_the_fullest_rank_where_they_differ() -> None:
     values = {"memory_allocated (GB)": RankStats(1.0, 1.5, 2.25, 3), "num_alloc_retries": RankStats(0.0, 0.0, 0.0, 0)}
-    assert memory_line(MemoryRecord("first_step", 7, values)) == (
+    assert memory_line("first_step", 7, values) == (
         " memory at iteration 7, first step | memory_allocated (GB): 1 / 1.500 / 2.250 on rank 3 |"
         " num_alloc_retries: 0 |"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -18,9 +17,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron.config.options import Config, LoggingConfig, TrainingConfig
-from megatron.observability.metrics import MetricsLog, StepMetrics
+from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_stats import RankStats
 from megatron.observability.rank_times import RankTimes, straggler_stats
+from megatron.observability.step_metrics import StepMetrics
 from megatron.planning.estimate import flops_per_token
 
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
@@ -66,25 +66,11 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-class SilentWriter:
-    """Stand-in for the event file."""
-
-    def __init__(self, folder: str):
-        pass
-
-    def add_summary(self, summary: Any, global_step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
 def _silent_tensorboard(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Spares the tests that do not name TensorBoard its import, which takes a second."""
+    """Spares the tests that do not name TensorBoard its import and its thread."""
     if "tensorboard" not in request.node.name:
-        for name in ("megatron.observability.event_file", "tensorboard.compat.proto.summary_pb2"):
-            monkeypatch.setitem(sys.modules, name, MagicMock(EventFile=SilentWriter))
+        monkeypatch.setattr("megatron.observability.metrics.TensorBoardLog", MagicMock())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,28 +309,6 @@ def test_close_twice_is_harmless(tmp_path: Path) -> None:
         log.close()
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_terminal_gets_a_bar_below_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("LINES", "40")
-    with open_log(config_for(), resumed_iteration=20) as log:
-        log.log_step(at(30))
-        log.message("Saved checkpoint at iteration 30")
-    text = screen.getvalue()
-    assert re.search(r"\rtraining:\s+30%\|.*\| 30/100 \[.*lm loss 6\.1235\]", text)
-    # what is between the last carriage return and the end of its line is what stays on the screen
-    lines = [line.rsplit("\r", 1)[-1] for line in text.split("\n")]
-    assert lines[0].startswith(" iteration       30/     100 |")
-    assert lines[1] == "Saved checkpoint at iteration 30"
-    assert lines[2].strip() == "", "the bar is gone at the end"
-
-
 def test_pipe_gets_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with open_log(config_for()) as log:
         log.log_step(STEP)
@@ -412,18 +376,18 @@ def test_a_full_disk_costs_rows_and_is_said_once_and_at_the_end(
 ) -> None:
     log = open_log(config_for(tmp_path))
     log.log_step(at(1))
-    own, log._jsonl = log._jsonl, os.open("/dev/full", os.O_WRONLY)
+    assert log._rows is not None
+    own, log._rows._file = log._rows._file, os.open("/dev/full", os.O_WRONLY)
     log.log_step(at(2))
     log.log_step(at(3))
-    assert log._jsonl is not None
-    os.close(log._jsonl)
-    log._jsonl = own
+    os.close(log._rows._file)
+    log._rows._file = own
     log.log_step(at(4))
     told = capsys.readouterr()
-    assert told.err == "WARNING: metrics.jsonl could not be written: No space left on device; training goes on\n"
+    assert told.err == "WARNING: metrics.jsonl cannot be written: No space left on device; training continues\n"
     assert told.out.count("consumed samples") == 4, "what can be told is told"
     log.close()
-    assert capsys.readouterr().err == "WARNING: metrics.jsonl: 2 writes failed; what they held was not written\n"
+    assert capsys.readouterr().err == "WARNING: metrics.jsonl: 2 writes failed, and their content is lost\n"
     assert [row["iteration"] for row in rows(tmp_path)] == [1, 4]
 
 

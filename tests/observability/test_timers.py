@@ -13,7 +13,7 @@ import torch
 
 from megatron.config.command_line import load_config
 from megatron.observability import timers as module
-from megatron.observability.metrics import timer_lines
+from megatron.observability.lines import timer_lines
 from megatron.observability.rank_stats import RankStats
 from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext

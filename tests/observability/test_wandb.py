@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from megatron.config.options import Config, ConfigError, LoggingConfig, TrainingConfig
-from megatron.observability.metrics import MetricsLog, StepMetrics
+from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_stats import RankStats
+from megatron.observability.step_metrics import StepMetrics
 from megatron.observability.wandb_log import check_wandb
 
 

@@ -60,7 +60,7 @@ CASES = {
         "iterator one short", REFUSED, r"failed in step 3, data: DataError: this rank has no data after 16 samples"
     ),
     "disk full while logging": Case(
-        "disk full while logging", DONE, r"metrics\.jsonl .* File too large.*\n(.*\n)*.* not written", rank=0
+        "disk full while logging", DONE, r"metrics\.jsonl .* File too large.*\n(.*\n)*.* content is lost", rank=0
     ),
     "disk full while saving": Case(
         "disk full while saving", REFUSED, r"global_step3 was not saved.*File too large", flags=SAVE_EVERY_STEP

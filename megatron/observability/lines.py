@@ -1,0 +1,160 @@
+"""Text of the log: Megatron's full lines, and the short rows of a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron.accelerator import HOST_AVAILABLE, MAX_ALLOCATED, TOTAL
+from megatron.observability.rank_stats import RankStats
+from megatron.observability.step_metrics import Speed, StepMetrics
+
+TIMER_SUFFIX = "-time"
+"""End of a timer's name in rows and tags, as in Megatron's."""
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Full lines
+
+
+def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
+    """Return Megatron's log line. Its `memory (GB)` is the peak so far."""
+    parts = [
+        f" iteration {step.iteration:8d}/{total_iterations:8d}",
+        f"consumed samples: {step.consumed_samples:12d}",
+        f"consumed tokens: {step.consumed_tokens:12d}",
+        f"elapsed time per iteration (ms): {step.elapsed_s * 1000:.1f}",
+        f"learning rate: {step.learning_rate:.3E}",
+        f"global batch size: {step.global_batch_size:5d}",
+        f"lm loss: {step.lm_loss:.6E}",
+        *(f"{name}: {value:.6E}" for name, value in step.metrics.items()),
+        f"loss scale: {step.loss_scale:.1f}",
+    ]
+    if step.grad_norm is not None:
+        parts.append(f"grad norm: {step.grad_norm:.3f}")
+    parts += [
+        f"number of skipped iterations: {step.skipped_iterations:3d}",
+        f"number of nan iterations: {step.nan_iterations:3d}",
+        f"samples per second: {speed.samples_per_second:.3f}",
+        f"tokens/s/device: {speed.tokens_per_second_per_device:.1f}",
+        f"TFLOP/s/device: {speed.tflops_per_device:.4g}",
+    ]
+    if speed.mfu is not None:
+        parts.append(f"MFU: {speed.mfu:.1%}")
+    if MAX_ALLOCATED in step.memory:
+        parts.append(f"memory (GB): {step.memory[MAX_ALLOCATED]:.2f}")
+    if step.compiled_graphs is not None:
+        parts.append(f"compiled graphs: {step.compiled_graphs}")
+    if step.straggler is not None:
+        parts.append(str(step.straggler))
+    return " | ".join(parts) + " |"
+
+
+def validation_line(
+    name: str, iteration: int, lm_loss: float, perplexity: float, num_tokens: int, metrics: Mapping[str, float]
+) -> str:
+    """Return Megatron's line of a validation. `name`: validation or test."""
+    named = "".join(f" {metric}: {value:.6E} |" for metric, value in metrics.items())
+    return (
+        f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        f" tokens: {num_tokens} |{named}"
+    )
+
+
+def memory_line(event: str, iteration: int, values: Mapping[str, RankStats]) -> str:
+    """Return every key as one number where all ranks have the same, else as min / mean / max and the fullest rank."""
+    parts = [f" memory at iteration {iteration}, {event.replace('_', ' ')}"]
+    for key, stats in values.items():
+        low, mean, high = (f"{value:.3f}".removesuffix(".000") for value in (stats.min, stats.mean, stats.max))
+        parts.append(f"{key}: {high}" if low == high else f"{key}: {low} / {mean} / {high} on rank {stats.max_rank}")
+    return " | ".join(parts) + " |"
+
+
+def timer_lines(timers: Mapping[str, RankStats]) -> str:
+    """Return Megatron's table of the timers."""
+    names = [(name.removesuffix(TIMER_SUFFIX) + " ").ljust(48, ".") for name in timers]
+    rows = [
+        f"    {name}: ({stats.min * 1e3:.2f}, {stats.max * 1e3:.2f})"
+        for name, stats in zip(names, timers.values(), strict=True)
+    ]
+    return "\n".join(["(min, max) time across ranks (ms):", *rows])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of a terminal
+
+GAP = "  "
+
+
+class Column(NamedTuple):
+    """A value of a row, right-aligned below its name."""
+
+    name: str
+    text: str
+    least_width: int
+    rank: int = 0
+    """Columns of the highest rank are left out first where the terminal is narrow; those of rank 0 never."""
+
+    @property
+    def width(self) -> int:
+        return max(self.least_width, len(self.name), len(self.text))
+
+
+def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: int) -> list[Column]:
+    """Return the columns of a step that fit into a terminal of `width`."""
+    left_s = (total_iterations - step.iteration) * step.elapsed_s
+    columns = [
+        Column("iteration", f"{step.iteration}/{total_iterations}", label_width(total_iterations)),
+        Column("loss", f"{step.lm_loss:.4f}", 7),
+        *(Column(name, f"{value:.4g}", 8, 4) for name, value in step.metrics.items()),
+        Column("lr", f"{step.learning_rate:.2e}", 8, 1),
+        Column("grad norm", "-" if step.grad_norm is None else f"{step.grad_norm:.3f}", 9, 2),
+        Column("tokens/s", f"{speed.tokens_per_second:,.0f}", 9, 5),
+        Column("TFLOP/s", f"{speed.tflops_per_device:.{3 if speed.tflops_per_device < 100 else 1}f}", 7, 7)
+        if speed.mfu is None
+        else Column("MFU", f"{speed.mfu:.1%}", 6, 7),
+        Column("mem GB", f"{step.memory.get(MAX_ALLOCATED, math.nan):.2f}", 6, 8),
+        Column("ETA", _duration(left_s), 8, 6),
+    ]
+    if step.skipped_iterations or step.nan_iterations:
+        columns.append(Column("skip/nan", f"{step.skipped_iterations}/{step.nan_iterations}", 0, 3))
+    if step.straggler is not None:
+        slowest = f"rank {step.straggler.slowest_rank} {step.straggler.slowest_ratio:.2f}x"
+        columns.append(Column("slowest", slowest, 14, 3))
+    while sum(column.width for column in columns) + len(GAP) * (len(columns) - 1) > width:
+        last = max(columns, key=lambda column: column.rank)
+        if last.rank == 0:
+            break
+        columns.remove(last)
+    return columns
+
+
+def label_width(total_iterations: int) -> int:
+    """Return the width of the first column: the iteration of a step, or the label of another row."""
+    return max(2 * len(str(total_iterations)) + 1, len("validation"))
+
+
+def validation_row(lm_loss: float, perplexity: float, num_tokens: int, metrics: Mapping[str, float]) -> str:
+    """Return the text of a validation behind its label; the loss is below those of the steps."""
+    named = "".join(f", {metric} {value:.4g}" for metric, value in metrics.items())
+    return f"{lm_loss:7.4f}{GAP}perplexity {perplexity:.4g}{named}, {num_tokens:,} tokens"
+
+
+def memory_row(event: str, values: Mapping[str, RankStats]) -> str:
+    """Return the text of a memory record behind its label: the fullest rank, and the host with the least left."""
+    peak, total, free = values[MAX_ALLOCATED], values[TOTAL], values[HOST_AVAILABLE]
+    on_rank = f"peak {peak.max:.2f} of {total.max:.2f} GB on rank {peak.max_rank}"
+    return f"{event.replace('_', ' ')}: {on_rank}; host {free.min:.1f} GB free"
+
+
+def timer_row(timers: Mapping[str, RankStats]) -> str:
+    """Return the timers of the slowest rank behind their label."""
+    return " ".join(f"{name.removesuffix(TIMER_SUFFIX)} {stats.max * 1e3:.1f}" for name, stats in timers.items())
+
+
+def _duration(seconds: float) -> str:
+    """Return h:mm:ss; - if it is not known."""
+    if not 0 <= seconds < 1e9:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -1,0 +1,94 @@
+"""Values of one logged step, as a row of metrics.jsonl and as scalars of TensorBoard and wandb."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.accelerator import MAX_ALLOCATED
+from megatron.observability.rank_times import StragglerStats
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """Values that the training loop passes after the last step of a log interval."""
+
+    iteration: int
+    steps: int
+    """Steps since the previous log line."""
+    consumed_samples: int
+    """Samples of the run up to and including this step; `consumed_tokens` likewise."""
+    consumed_tokens: int
+    elapsed_s: float
+    """Mean time of the steps since the previous log line."""
+    learning_rate: float
+    """Learning rate of this step; `global_batch_size` likewise."""
+    global_batch_size: int
+    lm_loss: float
+    """Mean over the finite steps since the previous log line."""
+    loss_scale: float
+    grad_norm: float | None
+    """Norm of this step before clipping. None where the engine has none, as after a skipped step."""
+    skipped_iterations: int
+    nan_iterations: int
+    memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Result of `accelerator.memory_stats`."""
+    straggler: StragglerStats | None = None
+    """Times over the ranks, where log_straggler is on."""
+    compiled_graphs: int | None = None
+    """Graphs that rank 0's HPU has compiled since the process began; None on other devices."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The task's own metrics by name, over the steps since the previous log line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Throughput of the steps since the previous log line. MFU: share of the device's peak, without recomputation."""
+
+    samples_per_second: float
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    mfu: float | None
+
+
+def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
+    """Return the row of metrics.jsonl."""
+    row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    row["iteration_time_s"] = row.pop("elapsed_s")
+    memory, straggler = row.pop("memory"), row.pop("straggler")
+    for name in ("compiled_graphs", "metrics"):
+        if row[name] in (None, {}):
+            del row[name]
+    return {**row, **vars(speed), **memory, **({} if straggler is None else vars(straggler))}
+
+
+def step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
+    """Return the scalars by Megatron-DeepSpeed's tags, and tags of the same form where it has none."""
+    scalars = {
+        "lm-loss-training/lm loss": step.lm_loss,
+        **{f"metrics-training/{name}": value for name, value in step.metrics.items()},
+        "learning-rate/learning-rate": step.learning_rate,
+        "batch-size/batch-size": step.global_batch_size,
+        "loss-scale/loss-scale": step.loss_scale,
+        "grad-norm/grad-norm": step.grad_norm,
+        "iteration-time/iteration-time": step.elapsed_s,
+        "throughput/samples_per_sec": speed.samples_per_second,
+        "throughput/tokens_per_sec": speed.tokens_per_second,
+        "throughput/tokens_per_device_per_sec": speed.tokens_per_second_per_device,
+        "throughput/tflops": speed.tflops_per_device,
+        "throughput/mfu": speed.mfu,
+        "memory/max_memory_allocated (GB)": step.memory.get(MAX_ALLOCATED),
+        "compiled-graphs/compiled-graphs": step.compiled_graphs,
+    }
+    if step.straggler is not None:
+        scalars |= {
+            "straggler/own time min": step.straggler.own_time_min_s,
+            "straggler/own time median": step.straggler.own_time_median_s,
+            "straggler/own time max": step.straggler.own_time_max_s,
+            "straggler/slowest rank": step.straggler.slowest_rank,
+            "straggler/slowest ratio": step.straggler.slowest_ratio,
+            "straggler/data wait max": step.straggler.data_wait_max_s,
+        }
+    return {tag: value for tag, value in scalars.items() if value is not None}
