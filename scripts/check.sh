@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lints and type-checks the whole tree: every check runs, and one that fails fails the whole.
+# Lints and type-checks the whole tree. All checks run; the exit status is 1 if one fails.
 # Needs `scripts/setup.sh test`.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# From nothing to a trained model on a CPU, in a few minutes: sets up .venv, takes the text of Python's own standard
-# library as a corpus, trains a tokenizer on it, builds the indexed dataset, trains a tiny BLOOM on 2 pipeline stages x
-# 2 tensor-parallel ranks, stops half-way, resumes on another layout (2 tensor-parallel x 2 data-parallel ranks), exports it
-# to Hugging Face's format, where transformers must give the same logits, and draws the loss curve.
+# From nothing to a trained model on a CPU in a few minutes. Sets up .venv, trains a tokenizer on the source text of
+# Python's standard library, builds the indexed dataset, trains a tiny BLOOM on 2 pipeline stages x 2 tensor-parallel
+# ranks, stops half-way, resumes on 2 tensor-parallel x 2 data-parallel ranks, exports to Hugging Face's format, where
+# transformers must give the same logits, and draws the loss curve.
 #
-#   bash scripts/quickstart.sh [FOLDER]        everything it makes is in FOLDER (default: quickstart/)
+#   bash scripts/quickstart.sh [FOLDER]        all output is in FOLDER (default: quickstart/)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${1:-quickstart}"
@@ -30,7 +30,7 @@ step "3/7 Build the indexed dataset"
 
 export HL_CONFIG=tiny_bloom HL_DEVICE=cpu HL_PP=2 HL_TP=2 HL_DP=1
 export HL_DATA_DIR_ROOT="$folder" HL_DATA_FILE_PREFIX=stdlib_text_document HL_RESULTS_DIR="$folder/run"
-rm -rf "$HL_RESULTS_DIR" # an earlier quickstart's
+rm -rf "$HL_RESULTS_DIR" # of an earlier quickstart
 
 step "4/7 Train a tiny BLOOM, pipeline x tensor parallel, and stop half-way"
 HL_EXIT_INTERVAL=150 bash scripts/run_bloom13b.sh
@@ -44,7 +44,7 @@ rm -rf "$folder/huggingface"
     --tokenizer "$folder/tokenizer"
 
 step "7/7 Draw the loss curve"
-"$python" tools/plot_run.py "$HL_RESULTS_DIR" --output "$folder/loss.png"
+"$python" tools/plot_run.py "$HL_RESULTS_DIR" --loss-only --output "$folder/loss.png"
 
 "$python" - "$folder" <<'END'
 import json

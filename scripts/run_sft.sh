@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Fine-tune a model on chats: tokenize them, start from a folder that transformers wrote, train, and export such folders.
+# Fine-tune a Hugging Face model on chats: tokenize them, train, and export Hugging Face folders.
 #
 #   HL_MODEL=models/llama HL_DATA=chats.jsonl scripts/run_sft.sh
 #   HL_MODEL=models/llama HL_DATA=chats.jsonl HL_NUM_EPOCHS=1 HL_TP=2 HL_PP=2 HL_DP=2 scripts/run_sft.sh --lr 1e-5
 #   HL_DRY_RUN=1 ...                  prints the plan and starts nothing
 #
-# Arguments are flags of megatron.train; they win over the variables. Every variable: docs/launching.md.
-# A wrong or unknown variable, layout, hostsfile or folder is refused before anything starts, all faults at once.
+# Arguments are flags of megatron.train, and override the variables. All variables: docs/launching.md.
+# Wrong or unknown variables, layouts, hostsfiles and folders are reported together, before anything starts.
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# The recipe is megatron/presets/sft_llama.yaml: HL_NUM_EPOCHS 3, HL_GBS 128, HL_SEQ_LEN 4096 (longer chats are left out, and
+# The recipe is megatron/presets/sft_llama.yaml: HL_NUM_EPOCHS 3, HL_GBS 128, HL_SEQ_LEN 4096 (longer chats are dropped and
 # counted), HL_MAX_BATCH_LEN 16384, HL_LR 2e-5. The model's options come from HL_MODEL.
 
 # Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sets up .venv for this checkout: the pinned requirements and the package itself, which builds the C++ extension.
-# Usage: scripts/setup.sh [convert | test]     `convert` adds transformers, which checks what is converted for it; `test`
-# adds what the tests and the checks need.
-# Returns at once when nothing it depends on has changed. PYTHON picks the interpreter that creates .venv.
+# Sets up .venv for this checkout: the package, its pinned dependencies and the C++ extension.
+# Usage: scripts/setup.sh [convert | test]     `convert` adds transformers, to verify conversions; `test` adds what the
+# tests and the linters need.
+# Returns at once if nothing it depends on has changed. PYTHON picks the interpreter that creates .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,7 +14,7 @@ case "$extra" in
 esac
 python="${PYTHON:-python3}"
 
-# What the installation depends on. The folder is part of it: an editable installation points at it.
+# Digest of all that the installation depends on, also of the folder, which an editable installation points at.
 fingerprint() {
     { echo "$PWD"; cat constraints.txt setup.py pyproject.toml megatron/data/native/*; } | sha256sum | cut -d " " -f 1
 }
@@ -30,12 +30,12 @@ is_current() {
 check_python() {
     local found
     if ! found="$("$python" -c 'import sys; print(*sys.version_info[:2])')"; then
-        echo "setup: $python does not run; install Python 3.11 or newer, or name one: PYTHON=/path/to/python3" >&2
+        echo "setup: $python does not run; install Python 3.11 or newer, or name another: PYTHON=/path/to/python3" >&2
         exit 1
     fi
     read -r major minor <<< "$found"
     if (( major != 3 || minor < 11 )); then
-        echo "setup: $python is Python $major.$minor, but the pinned versions need 3.11 or newer; name one with PYTHON" >&2
+        echo "setup: $python is Python $major.$minor, but the pinned versions need 3.11 or newer; name another with PYTHON" >&2
         exit 1
     fi
     if ! "$python" -c "import ensurepip" 2> /dev/null; then
@@ -54,7 +54,7 @@ if [[ ! -x .venv/bin/python ]]; then
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check -qq)
 rm -f .venv/setup-*
-# torch first: building deepspeed looks for it
+# torch first: the build of deepspeed imports it
 echo "setup: installing torch"
 "${pip[@]}" install -c constraints.txt torch
 echo "setup: installing the package${1:+ and what \"$1\" adds}, and building the extension"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.command_names import command_name
 from megatron.exit_codes import DONE, REFUSED
-from megatron.observability.run_plots import PlotError, draw, read_run, run_names
+from megatron.observability.run_plots import PlotError, draw, draw_loss, read_run, run_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,13 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="folder with a metrics.jsonl, or such a file")
     parser.add_argument("--output", default="run.png", metavar="PNG", help="picture to write (default: run.png)")
+    parser.add_argument("--loss-only", action="store_true", help="draw only the loss, in a small picture")
     options = parser.parse_args(argv)
     paths, output = [Path(path) for path in options.runs], Path(options.output)
     try:
         runs = [read_run(path) for path in paths]
         if output.suffix.lower() != ".png":
             raise PlotError(f"--output {output} does not end in .png")
-        draw(dict(zip(run_names(paths), runs, strict=True)), output)
+        by_name = dict(zip(run_names(paths), runs, strict=True))
+        draw_loss(by_name, output) if options.loss_only else draw(by_name, output)
     except (PlotError, OSError) as error:
         print(f"plot_run: {error}", file=sys.stderr)
         return REFUSED

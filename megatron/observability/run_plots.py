@@ -135,15 +135,21 @@ TITLES = (
 )
 
 
-def draw(runs: dict[str, list[Row]], output: Path) -> None:
-    """Write the picture. `runs`: rows by name."""
-    import matplotlib
+def draw_loss(runs: dict[str, list[Row]], output: Path) -> None:
+    """Write a small picture of the loss alone. `runs`: rows by name."""
+    figure, axis = pyplot().subplots(figsize=(8, 4), layout="constrained")
+    panel = Panel(axis, *TITLES[0])
+    for number, (name, rows) in enumerate(runs.items()):
+        draw_loss_of(panel, rows, f"C{number % 10}", name if len(runs) > 1 else None)
+    panel.legend()
+    save(figure, output, dpi=80)
 
-    matplotlib.use("Agg")  # a training machine has no display
-    from matplotlib import pyplot
+
+def draw(runs: dict[str, list[Row]], output: Path) -> None:
+    """Write the picture of all diagrams. `runs`: rows by name."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure, axes = pyplot.subplots(2, 3, figsize=(16, 8.5), layout="constrained", sharex=True)
+    figure, axes = pyplot().subplots(2, 3, figsize=(16, 8.5), layout="constrained", sharex=True)
     panels = [Panel(axis, *labels) for axis, labels in zip(axes.flat, TITLES, strict=True)]
     loss, rate, norm, speed, memory, step = panels
     is_single = len(runs) == 1
@@ -164,17 +170,36 @@ def draw(runs: dict[str, list[Row]], output: Path) -> None:
         panel.axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.axis.tick_params(labelbottom=True)
     figure.suptitle(next(iter(runs)) if is_single else f"{len(runs)} runs", fontsize=13)
+    save(figure, output, dpi=110)
+
+
+def pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")  # a training machine has no display
+    from matplotlib import pyplot as module
+
+    return module
+
+
+def save(figure: Any, output: Path, dpi: int) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=110)
-    pyplot.close(figure)
+    figure.savefig(output, dpi=dpi)
+    pyplot().close(figure)
+
+
+def draw_loss_of(panel: Panel, rows: Sequence[Row], color: str, name: str | None) -> None:
+    """Add the loss of a run. `name` None: it is the only one, and its curves are labelled by content."""
+    panel.line(curve(rows, "train", "lm_loss"), color, name or "training")
+    label = f"{name}, validation" if name else "validation"
+    panel.line(curve(rows, "valid", "lm_loss"), color if name else "C1", label, "--")
 
 
 def draw_run(panels: Sequence[Panel], rows: Sequence[Row], color: str, name: str | None) -> None:
-    """Add the curves of a run. `name` None: it is the only one, and its curves are labelled by content."""
+    """Add all curves of a run; `name` as in `draw_loss_of`."""
     loss, rate, norm, speed, memory, step = panels
     second = "C1" if name is None else color
-    loss.line(curve(rows, "train", "lm_loss"), color, name or "training")
-    loss.line(curve(rows, "valid", "lm_loss"), second, f"{name}, validation" if name else "validation", "--")
+    draw_loss_of(loss, rows, color, name)
     for panel, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_second")):
         panel.line(curve(rows, "train", key), color)
     memory.line(memory_curve(rows, PEAK), color, None if name else "peak so far")

@@ -44,6 +44,21 @@ def test_one_run_with_validation_becomes_a_png(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == f"wrote {output}\n"
 
 
+def test_the_loss_alone_is_a_small_picture_with_both_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(run_plots.pyplot(), "close", figures.append)
+    run = write(tmp_path / "run", row(10), row(20), row(20, "valid"), row(30))
+    output = tmp_path / "loss.png"
+    assert plot_run.main([str(run), "--loss-only", "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(PNG)
+    assert output.stat().st_size < 60_000
+    (axis,) = figures[0].axes
+    assert {line.get_label(): list(line.get_xdata()) for line in axis.get_lines()} == {
+        "training": [10, 20, 30],
+        "validation": [20],
+    }
+
+
 def test_every_curve_is_on_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 
