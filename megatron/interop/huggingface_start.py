@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import holds_checkpoints
 from megatron.checkpoint.slices import Region, copy_overlap, regions
+from megatron.command_names import command_name
 from megatron.config.options import Config
 from megatron.interop.huggingface import CHUNK_BYTES, ImportedModel, MappedTensor, import_huggingface
 from megatron.interop.huggingface_config import differences
@@ -47,7 +48,7 @@ class HuggingFaceStart:
         if found := differences(config, self._model.config):
             raise CheckpointError(
                 f"{folder} is of another model than the options tell: {'; '.join(found)}. Take them from it: python "
-                f"tools/model_config.py --load {folder} > model.yaml, then --config model.yaml"
+                f"{command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
             )
         self._means: dict[str, Tensor] = {}
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.accelerator import count_devices
+from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import check
 from megatron.launch.plan import Findings, Request
@@ -82,8 +83,8 @@ def _check_dataset(prefix: str) -> Iterator[str]:
     unreadable = [str(path) for path in files if path.is_file() and not os.access(path, os.R_OK)]
     if missing:
         yield (
-            f"dataset {prefix} lacks {' and '.join(missing)}; make it with tools/preprocess_data.py, or correct "
-            "HL_DATA_DIR_ROOT and HL_DATA_FILE_PREFIX (--data-path)"
+            f"dataset {prefix} lacks {' and '.join(missing)}; make it with {command_name('preprocess_data')}, or "
+            "correct HL_DATA_DIR_ROOT and HL_DATA_FILE_PREFIX (--data-path)"
         )
     if empty:
         yield f"dataset {prefix}: {' and '.join(empty)} is empty; preprocess it again"

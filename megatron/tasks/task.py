@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
+from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import idle_options, parallel_batch_size
 
@@ -92,7 +93,7 @@ class Task(ABC):
         config = self.config
         training, data = config.training, config.data
         if self.reads_data_path and not data.data_path and not data.per_split:
-            yield "data_path is not given; pass the prefix that tools/preprocess_data.py wrote (--data-path)"
+            yield f"data_path is not given; pass the prefix that {command_name('preprocess_data')} wrote (--data-path)"
         yield from self._length_faults()
         if self.counts_epochs:
             return

@@ -29,6 +29,7 @@ from megatron.checkpoint.format import LEFTOVER, CheckpointError, hidden_path
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.saver import take_lock
 from megatron.checkpoint.writer import make_folder, remove_checkpoint
+from megatron.command_names import command_name
 from megatron.config.options import Config
 from megatron.files import appearing, write_durably
 from megatron.interop.huggingface import (
@@ -122,8 +123,8 @@ class Exports:
         if self._failed:
             missing = "; ".join(f"{self._folder / name}: {fault}" for name, fault in self._failed.items())
             raise CheckpointError(
-                f"not exported: {missing}. Make room and start the run again, or export a checkpoint that is still "
-                f"there: python tools/convert_checkpoint.py --to hf --load {self._config.checkpoint.save} --save FOLDER"
+                f"not exported: {missing}. Make room and restart the run, or export a checkpoint that still exists: "
+                f"{command_name('convert_checkpoint')} --to hf --load {self._config.checkpoint.save} --save FOLDER"
             )
 
     # In rank 0's thread

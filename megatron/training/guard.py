@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from megatron.command_names import command_name
 from megatron.data.batches import BatchPlan
 from megatron.observability.metrics import MetricsLog
 from megatron.planning.progress import Progress
@@ -217,7 +218,7 @@ def _suspect_text(suspect: Suspect | None, documents: list[dict[str, Any]]) -> s
     for entry in documents:
         by_prefix.setdefault(entry["prefix"], []).extend(entry["documents"])
     commands = [
-        f"python tools/inspect_dataset.py {prefix} --documents {' '.join(map(str, numbers[:SHOWN_DOCUMENTS]))}"
+        f"{command_name('inspect_dataset')} {prefix} --documents {' '.join(map(str, numbers[:SHOWN_DOCUMENTS]))}"
         + (" ..." if len(numbers) > SHOWN_DOCUMENTS else "")
         for prefix, numbers in by_prefix.items()
     ]
