@@ -1,7 +1,7 @@
-"""What foreign checkpoints hold: DeepSpeed's universal folders, its own shards, and the files of a model's layers.
+"""Tensors in DeepSpeed's files: universal folders, ZeRO shards, and the files of a model's layers.
 
-A source hands out tensors under their own names, in their own row order, as their tensor-parallel ranks held them;
-`universal.py` makes ours of them.
+Each reader gives the tensors as the tensor-parallel ranks held them, with their own names and order of rows;
+`deepspeed_checkpoint.py` converts them to ours.
 
 The files are pickles. They are opened with weights_only=True, so that nothing in them is executed, and with the few
 classes of ALLOWED, each read as an inert record. Tensors stay mapped files until their bytes are needed.
@@ -65,12 +65,12 @@ OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_o
 
 
 class Inert:
-    """What a class of ALLOWED is read as: its state, and no behaviour."""
+    """Stand-in for the classes of ALLOWED: keeps the state, has no behaviour."""
 
     state: Any = None
 
     def __init__(self, *arguments: Any) -> None:
-        pass  # of an enumeration or an array, nothing is needed
+        pass  # nothing is needed of an enumeration or an array
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -80,19 +80,19 @@ class Inert:
 
 
 def _load(path: Path) -> Any:
-    """The content of a .pt file, its tensors mapped, nothing executed. Raises CheckpointError."""
+    """Load a .pt file, its tensors mapped, nothing executed. Raises CheckpointError."""
     try:
         mapped = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be mapped
         with torch.serialization.safe_globals([(Inert, name) for name in ALLOWED]):
             return torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; copy it from where the checkpoint was made") from None
-    except Exception as error:  # torch raises whatever a damaged or hostile file leads it into
+    except Exception as error:  # a damaged or hostile file may make torch raise anything
         found = re.search(r"GLOBAL (\S+)|unsupported GLOBAL (\S+)", str(error))
         if found:
             raise CheckpointError(
                 f"{path} is refused: it names {found[1] or found[2]}, and opening a pickle that names code may run it. "
-                "Only tensors and plain values are read from foreign files; save the checkpoint anew without it"
+                "Only tensors and plain values are read from foreign files; save the checkpoint again without it"
             ) from None
         reason = str(error).strip().split("\n")[0][:200]
         raise CheckpointError(
@@ -101,20 +101,20 @@ def _load(path: Path) -> Any:
 
 
 def verify_file(path: Path) -> None:
-    """Compare the checksums that torch writes into a .pt file; mapping it does not. Raises CheckpointError."""
+    """Compare the checksums that torch writes into a .pt file (mapping skips them). Raises CheckpointError."""
     if not zipfile.is_zipfile(path):
         return  # the format before torch 1.6 has none
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
-    except Exception as error:  # zipfile raises whatever a damaged directory leads it into
+    except Exception as error:  # a damaged directory may make zipfile raise anything
         raise CheckpointError(f"{path} is damaged ({error}); copy it again from its source") from None
     if bad is not None:
-        raise CheckpointError(f"{path} is damaged: {bad} in it has another checksum; copy it again from its source")
+        raise CheckpointError(f"{path} is damaged: the checksum of {bad} in it is wrong; copy it again from its source")
 
 
 def _checked(tensor: Any, path: Path, what: str) -> Tensor:
-    """`tensor`, if it is a dense one of floating point numbers."""
+    """Return `tensor` if it is a dense floating point tensor; raise CheckpointError otherwise."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or not tensor.is_floating_point():
         found = f"a {tensor.layout} {tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise CheckpointError(f"{path} holds {found} as {what}; it must be a dense floating point tensor")
@@ -123,12 +123,12 @@ def _checked(tensor: Any, path: Path, what: str) -> Tensor:
 
 def _mapping(content: Any, path: Path, what: str) -> dict[Any, Any]:
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__} as {what}, not a dict; it is none of DeepSpeed's")
+        raise CheckpointError(f"{path} holds {type(content).__name__} as {what}, not a dict; it is not of DeepSpeed")
     return content
 
 
 def numbered(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
-    """The files whose names match, by the numbers in their names; of two with the same, the first by name."""
+    """Return the files whose names match, by the numbers in their names; the first by name where two are equal."""
     found: dict[tuple[int, ...], Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
@@ -138,32 +138,32 @@ def numbered(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Pa
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sources: their local tensors, under their names
+# Readers of local tensors
 
 
-class Source(Protocol):
-    """A foreign checkpoint's tensors as they were cut over its tensor-parallel ranks."""
+class RankTensors(Protocol):
+    """Tensors of a foreign checkpoint, as its tensor-parallel ranks held them."""
 
     tensor_size: int
     client: dict[str, Any]
-    """What was saved beside the model: counters and the client's state."""
+    """Counters and client state saved beside the model."""
     names: list[str]
 
     def kinds(self, name: str) -> tuple[str, ...]: ...
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the first rank's tensor."""
+        """Shape of the first rank's tensor."""
         ...
 
     def local(self, name: str, kind: str) -> list[Tensor]:
-        """Every tensor-parallel rank's tensor, in order of rank."""
+        """Tensor of every tensor-parallel rank, in order of rank."""
         ...
 
     def path(self, name: str, kind: str) -> Path:
-        """The file to name in an error."""
+        """File to name in an error."""
         ...
 
     def step(self) -> int | None:
-        """How many steps the optimizer has made, where it counts them."""
+        """Number of optimizer steps, where the optimizer counts them."""
         ...
 
 
@@ -209,7 +209,7 @@ class UniversalFolder:
         return None
 
     def shard(self, name: str) -> Shard:
-        """How the file says that the tensor is cut."""
+        """Return the shard that the file describes."""
         content = self._content(name, "weight")
         shape = self.shape(name)
         parts = content.get("sub_param_shape")
@@ -221,7 +221,7 @@ class UniversalFolder:
             if not isinstance(pieces, tuple) or dim >= len(shape) or sum(pieces) != shape[dim]:
                 raise CheckpointError(
                     f"{self.path(name, 'weight')} describes pieces {sizes} of a tensor of shape {shape}; "
-                    "make the universal checkpoint anew"
+                    "create the universal checkpoint again"
                 )
             return Shard(shape, dim=dim, pieces=pieces)
         dim = content.get("cat_dim")
@@ -232,7 +232,7 @@ class UniversalFolder:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _FlatSlice:
     """Part of a flattened local tensor: `numel` elements of each of `flat`, by kind, from `start` on."""
 
     flat: Mapping[str, Tensor]
@@ -264,7 +264,7 @@ class ZeroShards:
                 f"{model_size} ranks in all); copy the whole checkpoint"
             )
         self.tensor_size = _tensor_size(folder, self.client, model_size)
-        self._pieces: dict[str, dict[int, list[_Piece]]] = {}
+        self._pieces: dict[str, dict[int, list[_FlatSlice]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._step: int | None = None
         for model in range(model_size):
@@ -272,11 +272,11 @@ class ZeroShards:
         self.names = sorted(self._pieces)
 
     def _add(self, model: int, files: Sequence[Path], model_file: Path) -> None:
-        """The pieces of one tensor-parallel rank and stage. Ranks are numbered stage by stage."""
+        """Add the slices of one tensor-parallel rank and stage; ranks are numbered stage by stage."""
         rank = model % self.tensor_size
         groups = _parameter_groups(_mapping(_load(model_file), model_file, "a model's state"))
         shapes = {name: shape for group in groups for name, shape in group.items()}
-        found: dict[str, list[_Piece]] = {}
+        found: dict[str, list[_FlatSlice]] = {}
         for data, path in enumerate(files):
             state = _mapping(
                 _mapping(_load(path), path, "a rank's state").get("optimizer_state_dict"), path, "optimizer"
@@ -302,15 +302,15 @@ class ZeroShards:
         data: int,
         data_size: int,
         groups: Sequence[Mapping[str, tuple[int, ...]]],
-    ) -> Iterator[tuple[str, _Piece]]:
+    ) -> Iterator[tuple[str, _FlatSlice]]:
         sharded_weights = "fp32_flat_groups" in state  # ZeRO-3
         inner = state.get("optimizer_state_dict" if sharded_weights else "base_optimizer_state")
         weights = state.get("fp32_flat_groups" if sharded_weights else "single_partition_of_fp32_groups")
         places = None if sharded_weights else state.get("param_slice_mappings")
         if not isinstance(inner, dict) or not isinstance(weights, list) or not (sharded_weights or places):
             raise CheckpointError(
-                f"{path} does not say where each parameter lies; DeepSpeed writes that since 0.7. Load the checkpoint "
-                "with the version that wrote it, and save it with a newer one"
+                f"{path} does not contain the position of each parameter, which DeepSpeed writes since 0.7; load the "
+                "checkpoint with the version that wrote it, and save it with a newer one"
             )
         for index, weight in enumerate(weights):
             moments = inner.get("state", {}).get(index, {})
@@ -331,7 +331,7 @@ class ZeroShards:
                     raise CheckpointError(
                         f"{path} places {name} at [{start}, {start} + {numel}) of {length} elements; it is damaged"
                     )
-                yield name, _Piece(flat, start, numel, path)
+                yield name, _FlatSlice(flat, start, numel, path)
 
     def kinds(self, name: str) -> tuple[str, ...]:
         pieces = [piece for parts in self._pieces[name].values() for piece in parts if piece.numel]
@@ -361,7 +361,7 @@ class ZeroShards:
 
 
 class ModelFiles:
-    """Weights alone, from the files of a pipeline's layers, or from those of an unpipelined model's ranks."""
+    """Weights without moments, from the files of a pipeline's layers or of an unpipelined model's ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.client = _client(folder)
@@ -384,17 +384,17 @@ class ModelFiles:
                 )
         self.names = list(self._state)
         if self.client.get("optimizer") is not None:
-            log.warning("%s: float32 without ZeRO keeps moments without names; only weights are read", folder)
+            log.warning("%s: only weights are read, since float32 without ZeRO saves moments without names", folder)
 
     def _add(self, rank: int, path: Path, state: dict[Any, Any], prefix: str) -> None:
         for name, tensor in state.items():
             if isinstance(tensor, dict):
                 raise CheckpointError(
-                    f"{path} nests its weights under {name!r}: it is of an unpipelined Megatron model. Read its "
-                    "universal checkpoint instead, which DeepSpeed's ds_to_universal makes"
+                    f"{path} nests its weights under {name!r}, as an unpipelined Megatron model does; convert it with "
+                    "DeepSpeed's ds_to_universal, and read the universal checkpoint"
                 )
             if not isinstance(name, str):
-                raise CheckpointError(f"{path} names a tensor {name!r}; it is none of DeepSpeed's")
+                raise CheckpointError(f"{path} names a tensor {name!r}; it is not a DeepSpeed file")
             if isinstance(tensor, Tensor):  # modules may keep other values beside
                 self._state.setdefault(prefix + name, {})[rank] = path, _checked(tensor, path, name)
 
@@ -415,7 +415,7 @@ class ModelFiles:
 
 
 def _client(folder: Path) -> dict[str, Any]:
-    """What DeepSpeed saved beside the model on the first rank; empty where there is no such file."""
+    """State that DeepSpeed saved beside the model on the first rank; empty where there is no such file."""
     files = numbered(folder, MODEL_FILE)
     if not files:
         return {}
@@ -424,7 +424,7 @@ def _client(folder: Path) -> dict[str, Any]:
 
 
 def _tensor_size(folder: Path, client: Mapping[str, Any], model_size: int) -> int:
-    """Over how many ranks tensors are cut: recorded, or as many as a layer has files, or all (no pipeline)."""
+    """Number of tensor-parallel ranks: as recorded, or the files of a layer, or all files (no pipeline)."""
     recorded = client.get("checkpoint_parallel_dimensions")
     layers = numbered(folder, LAYER_FILE)
     size = recorded.get("tp_degree") if isinstance(recorded, dict) else None
@@ -432,14 +432,14 @@ def _tensor_size(folder: Path, client: Mapping[str, Any], model_size: int) -> in
         size = 1 + max(rank for _, rank in layers) if layers else model_size
     if size < 1 or model_size % size:
         raise CheckpointError(
-            f"{folder} has the files of {model_size} model-parallel ranks, no multiple of tensor-parallel size {size}; "
+            f"{folder} has the files of {model_size} model-parallel ranks, not a multiple of {size} (tensor-parallel); "
             "copy the whole checkpoint"
         )
     return size
 
 
 def _parameter_groups(client: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
-    """Each parameter's shape on this rank, a dict an optimizer group."""
+    """Shape of each parameter on this rank, one dict per optimizer group."""
     groups = client.get("param_shapes")
     if not isinstance(groups, list):
         return []
@@ -451,7 +451,7 @@ def _parameter_shapes(client: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _partitions(group: Mapping[str, tuple[int, ...]], rank: int, size: int) -> Iterator[tuple[str, int, int]]:
-    """ZeRO-3: (name, start, numel) in the flat group of data rank `rank`; each parameter is cut evenly, then padded."""
+    """Yield (name, start, numel) in ZeRO-3's flat group of data rank `rank`: parameters are cut evenly and padded."""
     start = 0
     for name, shape in group.items():
         part = -(-math.prod(shape) // size)

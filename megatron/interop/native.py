@@ -1,4 +1,4 @@
-"""A run's checkpoint as a model: whole tensors by name, and the config that tells what they are."""
+"""Weights of a run's checkpoint as full tensors by name, with the config of their model."""
 
 from __future__ import annotations
 
@@ -21,63 +21,65 @@ from megatron.parallel.shards import Shard
 
 @dataclass(frozen=True)
 class NativeModel:
-    """The weights of a checkpoint, one tensor at a time."""
+    """Weights of a checkpoint, one tensor at a time."""
 
     checkpoint: Checkpoint
     config: Config
     shards: Mapping[str, Shard]
     """In the order of the layers."""
     source: dict[str, Any] | None
-    """What Hugging Face said of the model, where it came from there."""
+    """Hugging Face's config.json and generation_config.json, where the model came from there."""
 
     @property
     def num_parameters(self) -> int:
         return count(self.shards)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full float32 tensor), each parameter once."""
+        """Yield (name, full float32 tensor), each parameter once."""
         for name in self.shards:
             yield name, self.checkpoint.read_full(name)
 
     def read_range(self, name: str, start: int, numel: int) -> Tensor:
-        """A stretch of a flattened tensor."""
+        """Return a stretch of a flattened tensor."""
         return self.checkpoint.read(name, "weight", self.shards[name], 0, 1, start, numel)
 
 
 def native_model(checkpoint: Checkpoint) -> NativeModel:
-    """Raises CheckpointError if the checkpoint does not hold the model that its config describes."""
+    """Open the weights. Raises CheckpointError if the checkpoint does not hold the model that its config describes."""
     try:
         config = from_dict(checkpoint.metadata["config"])
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"{checkpoint.folder}/checkpoint.json holds no config of a run: {error}") from None
+        raise CheckpointError(
+            f"{checkpoint.folder}/checkpoint.json holds no valid config of a run ({error}); load another checkpoint"
+        ) from None
     source = checkpoint.metadata.get("source")
     source = source if isinstance(source, dict) and source.get("format") == "huggingface" else None
     return NativeModel(checkpoint, config, matched(checkpoint.folder, config, checkpoint.parameters), source)
 
 
 def matched(folder: Path, config: Config, found: Mapping[str, Shard]) -> dict[str, Shard]:
-    """The parameters of the model that the config describes. Raises CheckpointError if others were found."""
+    """Return the parameters of the config's model. Raises CheckpointError if those that were found differ."""
     expected = parameters_of(config)
     shapes, wanted = ({name: tuple(shard.shape) for name, shard in side.items()} for side in (found, expected))
     if shapes != wanted:
         name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
         raise CheckpointError(
             f"{folder} does not hold the model that its config describes: {name} is {shapes.get(name, 'not there')}, "
-            f"the config makes it {wanted.get(name, 'no parameter')}"
+            f"but {wanted.get(name, 'not there')} in the config's model; give the config of its own model"
         )
     return expected
 
 
 def count(shards: Mapping[str, Shard]) -> int:
-    """Parameters of the model."""
+    """Number of parameters of the model."""
     return sum(math.prod(shard.shape) for shard in shards.values())
 
 
 def check_space(folder: Path, needed_bytes: int, option: str) -> None:
-    """Raises CheckpointError if the disk has no room for the result. `option`: which says where it goes."""
+    """Raise CheckpointError if the disk has too little space for the result; `option` is what sets its folder."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise CheckpointError(
-            f"{folder} has {free / 1e9:.1f} GB free, but the result needs {needed_bytes / 1e9:.1f} GB; make room, or "
-            f"put {option} on another disk"
+            f"{folder} has {free / 1e9:.1f} GB free, but the result needs {needed_bytes / 1e9:.1f} GB; free space, or "
+            f"set {option} to another disk"
         )

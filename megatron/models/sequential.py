@@ -33,7 +33,7 @@ class _TiedLayer(_Layer, TiedLayerSpec):
 
     def __init__(self, layer: LayerDeclaration, shared: Shared) -> None:
         super().__init__(layer, shared)
-        self.key = layer.name.replace(".", "_")  # the name of a submodule
+        self.key = _tied_key(layer.name)
         self.forward_fn = layer.project
         self.tied_weight_attr = ["weight"]
 
@@ -45,11 +45,23 @@ def build_layers(config: Config, ctx: ParallelContext) -> list[LayerSpec]:
     return [(_TiedLayer if names.count(layer.name) > 1 else _Layer)(layer, shared) for layer in layers]
 
 
-class SequentialModel(nn.Module):
-    """The list of layers in one process, in modules named as PipelineModule names them.
+def module_names(layers: Sequence[str]) -> list[str]:
+    """Return the names that DeepSpeed's PipelineModule gives the modules of these layers, in order.
 
-    Source of the names: `<index of the layer>`, and `tied_modules.<key>` for tied layers.
+    They are `<index of the layer>`, and `tied_modules.<key>` for a layer that is listed twice.
     """
+    return [
+        f"tied_modules.{_tied_key(layer)}" if layers.count(layer) > 1 else str(index)
+        for index, layer in enumerate(layers)
+    ]
+
+
+def _tied_key(layer: str) -> str:
+    return layer.replace(".", "_")  # the name of a submodule
+
+
+class SequentialModel(nn.Module):
+    """The list of layers in one process, in modules named as PipelineModule names them: `module_names`."""
 
     def __init__(self, specs: Sequence[LayerSpec]) -> None:
         super().__init__()

@@ -25,11 +25,11 @@ from megatron.training.checkpoints import TAG
 from megatron.training.engine import Engine
 
 if TYPE_CHECKING:
-    from megatron.interop.universal import ForeignCheckpoint
+    from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 
 logger = logging.getLogger(__name__)
 
-Resumable = Union[Checkpoint, "ForeignCheckpoint", HuggingFaceStart]
+Resumable = Union[Checkpoint, "DeepSpeedCheckpoint", HuggingFaceStart]
 
 
 START_OPTIONS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
@@ -170,10 +170,10 @@ def _opened(folder: Path, ctx: ParallelContext) -> tuple[Checkpoint | None, str 
     return checkpoint, None
 
 
-def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> ForeignCheckpoint:
-    from megatron.interop import universal  # late: it knows every format of DeepSpeed's
+def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> DeepSpeedCheckpoint:
+    from megatron.interop.deepspeed_checkpoint import read  # late: few runs need it
 
-    checkpoint = universal.read(folder, config)
+    checkpoint = read(folder, config)
     checkpoint.verify((ctx.rank, ctx.world_size))
     return checkpoint
 

@@ -30,7 +30,7 @@ VECTOR = Shard((6,))
 
 
 def fragments_of(rank: int, seed: int = 0) -> Iterator[Fragment]:
-    """Of two tensor-parallel ranks, which have equal names and sizes."""
+    """Fragments of two tensor-parallel ranks, which have equal names and sizes."""
     values = torch.arange(24.0) + 100 * rank + 1000 * seed
     for kind in ("weight", "exp_avg"):
         yield Fragment("1.w", kind, SHARD, rank, 2, 0, values)
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def fault(folder: Path) -> str:
-    """What opening and verifying say. Fails if they find nothing."""
+    """Return the error of opening and verifying. Fails if there is none."""
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(folder).verify()
     return str(caught.value)
@@ -127,7 +127,7 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
         Checkpoint(folder)
 
 
-def test_swapped_files_are_told_at_opening(folder: Path) -> None:
+def test_swapped_files_are_found_at_opening(folder: Path) -> None:
     first, second = folder / "rank_00000.safetensors", folder / "rank_00001.safetensors"
     first.rename(folder / "other")
     second.rename(first)
@@ -136,7 +136,7 @@ def test_swapped_files_are_told_at_opening(folder: Path) -> None:
         Checkpoint(folder)
 
 
-def test_a_file_of_another_save_is_told_at_opening(folder: Path) -> None:
+def test_a_file_of_another_save_is_found_at_opening(folder: Path) -> None:
     other = save(folder.parent, "global_step2", 2)
     shutil.copy(folder / "rank_00001.safetensors", other)
     with pytest.raises(
@@ -312,7 +312,7 @@ def alone(folder: Path) -> Saver:
     return Saver(folder, rank=0, world_size=1, asynchronous=True, keep_last=None, retain_interval=None, timeout_s=20.0)
 
 
-def test_a_read_only_folder_is_told_before_training() -> None:
+def test_a_read_only_folder_is_reported_before_training() -> None:
     def run() -> None:
         if os.getuid() == 0:
             os.setuid(65534)  # root may write anywhere

@@ -46,7 +46,7 @@ MODEL = {
 
 
 def padded(name: str, size: int) -> Shard:
-    """As a run on `size` tensor-parallel ranks has it: with a vocabulary padded to a multiple of 4 * size."""
+    """Shard of a run on `size` tensor-parallel ranks, its vocabulary padded to a multiple of 4 * size."""
     shard = MODEL[name]
     return replace(shard, padding=-50 % (4 * size)) if "embedding" in name else shard
 
@@ -61,7 +61,7 @@ def local(name: str, kind: str, rank: int, size: int, seed: int = 0) -> torch.Te
 
 
 def fragments_of(rank: int, tensor_size: int, data_size: int, seed: int = 0) -> Iterator[Fragment]:
-    """What a rank owns where ZeRO cuts the parameters, one behind the other, over the data-parallel ranks."""
+    """Fragments of a rank where ZeRO cuts the concatenated parameters over the data-parallel ranks."""
     tensor_rank, data_rank = rank % tensor_size, rank // tensor_size
     numels = {name: math.prod(padded(name, tensor_size).local_shape(tensor_size)) for name in MODEL}
     share = -(-sum(numels.values()) // data_size)
@@ -293,7 +293,7 @@ def test_metadata_is_that_of_the_call(tmp_path: Path) -> None:
 # Which checkpoint is found
 
 
-def test_an_empty_or_missing_folder_starts_anew(tmp_path: Path) -> None:
+def test_an_empty_or_missing_folder_starts_a_new_run(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
     assert newest_checkpoint(tmp_path / "missing") is None
     (tmp_path / ".lock").touch()
@@ -301,7 +301,7 @@ def test_an_empty_or_missing_folder_starts_anew(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
 
 
-def test_latest_is_loaded_or_the_tag_asked_for(tmp_path: Path) -> None:
+def test_latest_is_loaded_or_the_requested_tag(tmp_path: Path) -> None:
     for seed in (1, 2, 10):
         write(tmp_path, f"global_step{seed}", seed)
     assert_holds(newest(tmp_path), 10)
@@ -342,7 +342,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.LogC
         newest_checkpoint(tmp_path, tag="global_step3")
 
 
-def test_what_is_no_folder_of_checkpoints_is_told_apart(tmp_path: Path) -> None:
+def test_other_folders_are_distinguished_from_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"holds files but no checkpoint \(no `latest`\)"):
         newest_checkpoint(tmp_path)
@@ -485,7 +485,7 @@ def failures(outcomes: Sequence[SaveResult]) -> list[str]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("failing", [0, 2])
-def test_what_fails_on_one_rank_is_told_by_every_rank(
+def test_a_failure_on_one_rank_is_reported_by_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, asynchronous: bool
 ) -> None:
     save_by_threads(tmp_path, "global_step1", 1, 3, seed=1, token="a")
@@ -513,7 +513,7 @@ def test_what_fails_on_one_rank_is_told_by_every_rank(
         with pytest.raises(CheckpointError) as caught:
             each.wait()
         assert str(caught.value) == f"saving global_step2 failed on rank {failing}: the file: No space left on device"
-        each.wait()  # told once
+        each.wait()  # reported once
         assert each.finished() == [], rank
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".global_step2.failed-b",
@@ -531,7 +531,7 @@ def test_what_fails_on_one_rank_is_told_by_every_rank(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "global_step1", "global_step2", "latest"]
 
 
-def test_a_write_that_fails_once_is_repeated_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_once_is_repeated_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync, calls = os.fsync, []
 
     def fails_once(file: int) -> None:
@@ -568,7 +568,7 @@ def test_ranks_give_up_when_rank_0_has_died(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*partial*"))
 
 
-def test_a_rank_that_owns_nothing_takes_part(tmp_path: Path) -> None:
+def test_a_rank_may_own_nothing(tmp_path: Path) -> None:
     savers = [saver(tmp_path, rank, 2, asynchronous=True) for rank in range(2)]
     savers[1].save("global_step1", "a", [], {})
     savers[0].save("global_step1", "a", fragments_of(0, 1, 1), {"progress": {"iteration": 0}})
@@ -615,7 +615,7 @@ def test_a_fragment_that_cannot_be_is_refused() -> None:
         Fragment("a", "weight", shard, 2, 2, 0, torch.zeros(3))
 
 
-def test_another_model_is_told_by_name_and_shape(tmp_path: Path) -> None:
+def test_another_model_is_reported_by_name_and_shape(tmp_path: Path) -> None:
     checkpoint = Checkpoint(write(tmp_path, "global_step1"))
     with pytest.raises(CheckpointError, match=r"holds no parameter '2\.x', but 6 others, such as 0\.norm\.weight"):
         checkpoint.read("2.x", "weight", Shard((3,)), 0, 1, 0, 3)

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.cli import convert_checkpoint
 from megatron.config.command_line import from_dict
-from megatron.interop import huggingface_config, huggingface_files, universal
+from megatron.interop import deepspeed_checkpoint, huggingface_config, huggingface_files
 from megatron.models.families import bloom
 from megatron.planning.progress import Progress
 from tests.models.test_hf_logits import CASES, VOCABULARY, Case, llama
@@ -139,7 +139,7 @@ def test_dtype_rounds_as_torch_does(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_through_universal_and_back_is_bitwise(name: str, tmp_path: Path) -> None:
     make(name, tmp_path / "hf")
     convert_to("universal", tmp_path / "hf", tmp_path / "universal")
-    assert universal.recognise(tmp_path / "universal") == "universal"
+    assert deepspeed_checkpoint.recognise(tmp_path / "universal") == "universal"
     convert_to("native", tmp_path / "universal", tmp_path / "native")
     found = weights(convert_to("hf", tmp_path / "native", tmp_path / "back"))
     assert all(torch.equal(found[key], tensor) for key, tensor in weights(tmp_path / "hf").items())
@@ -214,7 +214,7 @@ def test_no_verify_reads_nothing_back(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """What is said; nothing but the sources is left in their folder."""
+    """Return the message of a conversion that must fail."""
     capsys.readouterr()
     assert convert(*arguments) == 1
     return capsys.readouterr().err
@@ -266,7 +266,7 @@ def test_bad_sources_and_targets_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert "holds no checkpoint" in refused(capsys, "--load", tmp_path / "empty", *new)
     assert "is a file" in refused(capsys, "--load", tmp_path / "file", *new)
     assert "is not there" in refused(capsys, "--load", tmp_path / "nowhere", *new)
-    assert "tells its model itself" in refused(capsys, "--load", hf, *new, "--config", "tiny_llama")
+    assert "contains its model's config" in refused(capsys, "--load", hf, *new, "--config", "tiny_llama")
     said = refused(capsys, "--load", hf, "--save", native, "--to", "hf", "--tokenizer", tmp_path / "empty")
     assert "holds no tokenizer.json" in said
     (hf / "checkpoint.json").write_text("{}")
@@ -280,7 +280,7 @@ def test_an_empty_folder_may_be_given(tmp_path: Path) -> None:
     convert_to("native", tmp_path / "hf", tmp_path / "native")
 
 
-def test_a_full_disk_is_told_ahead(
+def test_a_full_disk_is_reported_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make("llama_gqa", tmp_path / "hf")

@@ -14,9 +14,9 @@ from megatron.checkpoint.writer import write_checkpoint
 from megatron.cli.ds_to_universal import main
 from megatron.config.command_line import parse_arguments
 from megatron.config.options import Config
+from megatron.interop.deepspeed_checkpoint import read
 from megatron.interop.huggingface import parameters_of
-from megatron.interop.pipeline_names import pipeline_names
-from megatron.interop.universal import read
+from megatron.interop.pipeline_names import PipelineNames
 from tests.training import layouts
 
 
@@ -58,30 +58,32 @@ def test_a_native_checkpoint_becomes_a_universal_folder(
     assert "(fp32, exp_avg, exp_avg_sq)" in capsys.readouterr().out
     assert (native.parent / "latest_universal").read_text() == "global_step9_universal"
     universal, checkpoint = read(target), Checkpoint(native)
-    assert {path.name for path in (target / "zero").iterdir()} == {
-        *pipeline_names(checkpoint.parameters).values(),
-        "optimizer_state.pt",
-    }
+    names = PipelineNames.of_ours(checkpoint.parameters)
+    folders = {names.theirs(name) for name in checkpoint.parameters}
+    assert {"0.weight", "3.attention.qkv.weight", "6.weight", "7.weight"} <= folders
+    assert {path.name for path in (target / "zero").iterdir()} == {*folders, "optimizer_state.pt"}
     assert (universal.facts["iteration"], universal.facts["consumed_samples"], universal.facts["step"]) == (9, 72, 8)
     assert universal.facts["metadata"] == checkpoint.metadata
-    for name, kind, tensor in universal.parameters():
-        assert torch.equal(tensor, checkpoint.read_full(name, kind))
+    assert universal.parameters.keys() == checkpoint.parameters.keys()
+    for name in universal.parameters:
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(universal.read_full(name, kind), checkpoint.read_full(name, kind))
 
 
 def test_a_deepspeed_checkpoint_becomes_a_universal_folder(
     tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Layer files of two tensor-parallel ranks, whose model only --config tells."""
+    """Layer files of two tensor-parallel ranks, whose model only --config describes."""
     full = {name: torch.randn(shard.shape) for name, shard in parameters_of(config).items()}
     source = tmp_path / "global_step3"
     source.mkdir()
-    theirs = pipeline_names(full)
-    for layer in {name.split(".")[0] for name in theirs.values()}:
+    theirs = {name: PipelineNames.of_config(config).theirs(name).split(".", 1) for name in full}
+    for layer in {layer for layer, _ in theirs.values()}:
         for rank in range(2):
             state = {
-                theirs[name].split(".", 1)[1]: shard.take(full[name], rank, 2)
+                theirs[name][1]: shard.take(full[name], rank, 2)
                 for name, shard in parameters_of(config).items()
-                if theirs[name].split(".")[0] == layer
+                if theirs[name][0] == layer
             }
             torch.save(state, source / f"layer_{int(layer):02d}-model_{rank:02d}-model_states.pt")
     torch.save({"module": None, "global_steps": 3}, source / "mp_rank_00_model_states.pt")
@@ -99,11 +101,11 @@ def test_a_deepspeed_checkpoint_becomes_a_universal_folder(
     assert universal.facts["iteration"] == 3
     assert universal.facts["metadata"]["config"] == config.to_dict()
     for name, tensor in full.items():
-        assert torch.equal(universal.tensor(name), tensor)
+        assert torch.equal(universal.read_full(name), tensor)
 
 
 def test_megatrons_args_need_no_config(tmp_path: Path) -> None:
-    """What is made of Megatron's tensors is for tests/checkpoint/test_universal.py; here, that the tool takes them."""
+    """The tool converts without --config; tests/interop/test_deepspeed_checkpoint.py checks the tensors."""
     block = {
         "input_layernorm.weight": torch.ones(8),
         "self_attention.query_key_value.weight": torch.randn(24, 8),
@@ -121,13 +123,13 @@ def test_megatrons_args_need_no_config(tmp_path: Path) -> None:
     torch.save(client, source / "mp_rank_00_model_states.pt")
     assert main(arguments_of(source, tmp_path / "universal")) == 0
     universal = read(tmp_path / "universal")
-    assert universal.shards["layers.0.attention.qkv.weight"].pieces == (8, 8, 8)
-    assert universal.shards["layers.0.mlp.gate_up.weight"].pieces == (16, 16)
+    assert universal.parameters["layers.0.attention.qkv.weight"].pieces == (8, 8, 8)
+    assert universal.parameters["layers.0.mlp.gate_up.weight"].pieces == (16, 16)
     grouped = block["self_attention.query_key_value.weight"].view(2, 3, 4, 8)
-    assert torch.equal(universal.tensor("layers.0.attention.qkv.weight").view(3, 2, 4, 8), grouped.transpose(0, 1))
+    assert torch.equal(universal.read_full("layers.0.attention.qkv.weight").view(3, 2, 4, 8), grouped.transpose(0, 1))
 
 
-def test_faults_are_told_and_leave_nothing(native: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_and_leave_nothing(native: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = native.parent / "universal"
     shard = native / "rank_00000.safetensors"
     content = bytearray(shard.read_bytes())

@@ -21,10 +21,10 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank tells of itself."""
+    """Results of one rank."""
 
     state: list[Fragment]
-    """What it owns of weights and moments."""
+    """Weights and moments that it owns."""
     next_loss: float
 
 
@@ -70,7 +70,7 @@ def save_native(arguments: str, folder: str) -> Run:
 
 
 def resume_universal(arguments: str, folder: str, tag: str) -> Run:
-    """DeepSpeed's own loader, told to load a universal folder, and one step. `arguments` name its JSON."""
+    """Load a universal folder with DeepSpeed's own loader, and make one step. `arguments` name its JSON."""
     engine, task = layouts.build(arguments)
     with torch.no_grad():
         path, client = engine.deepspeed.load_checkpoint(folder, tag=tag)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.command_line import from_dict
-from megatron.interop.pipeline_names import our_names, pipeline_names
+from megatron.interop.pipeline_names import PipelineNames, current
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.parallel.context import ParallelContext
 
@@ -18,5 +18,34 @@ def test_names_are_those_of_the_modules(family: str, untied: bool, num_layers: i
     config = from_dict({"model": {**options, "embed_layernorm": family == "bloom", "hidden_size": 16}})
     model = SequentialModel(build_layers(config, ParallelContext.single()))
     expected = {parameter.full_name: name for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
-    assert pipeline_names(expected) == expected
-    assert our_names(expected.values()) == {theirs: ours for ours, theirs in expected.items()}
+    several = [
+        PipelineNames.of_config(config),
+        PipelineNames.of_ours(expected),
+        PipelineNames.of_theirs(expected.values()),
+    ]
+    for names in several:
+        assert {ours: names.theirs(ours) for ours in expected} == expected
+        assert {names.ours(theirs): theirs for theirs in expected.values()} == expected
+
+
+def test_a_family_with_other_layers_is_numbered_by_its_declaration() -> None:
+    names = PipelineNames(["stem", "stem.extra", "layers.0", "head"])
+    assert [names.theirs(name) for name in ("stem.weight", "stem.extra.bias", "layers.0.up.weight", "head.weight")] == [
+        "0.weight",
+        "1.bias",
+        "2.up.weight",
+        "3.weight",
+    ]
+    assert names.ours("1.bias") == "stem.extra.bias"
+    assert names.ours("7.weight") == "7.weight"
+
+
+def test_names_of_the_first_release_are_recognised() -> None:
+    first = ["tied_modules.word_embedding.weight", "1.positions", "1.norm.bias", "2.mlp_norm.bias", "14.norm.weight"]
+    assert [current(name) for name in first] == [
+        "tied_modules.embedding_word.weight",
+        "1.position.weight",
+        "1.norm.bias",
+        "2.mlp_norm.bias",
+        "14.weight",
+    ]

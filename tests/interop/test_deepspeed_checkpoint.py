@@ -22,7 +22,8 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config.command_line import parse_arguments
 from megatron.config.options import Config
-from megatron.interop.universal import ForeignCheckpoint, point_latest, read, recognise, universal_info, write
+from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint, read, recognise
+from megatron.interop.universal import point_latest, universal_info, write
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from tests.interop import deepspeed_runs
@@ -58,8 +59,10 @@ def gathered(runs: list[Run]) -> Full:
     return {key: shards[key].assemble(tensors) for key, tensors in local.items()}
 
 
-def assert_same(foreign: ForeignCheckpoint, expected: Full) -> None:
-    found = {(name, kind): tensor.clone() for name, kind, tensor in foreign.parameters()}
+def assert_same(foreign: DeepSpeedCheckpoint, expected: Full) -> None:
+    found = {
+        (name, kind): foreign.read_full(name, kind).clone() for name in foreign.parameters for kind in foreign.kinds
+    }
     assert found.keys() == expected.keys()
     wrong = [key for key in expected if not torch.equal(found[key], expected[key])]
     assert not wrong
@@ -93,7 +96,7 @@ def convert_with_deepspeed(source: Path, target: Path) -> None:
         ("bloom_learned", "112", "--zero-stage 3"),
     ],
 )
-def test_deepspeeds_shards_and_its_universal_folder_are_read_bit_for_bit(
+def test_deepspeed_shards_and_its_universal_folder_are_read_bit_for_bit(
     ranks: RankPools, tmp_path: Path, model: str, layout: str, extra: str
 ) -> None:
     world_size, flags = flags_of(model, layout, extra)
@@ -111,7 +114,7 @@ def test_deepspeeds_shards_and_its_universal_folder_are_read_bit_for_bit(
     if "--zero-stage 3" not in extra:  # of ZeRO-3, DeepSpeed's tool keeps the numbers alone
         assert universal.facts["step"] == 2
         alone = read(tmp_path / "universal")
-        assert alone.shards == foreign.shards
+        assert alone.parameters == foreign.parameters
         assert_same(alone, expected)
 
 
@@ -135,7 +138,7 @@ def native(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def test_our_universal_folder_is_read_back(native: Callable[[str], tuple[Path, list[Run]]]) -> None:
     folder, runs = native("llama_gqa")
     checkpoint, universal = Checkpoint(folder / TAG), read(folder / "universal")
-    assert universal.shards == checkpoint.parameters
+    assert universal.parameters == checkpoint.parameters
     assert universal.facts["metadata"] == checkpoint.metadata
     assert_same(universal, gathered(runs))
 
@@ -152,7 +155,7 @@ def test_our_universal_folder_is_read_back(native: Callable[[str], tuple[Path, l
         ("bloom_alibi", "141", "--zero-stage 1"),
     ],
 )
-def test_deepspeeds_loader_resumes_our_universal_folder_on_another_layout(
+def test_deepspeed_loader_resumes_our_universal_folder_on_another_layout(
     ranks: RankPools,
     native: Callable[[str], tuple[Path, list[Run]]],
     tmp_path: Path,
@@ -172,7 +175,7 @@ def test_deepspeeds_loader_resumes_our_universal_folder_on_another_layout(
     assert resumed[0].next_loss == pytest.approx(saved[0].next_loss, rel=1e-3 if "--bf16" in extra else 1e-6)
 
 
-def test_patterns_are_few_and_each_parameter_meets_its_own() -> None:
+def test_patterns_are_few_and_match_their_parameters() -> None:
     shards = {
         "embedding.word.weight": Shard((20, 8), dim=0, pieces=(20,)),
         "embedding.position.weight": Shard((4, 8)),
@@ -342,7 +345,7 @@ def test_a_megatron_deepspeed_checkpoint_gives_the_same_logits(
     foreign = read(tmp_path, config)
     assert foreign.facts["consumed_samples"] == 640
     assert foreign.kinds == ("weight",)
-    weights = {name: tensor.numpy() for name, _, tensor in foreign.parameters()}
+    weights = {name: foreign.read_full(name).numpy() for name in foreign.parameters}
     ctx = ParallelContext.single()
     tokens = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     ours = outputs.logits_of(outputs.build_model(config, ctx, weights), tokens, ctx)
@@ -351,9 +354,12 @@ def test_a_megatron_deepspeed_checkpoint_gives_the_same_logits(
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     # without a config, the heads come from its args, and the padding stays in the vocabulary
     alone = read(tmp_path)
-    embedding = "embedding.word.weight"
-    assert torch.equal(alone.tensor(embedding)[:VOCABULARY], foreign.tensor(embedding))
-    assert torch.equal(alone.tensor("layers.0.attention.qkv.weight"), foreign.tensor("layers.0.attention.qkv.weight"))
+    assert torch.equal(
+        alone.read_full("embedding.word.weight")[:VOCABULARY], foreign.read_full("embedding.word.weight")
+    )
+    assert torch.equal(
+        alone.read_full("layers.0.attention.qkv.weight"), foreign.read_full("layers.0.attention.qkv.weight")
+    )
 
 
 def test_megatrons_shards_of_more_than_ten_data_ranks_give_its_float32_state(tmp_path: Path) -> None:
@@ -389,10 +395,10 @@ def test_megatrons_shards_of_more_than_ten_data_ranks_give_its_float32_state(tmp
     write_megatron(tmp_path / "layers", layers, 3, {"num_attention_heads": HEADS})
     weights = read(tmp_path / "layers", outputs.config_of(f"{LLAMA} --num-query-groups 2"))
     assert foreign.facts["step"] == 4
-    assert foreign.shards == weights.shards
-    for name in weights.shards:
-        assert torch.equal(foreign.tensor(name), weights.tensor(name))
-        assert torch.equal(foreign.tensor(name, "exp_avg_sq"), weights.tensor(name) * 3.0)
+    assert foreign.parameters == weights.parameters
+    for name in weights.parameters:
+        assert torch.equal(foreign.read_full(name), weights.read_full(name))
+        assert torch.equal(foreign.read_full(name, "exp_avg_sq"), weights.read_full(name) * 3.0)
     (tmp_path / "bf16_zero_pp_rank_11_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match=r"lacks zero_pp_rank_11_mp_rank_00_optim_states\.pt"):
         read(tmp_path)
@@ -410,11 +416,11 @@ def test_a_megatron_universal_folder_keeps_moments_in_step_with_weights(tmp_path
                 torch.save({"param": (tensor * factor).detach().clone(), "cat_dim": 0}, folder / f"{file}.pt")
     foreign = read(tmp_path, outputs.config_of(f"{LLAMA} --num-query-groups 2"))
     assert foreign.kinds == ("weight", "exp_avg", "exp_avg_sq")
-    for name in foreign.shards:
-        weight = foreign.tensor(name)
-        torch.testing.assert_close(foreign.tensor(name, "exp_avg"), weight * 2.0, rtol=0, atol=0)
-        torch.testing.assert_close(foreign.tensor(name, "exp_avg_sq"), weight * 3.0, rtol=0, atol=0)
-    head = foreign.tensor("output.weight")
+    for name in foreign.parameters:
+        weight = foreign.read_full(name)
+        torch.testing.assert_close(foreign.read_full(name, "exp_avg"), weight * 2.0, rtol=0, atol=0)
+        torch.testing.assert_close(foreign.read_full(name, "exp_avg_sq"), weight * 3.0, rtol=0, atol=0)
+    head = foreign.read_full("output.weight")
     assert head.shape == (VOCABULARY, HIDDEN)
 
 
@@ -423,9 +429,9 @@ def test_megatrons_drifted_norms_are_averaged_with_a_warning(tmp_path: Path, cap
     layers[1][1] = dict(layers[1][1])
     layers[1][1]["input_layernorm.weight"] = layers[1][1]["input_layernorm.weight"] + 1.0
     write_megatron(tmp_path, layers, 3, {"num_attention_heads": HEADS})
-    found = read(tmp_path).tensor("layers.0.attention_norm.weight")
+    found = read(tmp_path).read_full("layers.0.attention_norm.weight")
     torch.testing.assert_close(found, layers[1][0]["input_layernorm.weight"] + 0.5)
-    assert "layers.0.attention_norm.weight differs between tensor-parallel ranks; their mean is taken" in caplog.text
+    assert "layers.0.attention_norm.weight differs between tensor-parallel ranks; taking their mean" in caplog.text
 
 
 def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:
@@ -433,7 +439,7 @@ def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:
     layers[-1][1] = {"word_embeddings.weight": layers[-1][1]["word_embeddings.weight"] + 1e-3}
     write_megatron(tmp_path, layers, 3, {"num_attention_heads": HEADS})
     with pytest.raises(CheckpointError, match=r"layer_07-model_00.* differs from 1\.word_embeddings\.weight"):
-        read(tmp_path).tensor("embedding.word.weight")
+        read(tmp_path).read_full("embedding.word.weight")
 
 
 def test_a_megatron_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -443,7 +449,7 @@ def test_a_megatron_checkpoint_of_another_model_is_refused(tmp_path: Path) -> No
         read(tmp_path, outputs.config_of(f"{BLOOM} --num-attention-heads 4"))
     with pytest.raises(CheckpointError, match=r"layer_01.*fewer than vocab_size=1000"):
         read(tmp_path, outputs.config_of(f"{BLOOM} --vocab-size 1000"))
-    with pytest.raises(CheckpointError, match=r"layers\.2\.attention\.dense\.bias as no parameter"):
+    with pytest.raises(CheckpointError, match=r"layers\.2\.attention\.dense\.bias is not there"):
         read(tmp_path, outputs.config_of(f"{BLOOM} --num-layers 3"))
     write_megatron(tmp_path, layers, 3, {})
     with pytest.raises(CheckpointError, match="does not say how many attention heads"):
@@ -523,7 +529,7 @@ def test_a_truncated_file_is_named(universal: Path) -> None:
     path = universal / "zero" / "0.weight" / "exp_avg.pt"
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match=r"0\.weight/exp_avg\.pt cannot be read"):
-        read(universal).tensor("embedding.word.weight", "exp_avg")
+        read(universal).read_full("embedding.word.weight", "exp_avg")
 
 
 def test_a_flipped_bit_anywhere_in_a_tensor_is_found(universal: Path) -> None:
@@ -546,7 +552,7 @@ def test_a_file_of_another_structure_is_refused(universal: Path, content: Any) -
     foreign = read(universal)
     torch.save(content, universal / "zero" / "2.attention.qkv.weight" / "fp32.pt")
     with pytest.raises(CheckpointError, match=r"2\.attention\.qkv\.weight/fp32\.pt"):
-        foreign.tensor("layers.0.attention.qkv.weight")
+        foreign.read_full("layers.0.attention.qkv.weight")
 
 
 def test_shards_of_another_structure_are_refused(tmp_path: Path) -> None:
@@ -577,15 +583,23 @@ def test_a_missing_moment_is_named(universal: Path) -> None:
 def test_a_moment_of_another_shape_is_named(universal: Path) -> None:
     torch.save({"param": torch.ones(3, 4), "cat_dim": 0}, universal / "zero" / "0.weight" / "exp_avg.pt")
     with pytest.raises(CheckpointError, match=r"exp_avg\.pt holds exp_avg of 0\.weight as \(3, 4\)"):
-        read(universal).tensor("embedding.word.weight", "exp_avg")
+        read(universal).read_full("embedding.word.weight", "exp_avg")
 
 
-def test_what_is_not_there_is_said(universal: Path) -> None:
+def test_missing_parameters_and_kinds_are_named(universal: Path) -> None:
     foreign = read(universal)
-    with pytest.raises(CheckpointError, match=r"no weight of 9\.norm\.weight"):
-        foreign.tensor("9.norm.weight")
+    with pytest.raises(CheckpointError, match=r"no weight of layers\.9\.norm\.weight"):
+        foreign.read_full("layers.9.norm.weight")
     with pytest.raises(CheckpointError, match="no momentum_buffer of"):
-        foreign.tensor("embedding.word.weight", "momentum_buffer")
+        foreign.read_full("embedding.word.weight", "momentum_buffer")
+
+
+def test_a_universal_folder_of_the_first_release_is_read(universal: Path) -> None:
+    expected = {name: read(universal).read_full(name, "exp_avg").clone() for name in read(universal).parameters}
+    (universal / "zero" / "3.weight").rename(universal / "zero" / "3.norm.weight")
+    first = read(universal)
+    assert first.parameters.keys() == expected.keys()
+    assert all(torch.equal(first.read_full(name, "exp_avg"), tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("tag", ["../universal", "/etc", ".", "", "gone"])
@@ -607,7 +621,7 @@ def test_the_newest_universal_folder_is_found_by_its_pointer(universal: Path) ->
 def test_a_folder_of_something_else_is_not_recognised(tmp_path: Path) -> None:
     assert recognise(tmp_path) is None
     assert recognise(tmp_path / "missing") is None
-    with pytest.raises(CheckpointError, match="holds no checkpoint of DeepSpeed's"):
+    with pytest.raises(CheckpointError, match="holds no DeepSpeed checkpoint"):
         read(tmp_path)
 
 
@@ -636,7 +650,7 @@ def test_shards_without_their_config_or_with_another_are_refused(ranks: RankPool
         read(folder, config_of("llama_mha"))
     smaller = read(folder, config_of("llama_gqa", "--vocab-size", "240"))
     with pytest.raises(CheckpointError, match="behind the 240 of this model"):
-        smaller.tensor("embedding.word.weight")
+        smaller.read_full("embedding.word.weight")
     (folder / "progress.json").write_text(json.dumps({"config": config_of("llama_gqa").to_dict()}))
     assert read(folder).kinds == ("weight", "exp_avg", "exp_avg_sq")
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()

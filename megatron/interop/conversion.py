@@ -1,0 +1,219 @@
+"""Conversion of weights between Hugging Face, native and DeepSpeed universal checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megatron.checkpoint.format import CheckpointError, Fragment
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.writer import write_checkpoint
+from megatron.config.command_line import from_dict, read_preset
+from megatron.config.options import Config
+from megatron.files import appearing
+from megatron.interop import deepspeed_checkpoint, universal
+from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
+from megatron.interop.huggingface import export_huggingface, import_huggingface, parameters_of, tokenizer_files
+from megatron.interop.huggingface_files import DTYPES, Precision
+from megatron.interop.native import count, native_model
+from megatron.planning.progress import Progress
+
+NATIVE_TAG = "global_step0"
+
+Target = Literal["hf", "native", "universal"]
+ReportNumel = Callable[[int], object]
+"""Callback for progress: receives the number of elements processed since its previous call."""
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """Weights of a checkpoint of any format, by our names, as full float32 tensors."""
+
+    kind: str
+    """`hf`, `native`, or a layout that deepspeed_checkpoint.py recognises."""
+    path: Path
+    config: Config
+    num_parameters: int
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    """Yields (name, tensor), each parameter once."""
+    read: Callable[[str], Tensor]
+    """Returns one of them."""
+    read_range: Callable[[str, int, int], Tensor] | None = None
+    """(name, start, numel) -> that stretch of the flattened tensor. None: this format gives full tensors only."""
+    verify: Callable[[], object] | None = None
+    """Compares the checksums in the checkpoint. Raises CheckpointError."""
+    source: dict[str, Any] | None = None
+    """Hugging Face's config.json and generation_config.json, where the model came from there."""
+    checkpoint: Checkpoint | DeepSpeedCheckpoint | None = None
+    """Whole checkpoint, moments and metadata included; None: Hugging Face's."""
+
+    def reported(self, progress: ReportNumel) -> Iterator[tuple[str, Tensor]]:
+        """Yield `tensors`, reporting each when the next is requested."""
+        for name, tensor in self.tensors():
+            numel = tensor.numel()
+            yield name, tensor
+            del tensor  # before the next one is made
+            progress(numel)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def recognise(path: Path) -> str:
+    """Return the kind of checkpoint in `path`: see `ModelWeights.kind`. Raises CheckpointError."""
+    if not path.is_dir():
+        raise CheckpointError(f"--load {path} is {'a file' if path.exists() else 'not there'}; give a folder")
+    has_native = (path / "checkpoint.json").exists() or any(path.glob("*/checkpoint.json"))
+    foreign = None if has_native else deepspeed_checkpoint.recognise(path)
+    has_hf = (path / "config.json").exists()
+    if has_hf and (has_native or foreign):
+        raise CheckpointError(f"--load {path} holds config.json beside a {foreign or 'native'} checkpoint; keep one")
+    kind = "hf" if has_hf else "native" if has_native else foreign
+    if kind is None:
+        raise CheckpointError(
+            f"--load {path} holds no checkpoint: neither config.json (Hugging Face), nor checkpoint.json there or a "
+            "folder below (native), nor DeepSpeed's files"
+        )
+    return kind
+
+
+def open_any(path: Path, preset: str | None = None) -> Checkpoint | DeepSpeedCheckpoint:
+    """Open a native or DeepSpeed checkpoint, or the newest of a run's folder; `preset` describes one without a config.
+
+    Raises CheckpointError, ConfigError.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is {'a file' if path.exists() else 'not there'}; give a checkpoint's folder")
+    if not (path / "checkpoint.json").exists() and not any(path.glob("*/checkpoint.json")):
+        return deepspeed_checkpoint.read(path, None if preset is None else from_dict(read_preset(preset)))
+    _refuse_preset(path, preset)
+    checkpoint = open_checkpoint(path)
+    if checkpoint is None:
+        raise CheckpointError(f"{path} holds no checkpoint")
+    return checkpoint
+
+
+def _refuse_preset(path: Path, preset: str | None) -> None:
+    if preset is not None:
+        raise CheckpointError(f"--config {preset}: {path} contains its model's config; leave the option out")
+
+
+def open_weights(path: Path, preset: str | None = None) -> ModelWeights:
+    """Open and check a checkpoint of any format. Raises CheckpointError or ConfigError."""
+    kind = recognise(path)
+    if kind == "hf":
+        _refuse_preset(path, preset)
+        hf = import_huggingface(path)
+        return ModelWeights("hf", path, hf.config, hf.num_parameters, hf.tensors, hf.read, source=hf.source)
+    checkpoint = open_any(path, preset)
+    if isinstance(checkpoint, Checkpoint):
+        native = native_model(checkpoint)
+        return ModelWeights(
+            kind,
+            checkpoint.folder,
+            native.config,
+            native.num_parameters,
+            native.tensors,
+            checkpoint.read_full,
+            native.read_range,
+            checkpoint.verify,
+            native.source,
+            checkpoint,
+        )
+    saved = (checkpoint.facts.get("metadata") or {}).get("config")
+    if saved is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} ({kind}) does not contain its model's config; describe it with --config PRESET"
+        )
+    config = from_dict(saved)
+    names = parameters_of(config)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, checkpoint.read_full(name)
+
+    return ModelWeights(
+        kind, checkpoint.folder, config, count(names), tensors, checkpoint.read_full, checkpoint=checkpoint
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def write_native(model: ModelWeights, folder: Path, progress: ReportNumel) -> Checkpoint:
+    """Write the weights as the first checkpoint of a run, and open it."""
+    shards = parameters_of(model.config)
+    dtype = str(DTYPES[model.config.training.precision]).removeprefix("torch.")
+    metadata = {"config": model.config.to_dict(), "progress": asdict(Progress()), "source": model.source}
+    fragments = (
+        Fragment(name, "weight", shards[name], 0, 1, 0, tensor.flatten(), dtype)
+        for name, tensor in model.reported(progress)
+    )
+    return Checkpoint(write_checkpoint(folder, NATIVE_TAG, fragments, metadata))
+
+
+def write_universal(model: ModelWeights, folder: Path, progress: ReportNumel) -> None:
+    """Write a universal folder, with the moments of the source; a Hugging Face model is written as native first."""
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as native:
+        checkpoint = model.checkpoint or write_native(model, Path(native), progress)
+        universal.write(checkpoint, folder)
+
+
+def write_huggingface(
+    model: ModelWeights,
+    folder: Path,
+    *,
+    precision: Precision | None,
+    max_shard_bytes: int,
+    tokenizer: Path | None,
+    progress: ReportNumel,
+) -> list[str]:
+    """Write a Hugging Face folder and return the names of its tokenizer files.
+
+    `tokenizer` is the folder that has them; None: the source, if it is Hugging Face's. `precision` is the run's unless
+    given.
+    """
+    if tokenizer is not None and not tokenizer_files(tokenizer):
+        raise CheckpointError(f"--tokenizer {tokenizer} holds no tokenizer.json or other tokenizer files")
+    return export_huggingface(
+        folder,
+        model.config,
+        model.reported(progress),
+        precision=precision,
+        max_shard_bytes=max_shard_bytes,
+        source=model.source,
+        tokenizer=tokenizer or (model.path if model.kind == "hf" else None),
+    )
+
+
+def needed_bytes(model: ModelWeights, to: Target, precision: Precision) -> int:
+    """Return the size of the result; `precision` is that of a Hugging Face folder."""
+    width = DTYPES[precision].itemsize if to == "hf" else 4
+    if to == "universal":
+        # each moment beside the weights; a Hugging Face source needs a native copy meanwhile
+        width *= len(model.checkpoint.kinds) if model.checkpoint else 2
+    return model.num_parameters * width
+
+
+@contextlib.contextmanager
+def new_folder(save: Path) -> Iterator[Path]:
+    """Give a folder beside `save` to write into, which becomes `save` at the end, or is removed if anything fails.
+
+    Raises CheckpointError if `save` has content.
+    """
+    save = Path(os.path.abspath(save))
+    if os.path.lexists(save) and (save.is_symlink() or not save.is_dir() or any(save.iterdir())):
+        raise CheckpointError(f"--save {save} is there already; give a new or empty folder")
+    save.parent.mkdir(parents=True, exist_ok=True)
+    with appearing(save, save.with_name(f".{save.name}.partial-{secrets.token_hex(4)}")) as work:
+        yield work

@@ -1,0 +1,287 @@
+"""Reading checkpoints of DeepSpeed (universal or sharded) and Megatron-DeepSpeed as full tensors in our names.
+
+checkpoint = read(Path("run/global_step100_universal"))
+for name in checkpoint.parameters: checkpoint.read_full(name)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.config.command_line import from_dict
+from megatron.config.options import Config, ConfigError
+from megatron.interop.deepspeed_files import (
+    FILE_OF_KIND,
+    LAYER_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    Inert,
+    ModelFiles,
+    RankTensors,
+    UniversalFolder,
+    ZeroShards,
+    numbered,
+    verify_file,
+)
+from megatron.interop.deepspeed_origins import Origin, is_megatron, megatron_origins, our_origins
+from megatron.interop.native import matched
+from megatron.parallel.shards import Shard
+
+log = logging.getLogger(__name__)
+
+Layout = Literal["universal", "deepspeed", "megatron-deepspeed"]
+
+
+class DeepSpeedCheckpoint:
+    """Checkpoint of DeepSpeed or Megatron-DeepSpeed, read as a `reader.Checkpoint` is, in our names and row order.
+
+    `parameters` describes each full tensor, without padding. `kinds` are those that every parameter has: `weight`, and
+    the optimizer's `exp_avg`, `exp_avg_sq` or `momentum_buffer`. `facts`, each where the checkpoint has it:
+    `iteration`, `consumed_samples`, `step` (the optimizer's), `args` (Megatron's arguments), `metadata` (ours).
+    """
+
+    def __init__(
+        self, folder: Path, layout: Layout, source: RankTensors, origins: Mapping[str, Origin], facts: dict[str, Any]
+    ) -> None:
+        self.folder, self.layout, self.facts = folder, layout, facts
+        self.parameters: Mapping[str, Shard] = {ours: origin.shard for ours, origin in origins.items()}
+        self._source, self._origins = source, origins
+        found = {ours: source.kinds(origin.theirs[0]) for ours, origin in origins.items()}
+        self.kinds = tuple(kind for kind in FILE_OF_KIND if any(kind in kinds for kinds in found.values()))
+        for ours, kinds in found.items():
+            if kinds != self.kinds:
+                lacking = next(kind for kind in self.kinds if kind not in kinds)
+                raise CheckpointError(
+                    f"{folder} lacks {lacking} of {ours}, which its other parameters have; copy the whole checkpoint"
+                )
+
+    def read_full(self, name: str, kind: str = "weight") -> Tensor:
+        """Return the full tensor in float32, without padding; a view of the mapped file where nothing is converted.
+
+        Raises CheckpointError if the parameter or kind is missing, or its copies differ.
+        """
+        if name not in self._origins or kind not in self.kinds:
+            has = f"kinds {', '.join(self.kinds)} of {len(self._origins)} parameters"
+            raise CheckpointError(f"{self.folder} has no {kind} of {name}, only {has}; give the model's own config")
+        origin = self._origins[name]
+        local = [self._checked_local(origin, name, kind, theirs) for theirs in origin.theirs]
+        for theirs, copy in zip(origin.theirs[1:], local[1:], strict=True):
+            if not all(map(torch.equal, copy, local[0])):
+                raise CheckpointError(
+                    f"{self._source.path(theirs, kind)}: {theirs} differs from {origin.theirs[0]}, the same tied "
+                    "weight; its copies had drifted apart, so load an earlier checkpoint"
+                )
+        return self._assembled(origin, name, kind, local[0]).float()
+
+    def _checked_local(self, origin: Origin, name: str, kind: str, theirs: str) -> list[Tensor]:
+        local = self._source.local(theirs, kind)
+        expected = origin.cut.local_shape(self._source.tensor_size)
+        for tensor in local:
+            if tuple(tensor.shape) != expected:
+                raise CheckpointError(
+                    f"{self._source.path(theirs, kind)} holds {kind} of {theirs} as {tuple(tensor.shape)}; {name} has "
+                    f"{expected} on one of {self._source.tensor_size} tensor-parallel ranks"
+                )
+        return local
+
+    def _assembled(self, origin: Origin, name: str, kind: str, local: Sequence[Tensor]) -> Tensor:
+        if origin.cut.dim is None:
+            if all(torch.equal(tensor, local[0]) for tensor in local[1:]):
+                return local[0]
+            path = self._source.path(origin.theirs[0], kind)
+            if not origin.is_megatron:
+                raise CheckpointError(
+                    f"{path}: {kind} of {name} differs between tensor-parallel ranks, which must hold equal copies; "
+                    "load an earlier checkpoint"
+                )
+            # BLOOM's norms drifted apart in training; its own conversion averages them too
+            log.warning("%s: %s of %s differs between tensor-parallel ranks; taking their mean", path, kind, name)
+            return torch.stack([tensor.float() for tensor in local]).mean(dim=0)
+        full = local[0] if len(local) == 1 else origin.cut.assemble(local)
+        length = origin.shard.shape[origin.cut.dim]
+        if not origin.is_megatron and full.narrow(origin.cut.dim, length, full.shape[origin.cut.dim] - length).any():
+            raise CheckpointError(
+                f"{self._source.path(origin.theirs[0], kind)}: {kind} of {name} holds numbers in its padding, "
+                f"behind the {length} of this model; it is a checkpoint of a larger vocabulary"
+            )
+        full = full.narrow(origin.cut.dim, 0, length)
+        return origin.reordered(full)
+
+    def read(
+        self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
+    ) -> Tensor:
+        """Return a stretch of a local tensor, as `reader.Checkpoint.read` does; reads the full tensor for it."""
+        local = shard.take(self.read_full(name, kind), tensor_rank, tensor_size)
+        return local.view(-1)[start : start + numel]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Metadata of a resuming run, as far as the checkpoint has it: see training/checkpoints.py."""
+        facts = self.facts
+        ours = facts.get("metadata") or {}
+        iteration = int(facts.get("iteration") or 0)
+        return {
+            **ours,
+            "progress": {
+                **ours.get("progress", {}),
+                "iteration": iteration,
+                "consumed_samples": int(facts.get("consumed_samples") or 0),
+            },
+            # a bare ZeRO-3 folder lacks the optimizer's steps; there was one per iteration
+            "optimizer": {**(ours.get("optimizer") or {}), "step": facts.get("step", iteration)},
+        }
+
+    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Compare the checksums of this share of the files. Raises CheckpointError that names the damaged one."""
+        for path in sorted(self.folder.rglob("*.pt"))[share[0] :: share[1]]:
+            verify_file(path)
+
+
+def recognise(path: Path) -> Layout | None:
+    """Return the layout of a folder, or of the one its `latest_universal` or `latest` names; None: not DeepSpeed's."""
+    folder = _resolved(path)
+    if folder is None:
+        return None
+    if _is_universal(folder):
+        return "universal"
+    with _as_damage(folder):
+        return "megatron-deepspeed" if is_megatron(_source_of(folder).names) else "deepspeed"
+
+
+def read(path: Path, config: Config | None = None) -> DeepSpeedCheckpoint:
+    """Open a universal, DeepSpeed or Megatron-DeepSpeed folder, or the one its `latest_universal` or `latest` names.
+
+    `config` is the model's, for checkpoints without one: shapes are checked against it, and Megatron's number of heads
+    and vocabulary size come from it. Raises CheckpointError that names the file.
+    """
+    folder = _resolved(path)
+    if folder is None:
+        raise CheckpointError(
+            f"{path} holds no DeepSpeed checkpoint: neither zero/<parameter>/fp32.pt nor *_model_states.pt; give the "
+            "folder of one step, or one whose `latest_universal` or `latest` names it"
+        )
+    with _as_damage(folder):
+        source = _source_of(folder)
+        facts = _facts(folder, source)
+        config = config or _saved_config(folder, facts)
+        if config is not None:
+            facts["metadata"] = {"config": config.to_dict(), **facts.get("metadata", {})}
+        megatron = is_megatron(source.names)
+        origins = (megatron_origins if megatron else our_origins)(source, config, folder)
+        if config is not None:
+            matched(folder, config, {name: origin.shard for name, origin in origins.items()})
+        layout: Layout = "megatron-deepspeed" if megatron else "deepspeed"
+        if isinstance(source, UniversalFolder):
+            layout = "universal"
+        return DeepSpeedCheckpoint(folder, layout, source, origins, facts)
+
+
+@contextlib.contextmanager
+def _as_damage(folder: Path) -> Iterator[None]:
+    """Turn the exceptions that files of an unexpected structure cause into CheckpointError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} does not have the structure of a DeepSpeed checkpoint ({type(error).__name__}: {error}); copy "
+            "it again from its source"
+        ) from error
+
+
+def _resolved(path: Path) -> Path | None:
+    """Return the folder of one step: `path`, or the one that a pointer in it names."""
+    if not path.is_dir():
+        return None
+    if _holds_tensors(path):
+        return path
+    for pointer in ("latest_universal", "latest"):
+        if not (path / pointer).is_file():
+            continue
+        tag = (path / pointer).read_text(encoding="utf-8", errors="replace").strip()
+        if not tag or tag in (".", "..") or Path(tag).name != tag:
+            raise CheckpointError(f"{path / pointer} holds {tag!r}; it must be the name of a folder beside it")
+        if (path / tag).is_dir() and _holds_tensors(path / tag):
+            return path / tag
+    return None
+
+
+def _holds_tensors(folder: Path) -> bool:
+    return bool(_is_universal(folder) or numbered(folder, MODEL_FILE) or numbered(folder, LAYER_FILE))
+
+
+def _is_universal(folder: Path) -> bool:
+    return any((folder / "zero").glob("*/fp32.pt"))
+
+
+def _source_of(folder: Path) -> RankTensors:
+    if _is_universal(folder):
+        return UniversalFolder(folder)
+    # optimizer files hold float32 weights and moments by name; model files only weights
+    source: RankTensors = ZeroShards(folder) if numbered(folder, OPTIMIZER_FILE) else ModelFiles(folder)
+    if not source.names:
+        raise CheckpointError(f"{folder} has DeepSpeed files without weights; copy the whole checkpoint")
+    return source
+
+
+def _saved_config(folder: Path, facts: Mapping[str, Any]) -> Config | None:
+    """Config of the run, from our metadata or from the progress.json beside our first DeepSpeed checkpoints."""
+    saved = (facts.get("metadata") or {}).get("config") or _progress(folder).get("config")
+    if not isinstance(saved, dict):
+        return None
+    try:
+        return from_dict(saved)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder} was saved with a config that is not valid any more: {error}") from None
+
+
+def _progress(folder: Path) -> dict[str, Any]:
+    path = folder / "progress.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}); copy it again from its source") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _facts(folder: Path, source: RankTensors) -> dict[str, Any]:
+    client = source.client
+    arguments = client.get("args")
+    known = arguments.state if isinstance(arguments, Inert) and isinstance(arguments.state, dict) else {}
+    args = {name: value for name, value in known.items() if _is_plain(value)}
+    progress = _progress(folder).get("progress") or {}
+    found = {
+        "iteration": progress.get("iteration", client.get("iteration", client.get("global_steps"))),
+        "consumed_samples": progress.get(
+            "consumed_samples",
+            client.get("consumed_samples", args.get("consumed_train_samples", client.get("global_samples"))),
+        ),
+        "step": source.step(),
+        "args": args or None,
+    }
+    facts = {name: value for name, value in found.items() if value is not None}
+    metadata = client.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            facts["metadata"] = json.loads(metadata)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: the metadata in its model states are damaged ({error})") from None
+        if not isinstance(facts["metadata"], dict):
+            raise CheckpointError(f"{folder}: the metadata in its model states are not a JSON object; copy it again")
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)
