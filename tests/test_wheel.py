@@ -167,8 +167,7 @@ def test_help_names_the_command_and_imports_no_torch(installed: Environment, com
     shown = installed.run(command, "--help", PYTHONPROFILEIMPORTTIME="1")
     assert shown.stdout.startswith(f"usage: {command} ")
     assert re.search(r"\| +argparse$", shown.stderr, re.MULTILINE)
-    if command != "megatron-inspect-checkpoint":
-        assert not re.search(r"\| +(torch|deepspeed|transformers)$", shown.stderr, re.MULTILINE)
+    assert not re.search(r"\| +(torch|deepspeed|transformers)$", shown.stderr, re.MULTILINE)
 
 
 def test_every_tool_of_a_checkout_is_an_installed_command() -> None:

@@ -17,14 +17,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.checkpoint import inspection
-from megatron.checkpoint.format import ITEM_BYTES, CheckpointError
-from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.cli.command import INTERRUPTED
 from megatron.command_names import command_name
+from megatron.exit_codes import DONE, FAILED
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.reader import Checkpoint
 
 SHOWN_DIFFERENCES = 20
 
@@ -54,6 +56,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def opened(path: str) -> Checkpoint:
     """Open a checkpoint, or the newest in a folder of them. Raises CheckpointError."""
+    from megatron.checkpoint.format import CheckpointError
+    from megatron.checkpoint.reader import open_checkpoint
+
     checkpoint = open_checkpoint(Path(path))
     if checkpoint is None:
         raise CheckpointError(f"{path} holds no checkpoint; give a checkpoint's folder, or a run's --save folder")
@@ -66,6 +71,8 @@ def bar(total: int, title: str) -> Any:
 
 def verify(checkpoint: Checkpoint) -> str | None:
     """Return the damage found; None if there is none."""
+    from megatron.checkpoint.format import CheckpointError
+
     with bar(sum(at.num_bytes for at in checkpoint.fragments), "verify") as progress:
         try:
             checkpoint.verify(progress=progress.update)
@@ -151,6 +158,8 @@ def print_description(found: dict[str, Any]) -> None:
 
 def inspect(path: str, arguments: argparse.Namespace) -> bool:
     """Print the requested facts. Returns True if nothing is damaged. Raises CheckpointError."""
+    from megatron.checkpoint import inspection
+
     checkpoint = opened(path)
     found = inspection.describe(checkpoint)
     damage = verify(checkpoint) if arguments.verify else None
@@ -212,6 +221,9 @@ def print_some(label: str, lines: Sequence[str]) -> None:
 
 def diff(arguments: argparse.Namespace) -> bool:
     """Print the comparison. Returns True if the two are equal. Raises CheckpointError."""
+    from megatron.checkpoint import inspection
+    from megatron.checkpoint.format import ITEM_BYTES
+
     first, second = (opened(path) for path in arguments.diff)
     pairs = inspection.comparable(first, second)
     num_bytes = sum(ITEM_BYTES * math.prod(first.parameters[name].shape) for name, _ in pairs)
@@ -223,15 +235,18 @@ def diff(arguments: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    from megatron.checkpoint.format import CheckpointError
+
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        return 0 if (diff(arguments) if arguments.diff else inspect(arguments.path, arguments)) else 1
+        is_good = diff(arguments) if arguments.diff else inspect(arguments.path, arguments)
+        return DONE if is_good else FAILED
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
-        return 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has closed the pipe
+        return DONE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
