@@ -49,7 +49,7 @@ LIGHT = (
     "config.command_line",
     "accelerator",
     "launch.child_processes",
-    "planning.estimate",
+    "planning.describe",
     "exit_codes",
     "files",
     "command_names",

@@ -5,6 +5,7 @@ python tools/document_config.py > docs/configuration.md
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -13,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config.command_line import PRESETS_DIR, from_dict, read_preset, shown
 from megatron.config.options import flag, option_doc, sections
-from megatron.planning.estimate import count_parameters
+from megatron.config.training import ParallelConfig
+from megatron.planning.sizes import count_parameters
 
 HEADER = """# Configuration
 
@@ -82,7 +84,7 @@ def presets_table() -> str:
             continue  # a recipe
         config = from_dict(tree)
         model, seq_length = config.model, config.training.seq_length
-        parameters = count_parameters(model, seq_length)
+        parameters = count_parameters(dataclasses.replace(config, parallel=ParallelConfig()))
         sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_kv_heads)
         cells = [f"[`{path.stem}`](../megatron/presets/{path.name})", f"{parameters:,}", *map(str, sizes)]
         cells += [model.position_embedding_type, str(model.vocab_size), str(seq_length)]

@@ -27,7 +27,7 @@ from megatron.launch.hl_variables import ALL, VARIABLES
 from megatron.launch.hosts import agent_command, launch, remote_command
 from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
 from megatron.launch.preflight import preflight
-from megatron.planning.estimate import describe
+from megatron.planning.describe import describe
 
 
 def plan_text(plan: LaunchPlan, title: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from megatron.command_names import command_name
 from megatron.config.command_line import build_parser, load_config, parse_arguments, presets_of
 from megatron.config.options import ConfigError
-from megatron.planning.estimate import describe
+from megatron.planning.describe import describe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

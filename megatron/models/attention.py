@@ -361,14 +361,14 @@ class SelfAttention(nn.Module):
         self.dense = RowParallelLinear(shards.below("dense"), ctx)
 
     def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
-        q, k, v = self._project(hidden)
+        q, k, v = self.project(hidden)
         if self.recompute_core and self.training:
             context = self.ctx.streams.recomputed(self._core, q, k, v, packing)
         else:
             context = self._core(q, k, v, packing)
         return self.dense(context)
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of this rank's heads: [S, B, heads, d]."""
         q, k, v = self.qkv(hidden).split(self.sizes, dim=-1)
         if self.own_kv_head is not None:

@@ -21,7 +21,7 @@ from megatron.observability.run_totals import RunTotals
 from megatron.observability.step_metrics import Speed, StepMetrics, step_row, step_scalars
 from megatron.observability.tensorboard_log import TensorBoardLog
 from megatron.observability.wandb_log import WandbLog
-from megatron.planning.estimate import flops_per_token
+from megatron.planning.sizes import flops_per_token
 
 MAX_LOG_PERPLEXITY = 20.0
 """Cap of the perplexity's exponent, as in Megatron, so that an untrained model's can be printed."""
@@ -51,7 +51,7 @@ class MetricsLog:
         self._peak_tflops = config.logging.peak_tflops or device_peak_tflops
         seq_length = config.training.seq_length
         self.tokens_of = tokens or (lambda samples: samples * seq_length)
-        self._flops_per_token = flops_per_token(config.model, config.training.seq_length)
+        self._flops_per_token = flops_per_token(config)
         # samples at the last log line; unknown here in a resumed run
         self._last_samples = 0 if resumed_iteration == 0 else None
         self.totals = self._no_totals()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron.config.command_line import PRESETS_DIR, from_dict, load_config, read_preset
 from megatron.config.options import Config, options
+from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
-from megatron.planning.estimate import count_parameters
+from megatron.planning.sizes import count_parameters
 
 RECIPES = {"sft_llama": ["llama32_1b", "llama2_7b", "tiny_llama"]}
 """Presets of no model, each with some that it is laid over."""
@@ -70,7 +73,8 @@ def preset(name: str) -> Config:
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_parameters_are_the_published_count(name: str) -> None:
     config = preset(name)
-    assert count_parameters(config.model, config.training.seq_length, 1) == PUBLISHED_PARAMETERS[name]
+    config = dataclasses.replace(config, parallel=ParallelConfig())  # the vocabulary padded for one rank
+    assert count_parameters(config) == PUBLISHED_PARAMETERS[name]
 
 
 def test_every_preset_has_a_published_count_or_is_tiny() -> None:
@@ -147,6 +151,6 @@ def test_bloom_13b_takes_the_scripts_ramp_up_on_at_most_16_data_parallel_ranks()
 
 def test_bloom_13b_can_take_alibi_and_the_embedding_layernorm() -> None:
     arguments = "--config bloom_13b --data-path corpus --position-embedding-type alibi --embed-layernorm".split()
-    model = load_config(arguments, world_size=1).model
+    config = load_config(arguments, world_size=1)
     # no table of 2048 positions, but a weight and a bias
-    assert count_parameters(model, 2048) == PUBLISHED_PARAMETERS["bloom_13b"] - 2048 * 5120 + 2 * 5120
+    assert count_parameters(config) == PUBLISHED_PARAMETERS["bloom_13b"] - 2048 * 5120 + 2 * 5120

@@ -80,7 +80,7 @@ def _mean_loss(outputs: tuple[Tensor, Tensor], labels_BS: Tensor, ctx: ParallelC
     return linear_cross_entropy(*outputs, labels_BS, token_weights, ctx)
 
 
-def run(arguments: str, weights: Mapping[str, Array], tokens_BS: Array, labels_BS: Array) -> Outputs:
+def run(arguments: str, weights: Mapping[str, Array] | None, tokens_BS: Array, labels_BS: Array) -> Outputs:
     """Logits, mean loss and its gradients. On ranks: of the world these arguments describe."""
     config = config_of(arguments)
     ctx = context_of(config)

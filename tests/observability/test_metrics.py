@@ -21,7 +21,7 @@ from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_stats import RankStats
 from megatron.observability.rank_times import RankTimes, straggler_stats
 from megatron.observability.step_metrics import StepMetrics
-from megatron.planning.estimate import flops_per_token
+from megatron.planning.sizes import flops_per_token
 
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
 STEP = StepMetrics(
@@ -80,7 +80,7 @@ def _silent_tensorboard(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 def test_line_is_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
     with open_log(config_for(), device_peak_tflops=1e-3) as log:
         log.log_step(STEP)
-    tflops = 128 / 4 * 128 * flops_per_token(config_for().model, 128) / 1e12
+    tflops = 128 / 4 * 128 * flops_per_token(config_for()) / 1e12
     assert capsys.readouterr().out == (
         " iteration       10/     100 | consumed samples:          160 | consumed tokens:        20480 |"
         " elapsed time per iteration (ms): 125.0 | learning rate: 1.000E-04 | global batch size:    16 |"
@@ -140,7 +140,7 @@ def test_row_holds_every_value_under_its_key(tmp_path: Path) -> None:
     with open_log(config_for(tmp_path), device_peak_tflops=312.0) as log:
         log.log_step(STEP)
     (row,) = rows(tmp_path)
-    tflops = 4096 * flops_per_token(config_for().model, 128) / 1e12
+    tflops = 4096 * flops_per_token(config_for()) / 1e12
     assert row.pop("time") > 1.7e9
     assert row == {
         "kind": "train",

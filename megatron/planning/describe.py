@@ -1,0 +1,128 @@
+"""The plan of a run, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from megatron.config.options import Config, ModelConfig, batch_sizes
+from megatron.config.plugins import load_task
+from megatron.planning.memory import Stage, StageMemory, memory_by_stage
+from megatron.planning.pipeline import bubble_fraction, stage_text
+from megatron.planning.sizes import count_parameters, declared_layers, flops_per_token
+
+GIB = 2**30
+
+
+def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -> str:
+    """Layout, batches, parameters, pipeline bubble and memory by rank, at most 80 columns wide."""
+    model, parallel, training = config.model, config.parallel, config.training
+    t, p = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    world_size = nodes * devices_per_node
+    dp = world_size // (t * p)
+    stages = memory_by_stage(config, dp)
+    tokens = training.global_batch_size * training.seq_length
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads"
+    vocabulary = f"vocabulary {model.vocab_size} padded to {model.padded_vocab_size(t)}"
+    largest = max(stage.parameters for stage in stages)
+    kind = "device" if parallel.device == "auto" else f"{parallel.device} device"
+    ranks = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(world_size, 'rank')}"
+    layout = f"PP {p} x TP {t} x DP {dp}" + (", sequence parallel" if parallel.sequence_parallel else "")
+    task = load_task(config)
+    most = "at most " if task.pads_rows else ""
+    rows = [
+        ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
+        ("", f"{model.position_embedding_type} positions, sequence {training.seq_length}, {vocabulary}"),
+        ("parameters", f"{count_parameters(config):,} in all; at most {largest:,} a rank"),
+        ("devices", ranks),
+        ("layout", layout + ("" if config.uses_pipeline else ", sequential engine")),
+        ("precision", f"{training.precision}, recompute {training.recompute_granularity}"),
+        ("ZeRO", _zero_text(config)),
+        ("batch", task.batch_text(dp)),
+    ]
+    if training.rampup_batch_size is not None:
+        ramp_start, increment, ramp_samples = training.rampup_batch_size
+        rows.append(("ramp-up", f"from {ramp_start} by {increment} over {ramp_samples:,} samples"))
+    rows.append(("length", _length_text(config)))
+    rows.append(("bubble", _bubble_text(config, dp)))
+    tflop = flops_per_token(config) * tokens / 1e12
+    rows.append(
+        (
+            "a step",
+            f"{most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device",
+        )
+    )
+    lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
+    lines += ["", f"  memory per rank, GiB (peak; 1F1B{'' if p > 1 else ', one stage'})"]
+    lines += ["  " + line for line in _memory_table(config, stages)]
+    return "\n".join(lines) + "\n"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" + ("" if number == 1 else plural)
+
+
+def _kv_text(model: ModelConfig) -> str:
+    return "" if model.num_kv_heads == model.num_attention_heads else f", {model.num_kv_heads} key/value heads"
+
+
+def _figure(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _zero_text(config: Config) -> str:
+    optimizer, stage = config.optimizer, config.effective_zero_stage
+    text = f"stage {stage}" + (", optimizer in host memory" if optimizer.offload_optimizer else "")
+    if stage == optimizer.zero_stage:
+        return text
+    return f"{text}: zero_stage is {optimizer.zero_stage}, and 16 bit always shards its optimizer"
+
+
+def _length_text(config: Config) -> str:
+    training = config.training
+    if training.train_samples is not None:
+        samples = training.train_samples
+        return f"{samples:,} samples = {samples * training.seq_length:,} tokens"
+    if training.train_iters is not None:
+        samples = training.train_iters * training.global_batch_size
+        return f"{training.train_iters:,} steps = {samples * training.seq_length:,} tokens"
+    if training.num_epochs is not None:
+        return _count(training.num_epochs, "epoch")
+    return "neither train_samples nor train_iters is given"
+
+
+def _bubble_text(config: Config, data_parallel_size: int) -> str:
+    p = config.parallel.pipeline_model_parallel_size
+    if p == 1:
+        return "none, one stage"
+    m = load_task(config).num_microbatches(data_parallel_size)
+    if m is None:
+        return "depends on the data: as many microbatches as the samples of a step fill"
+    text = f"{bubble_fraction(p, m):.1%} of a step: (p - 1) / (m + p - 1) with p={p}, m={m}"
+    first = batch_sizes(config.training)[0] // (config.training.micro_batch_size * data_parallel_size)
+    return (
+        text if first == m else text + f"\n{'':<13}{bubble_fraction(p, max(1, first)):.1%} at the start of the ramp-up"
+    )
+
+
+def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
+    host = any(stage.host_bytes for stage in stages)
+    heads = ["weights", "grads", "master", "optim", "activ", "logits", "total"] + (["host"] if host else [])
+    layers = declared_layers(config)
+    worst = max(stages, key=lambda stage: stage.memory.total)
+    lines = [" ".join(["stage", *(f"{head:>7}" for head in heads), "holds"])]
+    for number, stage in enumerate(stages):
+        parts = [getattr(stage.memory, field.name) for field in fields(StageMemory)]
+        figures = [*parts, stage.memory.total, *([stage.host_bytes] if host else [])]
+        mark = "*" if stage is worst and len(stages) > 1 else " "
+        cells = [f"{number:>4}{mark}", *(f"{_gib(figure):>7}" for figure in figures)]
+        lines.append(" ".join([*cells, stage_text(layers, stage.start, stage.stop)]))
+    if len(stages) > 1:
+        lines.append("   * the stage that needs most")
+    return lines
+
+
+def _gib(size_bytes: int) -> str:
+    return (
+        "-" if size_bytes == 0 else f"{size_bytes / GIB:.2f}" if size_bytes >= GIB / 10 else f"{size_bytes / GIB:.4f}"
+    )

@@ -1,0 +1,165 @@
+"""A third family, defined in this file alone: it is planned, trains, is checkpointed, resumed and exported.
+
+It is a Llama with a norm over each head of q and k, whose gradients each rank computes from its own heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.reader import newest_checkpoint
+from megatron.config.command_line import load_config
+from megatron.config.options import Config, ConfigError
+from megatron.interop.huggingface import export_huggingface, import_huggingface, parameters_of
+from megatron.interop.native import native_model
+from megatron.models.attention import SelfAttention, Shared
+from megatron.models.decoder import attention_shards, below, decoder_layers, mlp_shards, norm_shards, transformer
+from megatron.models.family import ConfigFields, Family, HuggingFaceForm
+from megatron.models.transformer import GeluMLP, TransformerLayer, rms_norm
+from megatron.parallel.shards import LayerDeclaration, Shard, Shards
+from megatron.planning.describe import describe
+from megatron.planning.sizes import count_parameters
+from tests import runs
+from tests.models import outputs
+from tests.planning.test_sizes import assert_planned_is_allocated
+from tests.ranks import RankPools
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The family
+
+
+class QKNormAttention(SelfAttention):
+    def __init__(self, shards: Shards, shared: Shared) -> None:
+        super().__init__(shards, shared)
+        self.q_norm, self.k_norm = (rms_norm(shards.below(name), shared) for name in ("q_norm", "k_norm"))
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(hidden)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+def build_block(shards: Shards, shared: Shared) -> TransformerLayer:
+    return TransformerLayer(shards, shared, norm=rms_norm, mlp=GeluMLP, attention=QKNormAttention)
+
+
+def declare(config: Config) -> list[LayerDeclaration]:
+    model = config.model
+    norm, head_norm = norm_shards(model, bias=False), {"weight": Shard((model.head_size,), value=1.0, used_on="heads")}
+    attention = attention_shards(model, bias=False) | below("q_norm", head_norm) | below("k_norm", head_norm)
+    block = below("attention_norm", norm) | below("attention", attention) | below("mlp_norm", norm)
+    block |= below("mlp", mlp_shards(model, gated=False, bias=False))
+    return decoder_layers(
+        config, block=block, build_block=build_block, norm=norm, build_final_norm=transformer("final_rms_norm")
+    )
+
+
+def rules(config: Config) -> Iterator[str]:
+    if config.model.position_embedding_type != "rope":
+        yield f"toy has position_embedding_type=rope only, not {config.model.position_embedding_type}; use rope"
+
+
+def options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
+    fields.demand("toy_version", 1)
+    names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    return {**{name: fields.take(name) for name in names}, "position_embedding_type": "rope"}, fields.take("length")
+
+
+def config_fields(config: Config) -> dict[str, Any]:
+    names = ("num_layers", "hidden_size", "num_attention_heads")
+    own = {name: getattr(config.model, name) for name in names}
+    return {**own, "length": config.training.seq_length, "toy_version": 1}
+
+
+TOY = HuggingFaceForm(
+    model_type="toy",
+    class_name="ToyForCausalLM",
+    prefix="toy.",
+    modules={
+        "embedding.word": ("tokens",),
+        "layers.*.attention_norm": ("block.*.norm_1",),
+        "layers.*.attention.qkv": ("block.*.q", "block.*.k", "block.*.v"),
+        "layers.*.attention.q_norm": ("block.*.norm_q",),
+        "layers.*.attention.k_norm": ("block.*.norm_k",),
+        "layers.*.attention.dense": ("block.*.o",),
+        "layers.*.mlp_norm": ("block.*.norm_2",),
+        "layers.*.mlp.up": ("block.*.up",),
+        "layers.*.mlp.down": ("block.*.down",),
+        "final_norm": ("norm",),
+    },
+    options=options,
+    config_fields=config_fields,
+    unsupported=lambda model: [],
+)
+FAMILY = Family(declare=declare, huggingface={"": TOY}, rules=rules)
+
+NAME = f"{__name__}:FAMILY"
+FLAGS = f"--architecture {NAME} --position-embedding-type rope"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the rest of the project does with it
+
+
+@pytest.mark.parametrize("groups", [8, 2, 1])
+@pytest.mark.parametrize("extra", ["", "--sequence-parallel", "--sequence-parallel --recompute-granularity full"])
+def test_a_norm_over_heads_has_the_gradients_of_one_rank(ranks: RankPools, groups: int, extra: str) -> None:
+    tokens = np.random.default_rng(0).integers(0, 123, (2, 25))
+    inputs, labels = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    flags = f"{FLAGS} --num-query-groups {groups} --init-method-std 0.1"
+    single = outputs.run(flags, None, inputs, labels)
+    shards = parameters_of(outputs.config_of(flags))
+    parallel = ranks(2)(outputs.run, f"{flags} --tensor-model-parallel-size 2 {extra}", None, inputs, labels)
+    replicated = [name for name, shard in shards.items() if shard.dim is None]
+    assert sum(name.endswith(("q_norm.weight", "k_norm.weight")) for name in replicated) == 4
+    for part in parallel:
+        assert part.loss == pytest.approx(single.loss, rel=1e-5)
+        for name in replicated:
+            expected = single.gradients[name]
+            assert np.abs(expected).max() > 1e-5, name
+            np.testing.assert_allclose(
+                part.gradients[name], expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=name
+            )
+
+
+def test_it_trains_resumes_on_another_layout_and_is_exported(ranks: RankPools, tmp_path: Path) -> None:
+    data, saved = runs.write_dataset(tmp_path / "data"), tmp_path / "saved"
+    common = f"{FLAGS} --hidden-dropout 0 --attention-dropout 0 --data-path {data} --train-iters 8 --eval-iters 0"
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
+    assert set(ranks(4)(runs.train, f"{common} {layout} --results-dir {tmp_path / 'whole'}")) == {""}
+    parts = f"--save {saved} --results-dir {tmp_path / 'parts'}"
+    assert set(ranks(4)(runs.train, f"{common} {layout} {parts} --exit-interval 4")) == {""}
+    assert set(ranks(2)(runs.train, f"{common} {parts} --zero-stage 2")) == {""}
+    whole, resumed = (
+        [row["lm_loss"] for row in runs.rows(tmp_path / folder, "train")] for folder in ("whole", "parts")
+    )
+    assert resumed[:4] == whole[:4]
+    assert resumed == pytest.approx(whole, rel=1e-5)
+    assert whole[-1] < whole[0]
+
+    checkpoint = newest_checkpoint(saved)
+    assert checkpoint is not None
+    model = native_model(checkpoint)
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    export_huggingface(folder, model.config, model.tensors())
+    back = import_huggingface(folder, NAME)
+    assert back.config.model.architecture == NAME
+    assert "toy.block.1.norm_k.weight" in back.stored
+    for name in model.shards:
+        assert torch.equal(back.read(name), checkpoint.read_full(name))
+    assert ranks(1)(runs.train, f"{common} --load {folder}") == [""]
+
+
+def test_it_is_planned_and_its_rules_are_checked() -> None:
+    config = load_config([*runs.TINY.split(), *FLAGS.split(), "--train-iters", "1", "--data-path", "none"])
+    assert_planned_is_allocated(config)
+    text = describe(config, nodes=1, devices_per_node=1, title="a plan")
+    assert f"{count_parameters(config):,} in all" in text
+    with pytest.raises(ConfigError, match="toy has position_embedding_type=rope only, not alibi; use rope"):
+        load_config(["--architecture", NAME, "--position-embedding-type", "alibi"])

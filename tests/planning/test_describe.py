@@ -1,0 +1,56 @@
+"""The text of a plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megatron.config.command_line import from_dict
+from megatron.planning.describe import describe
+from tests.planning.configs import BLOOM_13B, bytes_of_a_layer, config
+
+
+def test_description_fits_a_terminal_of_80_columns() -> None:
+    run = config(
+        BLOOM_13B,
+        parallel={"pipeline_model_parallel_size": 12, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+        training={
+            "bf16": True,
+            "seq_length": 2048,
+            "global_batch_size": 2048,
+            "rampup_batch_size": (192, 16, 9_765_625),
+            "train_samples": 220_000_000,
+        },
+    )
+    text = describe(run, nodes=48, devices_per_node=8, title="BLOOM")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "PP 12 x TP 4 x DP 8" in text
+    assert "4.1% of a step" in text
+
+
+@pytest.mark.parametrize(
+    ("sft", "batch", "row"),
+    [
+        ({"max_batch_len": 2048}, "64 chats over DP 2, in rows of at most 2,048 tokens", 2048),
+        ({"packing": "none"}, "64 chats over DP 2, 1 to a microbatch, padded", 512),
+        ({"packing": "dataset"}, "64 rows of at most 512 tokens over DP 2", 512),
+    ],
+)
+def test_fine_tuning_is_described_by_chats_and_holds_its_longest_row(sft: dict[str, Any], batch: str, row: int) -> None:
+    training = {"task": "sft", "num_epochs": 3, "seq_length": 512, "global_batch_size": 64, "bf16": True}
+    model = {"architecture": "llama", "position_embedding_type": "rope", "hidden_dropout": 0.0}
+    config = from_dict({"model": model, "training": training, "sft": sft})
+    text = describe(config, nodes=1, devices_per_node=2, title="a plan")
+    for said in (batch, "length     3 epochs", "a step     at most 32,768 tokens"):
+        assert said in text
+    pretrained = from_dict({"model": model, "training": {"seq_length": row, "bf16": True}})
+    assert bytes_of_a_layer(config) == bytes_of_a_layer(pretrained)
+
+
+def test_a_plan_imports_neither_torch_nor_deepspeed() -> None:
+    code = "import sys, megatron.planning.describe; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
