@@ -1,5 +1,7 @@
 """Build the C++ extension; everything else about the package is declared in pyproject.toml."""
 
+from glob import glob
+
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 
@@ -9,8 +11,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "megatron.data.helpers",
-            [f"{NATIVE}/{name}.cpp" for name in ("helpers", "packing", "steps", "buckets")],
-            depends=[f"{NATIVE}/packing.h"],
+            sorted(glob(f"{NATIVE}/*.cpp")),
+            depends=sorted(glob(f"{NATIVE}/*.h")),
             cxx_std=17,
             # no fused multiply-add: the blend must choose the same samples on every processor
             extra_compile_args=["-O3", "-ffp-contract=off"],

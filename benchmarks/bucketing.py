@@ -24,10 +24,15 @@ from numpy.typing import NDArray
 
 from benchmarks.alternating import positive
 from benchmarks.sample_lengths import available, draw
-from megatron.data.packing import bucket_edges, bucket_length, padding_waste
+from megatron.data.packing import bucket_edges, bucket_length, pad_to_edges
 
 MOST_WASTE = 0.65
 MOST_SHAPES = 0.6
+
+
+def padding_waste(lengths: NDArray[np.int64], edges: NDArray[np.int64]) -> float:
+    """Return the padding for each token when every sample is padded to the first edge at or above its length."""
+    return float(pad_to_edges(lengths, edges).sum() / lengths.sum()) - 1
 
 
 def fewest_shapes(lengths: NDArray[np.int64], waste: float, enough: int) -> int:

@@ -1,12 +1,7 @@
-"""The microbatches of each optimizer step, read ahead by threads.
+"""Microbatches of each optimizer step, read ahead by threads.
 
-The whole state is `consumed_samples`, counted over all data-parallel ranks: a run continues with the very next sample
-on any number of ranks.
-
-A plan says what a step reads: plan(consumed_samples) gives the samples of the global batch that starts there, 0 at the
-end, and for each of this rank's microbatches what to read for it. Every data-parallel rank has as many microbatches in
-a step, and all plans of a step together read each of its samples once. Reading ahead asks a plan of steps to come,
-maybe more than once, so it must be pure.
+The only state is `consumed_samples`, counted over all data-parallel ranks: a run resumes with the next sample on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +19,16 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 BatchPlan = Callable[[int], tuple[int, Sequence[K]]]
+"""Samples in the global batch that starts at consumed_samples, 0 at the end, and keys of this rank's microbatches.
+
+All data-parallel ranks have equally many microbatches in a step, and together read each sample once. Reading ahead may
+call a plan several times for one step, so it must be a pure function.
+"""
 
 STEPS_AHEAD = 2
-"""Steps read ahead of the one in use. Bounds the memory."""
+"""Steps read ahead of the current one. Bounds the memory."""
 LOOK_S = 1.0
-"""How often a step that waits for its samples looks whether the threads that read them are still there."""
+"""Interval at which a step that waits for samples checks that the reading threads are alive."""
 
 
 def dealt_evenly(
@@ -39,11 +39,11 @@ def dealt_evenly(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> BatchPlan[range]:
-    """The plan of a stream of samples: microbatch m of rank r holds those from
-    consumed_samples + (m * data_parallel_size + r) * micro_batch_size on.
+    """Return the plan of a stream of samples, whose last samples that fill no global batch are left out.
 
-    `global_batch_size(consumed_samples)` is the size of the step that starts there. The end is where fewer samples than
-    a global batch are left. The plan raises DataError for a batch that cannot be dealt evenly.
+    Microbatch m of rank r starts at sample consumed_samples + (m * data_parallel_size + r) * micro_batch_size.
+    `global_batch_size(consumed_samples)` is the size of the step that starts there. The plan raises DataError for a
+    batch that cannot be dealt evenly.
     """
 
     def plan(consumed_samples: int) -> tuple[int, Sequence[range]]:
@@ -51,7 +51,7 @@ def dealt_evenly(
         per_microbatch = micro_batch_size * data_parallel_size
         if size <= 0 or size % per_microbatch:
             raise DataError(
-                f"global_batch_size={size} after {consumed_samples} samples is no multiple of micro_batch_size x "
+                f"global_batch_size={size} after {consumed_samples} samples is not a multiple of micro_batch_size x "
                 f"data-parallel size = {micro_batch_size} x {data_parallel_size}; use a multiple of {per_microbatch}"
             )
         if consumed_samples + size > num_samples:
@@ -64,17 +64,17 @@ def dealt_evenly(
 
 
 class Batches(Generic[K, T]):
-    """Iterator over optimizer steps: each `next` gives what `read` made of each of this rank's microbatches.
+    """Iterator over optimizer steps: `next` returns the result of `read` for each of this rank's microbatches.
 
-    num_workers threads read ahead; 0: read when asked. A fault while reading is raised by the `next` it belongs to,
-    and by every later one; so is the death of a thread. Close it, or use it as a context manager, to end the threads.
+    num_workers threads read ahead; with 0, `next` reads. An error while reading, or the death of a thread, is raised by
+    the `next` of its step and every later one. Close it, or use it as a context manager, to end the threads.
     """
 
     def __init__(self, plan: BatchPlan[K], read: Callable[[K], T], *, consumed_samples: int = 0, num_workers: int = 1):
         self._plan, self._read_one = plan, read
         self.consumed_samples = consumed_samples
-        """Samples handed out so far to all data-parallel ranks together."""
-        self._planned_samples = consumed_samples  # the end of what is being read ahead
+        """Samples returned so far on all data-parallel ranks together."""
+        self._planned_samples = consumed_samples  # end of the steps being read ahead
         self._ahead: deque[tuple[int, list[Future[T]]]] = deque()
         self._fault: BaseException | None = None
         self._closed = False
@@ -90,12 +90,12 @@ class Batches(Generic[K, T]):
 
     def __next__(self) -> list[T]:
         if self._closed:
-            raise RuntimeError("these batches are closed; make new ones from consumed_samples")
+            raise RuntimeError("these batches are closed; create new ones from consumed_samples")
         if self._fault is not None:
             raise self._fault
         try:
             step = self._read() if self._pool is None else self._take(self._pool)
-        except StopIteration as fault:  # from the plan or `read`: it must not pass for the end of the data
+        except StopIteration as fault:  # from the plan or `read`: it would look like the end of the data
             self._fault = RuntimeError("StopIteration was raised while reading a sample")
             raise self._fault from fault
         except BaseException as fault:
@@ -120,11 +120,11 @@ class Batches(Generic[K, T]):
         return size, [self._wait_for(future) for future in futures]
 
     def _wait_for(self, future: Future[T]) -> T:
-        """The microbatch, once it is read. Raises what reading it raised."""
+        """Return the microbatch once it is read. Raises the error of reading it."""
         while not wait([future], LOOK_S).done:
-            # a thread ends where the executor itself is out of memory; all of them, where this process was forked
+            # a thread dies when the executor runs out of memory; all are missing in a forked process
             if not all(thread.is_alive() for thread in self._threads):
-                raise RuntimeError("a thread that reads batches has died; make new ones from consumed_samples")
+                raise RuntimeError("a thread that reads batches has died; create new ones from consumed_samples")
         return future.result()
 
     def _read_ahead(self, pool: ThreadPoolExecutor) -> None:
@@ -136,7 +136,7 @@ class Batches(Generic[K, T]):
             self._planned_samples += size
 
     def seek(self, consumed_samples: int) -> None:
-        """Go on with the sample there; what was read ahead is dropped."""
+        """Continue with the sample at consumed_samples, and discard the steps read ahead."""
         for _, futures in self._ahead:
             for future in futures:
                 future.cancel()
@@ -144,7 +144,7 @@ class Batches(Generic[K, T]):
         self.consumed_samples = self._planned_samples = consumed_samples
 
     def close(self) -> None:
-        """Drop what was read ahead and wait for the threads to end."""
+        """Discard the steps read ahead and wait for the threads to end."""
         self._closed = True
         self._ahead.clear()
         if self._pool is not None:

@@ -1,4 +1,4 @@
-"""Several datasets as one, mixed by weight or by size, sample for sample as megatron-core mixes them."""
+"""Blends of several datasets by weight or by size, sample for sample as in megatron-core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_p
 from megatron.data.indexed import DataError
 
 SURPLUS = 0.005
-"""Each dataset is built this much longer than its share: the blend may draw a little more of it. megatron-core's."""
+"""Excess length of each dataset over its share, since a blend may draw slightly more. The same as megatron-core's."""
 
 
 class TokenDataset(Protocol):
@@ -27,47 +27,47 @@ class TokenDataset(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> NDArray[np.int64]: ...
     def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Several samples at once: [len(indices), seq_length + 1]."""
+        """Return several samples: [len(indices), seq_length + 1]."""
 
 
 class BlendMember(TokenDataset, Protocol):
-    """What a blend asks of its datasets besides."""
+    """A dataset that can be blended."""
 
     @property
     def seq_length(self) -> int: ...
     def documents_of(self, index: int) -> tuple[str, list[int]]: ...
     def read_into(self, indices: NDArray[np.int64], out: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Sample indices[i] into row rows[i] of `out`, [any, seq_length + 1]."""
+        """Write sample indices[i] to row rows[i] of `out`, [any, seq_length + 1]."""
 
 
 def digest(*described: Any) -> str:
-    """A name for what JSON can write."""
+    """Return a digest of JSON values."""
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
 
 def content_of(fingerprint: str) -> str:
-    """The part of a fingerprint that tells the data from other data, whatever the number of epochs."""
+    """Return the part of a fingerprint that identifies the data, independent of the number of epochs."""
     return fingerprint.partition("-")[0]
 
 
 def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Weights that sum to 1."""
+    """Return the weights divided by their sum."""
     raw = np.asarray(weights, dtype=np.float64)
     return raw / raw.sum()
 
 
 def shares(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Samples due from each dataset, rounded up, so that they add up to at least num_samples."""
+    """Return the samples due from each dataset, rounded up: at least num_samples in all."""
     return [math.ceil(num_samples * weight) for weight in normalize(weights).tolist()]
 
 
 def with_surplus(share: int) -> int:
-    """Samples to build so that the blend cannot run out."""
+    """Return the number of samples to build for a share."""
     return math.ceil(share * (1 + SURPLUS))
 
 
 class BlendedDataset:
-    """Sample i is sample dataset_sample_index[i] of datasets[dataset_index[i]].
+    """Blend whose sample i is sample dataset_sample_index[i] of datasets[dataset_index[i]].
 
     Made by blend_by_weight or blend_by_size. `mixture` names the rule and the weights, for the fingerprint.
     """
@@ -75,14 +75,14 @@ class BlendedDataset:
     def __init__(self, datasets: Sequence[BlendMember], arrays: Arrays, cache_paths: list[Path], *mixture: Any):
         self.datasets = list(datasets)
         self.dataset_index: NDArray[np.int16] = arrays["dataset_index"]
-        """The dataset each sample comes from."""
+        """Dataset of each sample."""
         self.dataset_sample_index: NDArray[np.int64] = arrays["dataset_sample_index"]
-        """Which of that dataset's samples it is."""
+        """Number of each sample in its dataset."""
         self.cache_paths = cache_paths
-        """Where the blend's own arrays are kept; none without a cache."""
+        """Files of the blend's own arrays; none without a cache."""
         content = digest("blend", 2, mixture, [content_of(dataset.fingerprint) for dataset in self.datasets])
         self.fingerprint = content + "-" + digest([dataset.fingerprint for dataset in self.datasets])
-        """Equal where every sample is, up to the end of the shorter blend."""
+        """Equal for blends with equal samples up to the end of the shorter one."""
 
     def __len__(self) -> int:
         return len(self.dataset_index)
@@ -93,7 +93,7 @@ class BlendedDataset:
         return self.datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
 
     def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Several samples at once: [len(indices), seq_length + 1]. Raises as the datasets do."""
+        """Return several samples: [len(indices), seq_length + 1]. Raises as the datasets do."""
         chosen = np.asarray(indices, dtype=np.int64)
         for index in (chosen.min(initial=0), chosen.max(initial=0)):
             if len(chosen) and not 0 <= index < len(self):
@@ -106,7 +106,7 @@ class BlendedDataset:
         return samples
 
     def documents_of(self, index: int) -> tuple[str, list[int]]:
-        """Prefix of the dataset that sample `index` is from, and its documents in there."""
+        """Return the prefix of the dataset of sample `index`, and its documents in there."""
         return self.datasets[int(self.dataset_index[index])].documents_of(int(self.dataset_sample_index[index]))
 
     def _outside(self, index: int) -> IndexError:
@@ -119,13 +119,13 @@ def blend_by_weight(
     build: Callable[[int, int], BlendMember],
     cache_dir: Path | None = None,
 ) -> BlendedDataset:
-    """Each sample comes from the dataset furthest behind its weight.
+    """Return a blend in which each sample comes from the dataset furthest behind its weight.
 
-    `build(d, num_samples)` makes dataset d with at least that many samples. The blend's length is the sum of the
+    `build(d, num_samples)` returns dataset d with at least that many samples. The length of the blend is the sum of the
     rounded-up shares, at least num_samples.
     """
     due = shares(weights, num_samples)
-    # normalised a second time, as megatron-core does: the last bit decides between equals
+    # normalised twice, as in megatron-core: the last bit decides between equals
     normalized = normalize(normalize(weights).tolist())
 
     def build_index() -> Arrays:
@@ -137,7 +137,7 @@ def blend_by_weight(
     datasets: list[BlendMember] = []
     for d, share in enumerate(due):
         dataset = build(d, with_surplus(share))
-        # Many small weights can outrun the surplus, where megatron-core fails at that sample, hours in.
+        # Many small weights can exceed the surplus; megatron-core then fails at that sample, hours later.
         datasets.append(dataset if drawn[d] <= len(dataset) else build(d, drawn[d]))
     return BlendedDataset(datasets, arrays, paths, "weights", normalized.tolist())
 
@@ -145,9 +145,9 @@ def blend_by_weight(
 def blend_by_size(
     datasets: Sequence[BlendMember], num_samples: int | None = None, cache_dir: Path | None = None
 ) -> BlendedDataset:
-    """Every sample of every dataset once, each dataset spread evenly over the whole.
+    """Return a blend of every sample of every dataset once, each dataset spread evenly.
 
-    num_samples cuts the blend short; it is never longer than all the samples there are.
+    num_samples truncates the blend, which never exceeds the sum of its datasets.
     """
     sizes = np.array([len(dataset) for dataset in datasets], dtype=np.int64)
     size = min(int(sizes.sum()), int(sizes.sum()) if num_samples is None else num_samples)
@@ -162,7 +162,7 @@ def blend_by_size(
 
 
 def _helpers() -> Any:
-    from megatron.data import helpers  # late: gpt.py, which makes every blend, says what to do if it is missing
+    from megatron.data import helpers  # late: gpt.py, which makes every blend, reports if it is missing
 
     return helpers
 
@@ -180,7 +180,7 @@ def _cached(folder: Path | None, key: str, size: int, build: Callable[[], Arrays
 
 
 def _count_drawn(arrays: Arrays, num_datasets: int, paths: list[Path]) -> list[int]:
-    """Samples that the blend draws from each dataset. Raises DataError if the arrays name others."""
+    """Return the samples drawn from each dataset. Raises DataError if the arrays name unknown datasets."""
     index = arrays["dataset_index"]
     if not 0 <= index.min(initial=0) <= index.max(initial=0) < num_datasets:
         raise DataError(f"{paths[0]} names datasets outside the {num_datasets} of the blend; it is damaged, delete it")

@@ -20,7 +20,7 @@ COPY_BYTES = 4 << 20
 
 
 def file_blocks(path: Path, size: int) -> Iterator[memoryview]:
-    """The first `size` bytes of a file, in blocks that are good until the next is asked for."""
+    """Yield the first `size` bytes of a file in blocks, each valid until the next."""
     buffer = memoryview(bytearray(min(COPY_BYTES, size)))
     with path.open("rb") as file:
         while size:
@@ -33,24 +33,24 @@ def file_blocks(path: Path, size: int) -> Iterator[memoryview]:
 
 @dataclass(frozen=True)
 class Checksums:
-    """What PREFIX.sha256 says of a dataset."""
+    """Content of PREFIX.sha256."""
 
     sha256: dict[str, str]
-    """Hexadecimal digests, of ".bin" and ".idx"."""
+    """Hexadecimal digests of ".bin" and ".idx"."""
     notes: dict[str, Any]
-    """What the builder was told about the data, such as its tokenizer."""
+    """Notes of the builder about the data, such as its tokenizer."""
 
     def compare(self, prefix: str, suffix: str, found: str) -> None:
-        """Raises DataError if the SHA-256 found of that file is not the one noted."""
+        """Raise DataError unless the SHA-256 found for that file is the recorded one."""
         if found != self.sha256[suffix]:
             raise DataError(
                 f"{prefix}{suffix} has the SHA-256 {found[:12]}…, not {self.sha256[suffix][:12]}… as {prefix}.sha256 "
-                "says: it was changed, or belongs to another dataset; copy all three files anew"
+                "says: it was changed, or belongs to another dataset; copy all three files again"
             )
 
 
 def file_sha256(path: str | Path, progress: ReportBytes | None = None) -> str:
-    """SHA-256 of a whole file, in hexadecimal."""
+    """Return the SHA-256 of a whole file, in hexadecimal."""
     digest = hashlib.sha256()
     for block in file_blocks(Path(path), os.path.getsize(path)):
         digest.update(block)
@@ -64,9 +64,9 @@ _NOTE_LINE = re.compile(r"# ([A-Za-z_][A-Za-z0-9_]*): (.*)")
 
 
 def read_checksums(prefix: str | Path) -> Checksums | None:
-    """PREFIX.sha256, in the format of `sha256sum`; None where there is none, as for datasets that Megatron wrote.
+    """Read PREFIX.sha256, in the format of `sha256sum`; None if it is missing, as for datasets written by Megatron.
 
-    Only the suffixes of the names in it matter: the dataset may have been renamed. Raises DataError naming the line.
+    Only the suffixes of the names in it count: the dataset may have been renamed. Raises DataError naming the line.
     """
     path = Path(f"{prefix}.sha256")
     try:
@@ -75,22 +75,24 @@ def read_checksums(prefix: str | Path) -> Checksums | None:
         return None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    remedy = "delete it, or copy it anew"
+    remedy = "delete it, or copy it again"
     digests: dict[str, str] = {}
     notes: dict[str, Any] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         place = f"{path}:{number}"
         if line.startswith("#"):
             note = _NOTE_LINE.fullmatch(line)
-            if note:  # any other comment is somebody else's
+            if note:  # other comments are not ours
                 try:
                     notes[note[1]] = json.loads(note[2])
                 except (ValueError, RecursionError) as error:
-                    raise DataError(f"{place}: the note {note[1]!r} is no JSON ({error}); {remedy}") from None
+                    raise DataError(f"{place}: the note {note[1]!r} is not JSON ({error}); {remedy}") from None
             continue
         entry = _CHECKSUM_LINE.fullmatch(line)
         if not entry or entry[2] in digests:
-            problem = "is no line of sha256sum for a .bin or .idx" if not entry else f"is a second one for {entry[2]}"
+            problem = (
+                "is not a line of sha256sum for a .bin or .idx" if not entry else f"is a second one for {entry[2]}"
+            )
             raise DataError(f"{place}: {line[:80]!r} {problem}; {remedy}")
         digests[entry[2]] = entry[1]
     for suffix in (".bin", ".idx"):
@@ -108,6 +110,6 @@ def note_lines(notes: Mapping[str, Any]) -> bytes:
 
 
 def checksum_line(digest: str, name: str) -> bytes:
-    """As sha256sum writes it: odd characters of the name are escaped, and a leading backslash says so."""
+    """Return the line that sha256sum writes: special characters are escaped, marked by a leading backslash."""
     escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     return os.fsencode(f"{'' if escaped == name else chr(92)}{digest}  {escaped}\n")

@@ -1,4 +1,10 @@
-"""Reading of source files as blocks of raw documents."""
+"""Reader of source files as blocks of raw documents.
+
+A JSONL file holds a document a line, a Parquet file a document a row, a text file is one document or several with a
+separator between them. JSONL and text may be compressed with gzip or zstd. Blocks come in order and are parsed later
+(document_parser.py), so that threads can share the parsing. Memory does not grow with a file: the size of a document
+and the expansion of a compressed file are limited.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +24,24 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 COMPRESSED_BLOCK_BYTES = 1 << 12
-"""What zstd is given at once: 32,768 times as much may come out."""
+"""Input of one zstd call, whose output may be 32,768 times as large."""
 BOM = b"\xef\xbb\xbf"
 LARGEST_DOCUMENT_BYTES = 64 << 20
 LARGEST_EXPANSION = 300
-"""Text that is no bomb shrinks to a hundredth at best."""
+"""Decompressed bytes a byte of the file. Ordinary text shrinks to a hundredth at best."""
 EXPANSION_COUNTS_FROM_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the sources a block ends, and reading can begin again."""
+    """Place between two blocks, from which reading can resume."""
 
     source: int = 0
-    """Number of the source."""
+    """Index of the source."""
     offset: int = 0
-    """Bytes into it, after decompression; rows into a Parquet file."""
+    """Bytes into it after decompression; rows into a Parquet file."""
     documents_of_source: int = 0
-    """Documents before this place in the source, those that cannot be used included."""
+    """Documents before this place in the source, unusable ones included."""
     documents: int = 0
     """The same in all sources together."""
 
@@ -53,13 +59,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Block:
-    """Documents that follow each other in one source."""
+    """Consecutive documents of one source."""
 
     source: SourceFile
     begin: Position
     end: Position
     num_input_bytes: int
-    """What was read of the file for it, as it lies on the disk."""
+    """Bytes read from disk for it, compressed if the file is."""
     raw: bytes = b""
     """JSONL and text: the documents with `delimiter` between them."""
     delimiter: bytes = b"\n"
@@ -67,10 +73,10 @@ class Block:
     rows: pyarrow.RecordBatch | None = None
     """Parquet."""
     fault: Fault | None = None
-    """What could not even be read. Such a block has no documents."""
+    """Damage that prevents reading. Such a block has no documents."""
 
     def place(self, number: int) -> str:
-        """Where document `number` of this block is, for a message. Lines, rows and documents count from 1."""
+        """Return the place of document `number` for a message. Lines, rows and documents count from 1."""
         return _place(self.source, self.begin.documents_of_source + number, bool(self.delimiter))
 
 
@@ -83,7 +89,7 @@ def _place(source: SourceFile, number: int, is_one_of_many: bool) -> str:
 
 
 def check_columns(sources: Sequence[SourceFile], keys: Sequence[str]) -> None:
-    """Raise DataError for a Parquet file without a column of strings for each key, before hours are spent on others."""
+    """Raise DataError for a Parquet file without a string column for each key, before hours are spent on others."""
     for source in sources:
         if source.kind == "parquet":
             _open_parquet(source, keys)
@@ -100,12 +106,12 @@ def read_blocks(
     block_bytes: int | None = None,
     goes_on: bool = True,
 ) -> Iterator[Block]:
-    """All documents from `start` on, in order, in blocks of about block_bytes, by default BLOCK_BYTES.
+    """Yield all documents from `start` in order, in blocks of about block_bytes, by default BLOCK_BYTES.
 
-    `separator` stands between the documents of a text file; None: each is one document. What is damaged or too long
-    becomes a block with a fault, and reading goes on behind it: at the next document, or at the next file. `remedy` is
-    what the fault of too long a document tells the user to do. Without `goes_on`, such a block comes at once, before
-    the document's end was found, and is the last. Raises DataError where a file cannot be opened.
+    `separator` divides the documents of a text file; None: each file is one document. A damaged or too long document
+    gives a block with a fault, and reading continues with the next document or file. `remedy` ends the message for one
+    that is too long. Without `goes_on` a block with a fault comes at once and is the last. Raises DataError if a file
+    cannot be opened.
     """
     start, block_bytes = start or Position(), block_bytes or BLOCK_BYTES
     documents = start.documents
@@ -115,7 +121,8 @@ def read_blocks(
             blocks = _parquet_blocks(source, keys, at, block_bytes)
         else:
             delimiter = b"\n" if source.kind == "jsonl" else (separator or "").encode()
-            blocks = _delimited_blocks(source, delimiter, at, largest_document_bytes, remedy, block_bytes, goes_on)
+            delimited = _DelimitedFile(source, delimiter, at, largest_document_bytes, remedy)
+            blocks = delimited.blocks(block_bytes, goes_on)
         for block in blocks:
             documents = block.end.documents
             yield block
@@ -124,11 +131,11 @@ def read_blocks(
 
 
 class _Damage(Exception):
-    """The rest of a file cannot be read. Says why."""
+    """The rest of a file cannot be read, with the reason."""
 
 
 class _Reader:
-    """A file's content, decompressed, and how much of the file was read for it."""
+    """Decompressed content of a file, and the number of bytes read for it."""
 
     def __init__(self, source: SourceFile, file: IO[bytes], block_bytes: int):
         self._source, self._file, self._block_bytes = source, file, block_bytes
@@ -136,7 +143,7 @@ class _Reader:
         self._content_bytes = 0
 
     def chunks(self, skip_bytes: int) -> Iterator[bytes]:
-        """The content in pieces of about block_bytes, without its first skip_bytes. Raises _Damage."""
+        """Yield the content after its first skip_bytes in pieces of about block_bytes. Raises _Damage."""
         if self._source.compression == "":
             self._file.seek(skip_bytes)
             skip_bytes = 0
@@ -152,13 +159,15 @@ class _Reader:
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             reason = "is cut off" if isinstance(error, EOFError) else f"is damaged ({error})"
             raise _Damage(
-                f"the gzip file {reason} after {self._content_bytes} bytes of content; copy it anew"
+                f"the gzip file {reason} after {self._content_bytes} bytes of content; copy it again"
             ) from error
         except OSError as error:
-            raise _Damage(f"the file cannot be read on: {error.strerror or error}; mend it, or leave it out") from error
+            raise _Damage(
+                f"the file cannot be read on: {error.strerror or error}; repair it, or leave it out"
+            ) from error
 
     def take_count(self) -> int:
-        """Bytes of the file read since the last call."""
+        """Return the bytes of the file read since the previous call."""
         position = self._file.tell()
         count, self._counted_bytes = position - self._counted_bytes, position
         return count
@@ -184,7 +193,7 @@ class _Reader:
     def _zstd(self) -> Iterator[bytes]:
         import zstandard
 
-        # Not its stream_reader, for which a file that is cut off ends like a whole one.
+        # its stream_reader would take a truncated file for a whole one
         frame = None
         held = bytearray()
         try:
@@ -201,86 +210,87 @@ class _Reader:
         except zstandard.ZstdError as error:
             raise _Damage(
                 f"the zstd file cannot be decompressed after {self._content_bytes} bytes of content ({error}); copy it "
-                "anew, or compress it again without --long"
+                "again, or compress it without --long"
             ) from error
         if frame is not None:
-            raise _Damage(f"the zstd file is cut off after {self._content_bytes} bytes of content; copy it anew")
+            raise _Damage(f"the zstd file is cut off after {self._content_bytes} bytes of content; copy it again")
 
 
-def _delimited_blocks(
-    source: SourceFile,
-    delimiter: bytes,
-    start: Position,
-    largest_bytes: int,
-    remedy: str,
-    block_bytes: int,
-    goes_on: bool,
-) -> Iterator[Block]:
-    """Blocks of a file whose documents end with `delimiter`; empty: the file is one document."""
-    try:
-        file = source.path.open("rb", buffering=0)
-    except OSError as error:
-        raise unreadable(source, error) from error
-    at = start
-    held = bytearray()  # read, and in no block yet
-    is_too_long = False  # of the document being read; it is thrown away up to its end
-    reader = _Reader(source, file, block_bytes)
+class _DelimitedFile:
+    """A file whose documents end with `delimiter`, read block by block; without one the file is one document."""
 
-    def take(num_bytes: int, num_documents: int, fault: str | None = None) -> Block:
-        """A block of the first bytes held; of none of them where they cannot be used."""
-        nonlocal at
-        begin, at = at, _advanced(at, num_bytes, num_documents)
+    def __init__(self, source: SourceFile, delimiter: bytes, start: Position, largest_bytes: int, remedy: str):
+        self._source, self._delimiter, self._at, self._largest_bytes = source, delimiter, start, largest_bytes
+        self._too_long = f"longer than {largest_bytes} bytes; {remedy}"
+        self._held = bytearray()  # read, but not yet in a block
+        self._is_too_long = False  # the document being read, which is discarded up to its end
+
+    def blocks(self, block_bytes: int, goes_on: bool) -> Iterator[Block]:
+        """Yield the blocks. Without `goes_on` a document that is too long is the last, before its end is found."""
+        try:
+            file = self._source.path.open("rb", buffering=0)
+        except OSError as error:
+            raise unreadable(self._source, error) from error
+        with file:
+            self._reader = _Reader(self._source, file, block_bytes)
+            try:
+                yield from self._read(goes_on)
+            except _Damage as damage:
+                yield _rest_is_lost(self._source, self._at, self._reader.take_count(), str(damage))
+
+    def _read(self, goes_on: bool) -> Iterator[Block]:
+        held, delimiter = self._held, self._delimiter
+        searched = 0
+        for chunk in self._reader.chunks(self._at.offset):
+            if not chunk:
+                continue
+            held += chunk
+            if self._at.offset == 0:
+                self._drop_byte_order_mark()
+            end, num_ends = _last_end(held, delimiter, searched)
+            if num_ends and self._is_too_long:
+                self._is_too_long = False
+                first_end = held.find(delimiter) + len(delimiter)
+                yield self._take(first_end, 1, self._too_long)
+                end, num_ends = end - first_end, num_ends - 1
+            if num_ends:
+                yield self._take(end, num_ends)
+                end = 0
+            # the delimiter may span two chunks
+            searched = max(end, len(held) - len(delimiter) + 1)
+            if self._is_too_long or len(held) > self._largest_bytes:
+                self._is_too_long = True
+                if not goes_on:
+                    break
+                self._drop(searched if delimiter else len(held))
+                searched = 0
+        if held or self._is_too_long:
+            yield self._take(len(held), 1, self._too_long if self._is_too_long else None)
+
+    def _take(self, num_bytes: int, num_documents: int, fault: str | None = None) -> Block:
+        """Return a block of the first held bytes, or an empty one with the fault that makes them unusable."""
+        begin, self._at = self._at, _advanced(self._at, num_bytes, num_documents)
         raw = b""
         if fault is None:
-            with memoryview(held) as view:
-                raw = bytes(view[:num_bytes]).removesuffix(delimiter)
-        del held[:num_bytes]
-        place = _place(source, begin.documents_of_source, bool(delimiter))
+            with memoryview(self._held) as view:
+                raw = bytes(view[:num_bytes]).removesuffix(self._delimiter)
+        del self._held[:num_bytes]
+        place = _place(self._source, begin.documents_of_source, bool(self._delimiter))
         damage = None if fault is None else Fault(place, fault)
-        return Block(source, begin, at, reader.take_count(), raw, delimiter, fault=damage)
+        return Block(self._source, begin, self._at, self._reader.take_count(), raw, self._delimiter, fault=damage)
 
-    def drop(num_bytes: int) -> None:
-        nonlocal at
-        at = _advanced(at, num_bytes, 0)
-        del held[:num_bytes]
+    def _drop(self, num_bytes: int) -> None:
+        self._at = _advanced(self._at, num_bytes, 0)
+        del self._held[:num_bytes]
 
-    too_long = f"longer than {largest_bytes} bytes; {remedy}"
-    with file:
-        try:
-            searched = 0
-            for chunk in reader.chunks(start.offset):
-                if not chunk:
-                    continue
-                held += chunk
-                if at.offset == 0:
-                    if source.kind == "jsonl" and held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                        raise _Damage("the file is UTF-16; convert it to UTF-8")
-                    drop(len(BOM) if held.startswith(BOM) else 0)
-                end, num_ends = _last_end(held, delimiter, searched)
-                if num_ends and is_too_long:
-                    is_too_long = False
-                    first_end = held.find(delimiter) + len(delimiter)
-                    yield take(first_end, 1, too_long)
-                    end, num_ends = end - first_end, num_ends - 1
-                if num_ends:
-                    yield take(end, num_ends)
-                    end = 0
-                # the delimiter may lie across the border of two chunks
-                searched = max(end, len(held) - len(delimiter) + 1)
-                if is_too_long or len(held) > largest_bytes:
-                    is_too_long = True
-                    if not goes_on:
-                        break
-                    drop(searched if delimiter else len(held))
-                    searched = 0
-            if held or is_too_long:
-                yield take(len(held), 1, too_long if is_too_long else None)
-        except _Damage as damage:
-            yield _rest_is_lost(source, at, reader.take_count(), str(damage))
+    def _drop_byte_order_mark(self) -> None:
+        if self._source.kind == "jsonl" and self._held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise _Damage("the file is UTF-16; convert it to UTF-8")
+        self._drop(len(BOM) if self._held.startswith(BOM) else 0)
 
 
 def _last_end(content: bytearray, delimiter: bytes, start: int) -> tuple[int, int]:
-    """The end of the last delimiter from `start` on, counted from the left as `split` does, and how many there are."""
+    """Return the end of the last delimiter after `start`, found from the left as `split` does, and their number."""
     if len(delimiter) == 1:
         return content.rfind(delimiter, start) + 1, content.count(delimiter, start)
     end, num_ends = start, 0
@@ -290,7 +300,7 @@ def _last_end(content: bytearray, delimiter: bytes, start: int) -> tuple[int, in
 
 
 def _rest_is_lost(source: SourceFile, at: Position, num_input_bytes: int, reason: str) -> Block:
-    """A block that names the damage; reading begins again with the next source."""
+    """Return a block that names the damage; reading resumes with the next source."""
     end = Position(source=at.source + 1, documents=at.documents)
     return Block(source, at, end, num_input_bytes, fault=Fault(_place(source, at.documents_of_source, True), reason))
 
@@ -312,7 +322,7 @@ def _open_parquet(source: SourceFile, keys: Sequence[str]) -> Any:
         file = pyarrow.parquet.ParquetFile(source.path)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"{source.path} is no readable Parquet file ({error}); copy it anew, or leave it out"
+            f"{source.path} is not a readable Parquet file ({error}); copy it again, or leave it out"
         ) from error
     schema = file.schema_arrow
     for key in keys:
@@ -337,7 +347,7 @@ def _parquet_blocks(source: SourceFile, keys: Sequence[str], start: Position, bl
         for group in range(file.metadata.num_row_groups):
             rows_of_group = file.metadata.row_group(group).num_rows
             if first_row + rows_of_group > at.offset:
-                # as many rows as make a block, if the group's are alike
+                # rows of one block, if all rows of the group are of one size
                 group_bytes = sum(
                     file.metadata.row_group(group).column(c).total_uncompressed_size
                     for c in range(file.metadata.num_columns)

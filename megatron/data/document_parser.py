@@ -1,4 +1,4 @@
-"""Parsing of blocks into texts."""
+"""Parser of raw documents into texts."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Parsed:
     """The documents of a block."""
 
     numbers: list[int] = field(default_factory=list)
-    """Which of the block's documents each is."""
+    """Number of each document in its block."""
     columns: list[list[str]] = field(default_factory=list)
-    """For each key, the text of every document."""
+    """The text of every document, for each key."""
     faults: list[Fault] = field(default_factory=list)
     num_blank: int = 0
-    """Documents with nothing in them."""
+    """Empty documents."""
 
 
 def parse(block: Block, keys: Sequence[str]) -> Parsed:
-    """The texts under `keys` of each document of a block. A text file has the same text under every key."""
+    """Return the texts under `keys` of each document of a block. A text file has the same text under every key."""
     if block.fault is not None:
         return Parsed(columns=[[] for _ in keys], faults=[block.fault])
     if block.rows is not None:
@@ -65,14 +65,14 @@ def parse(block: Block, keys: Sequence[str]) -> Parsed:
 
 
 def _texts_of_clean_lines(lines: Sequence[bytes], key: str) -> list[str] | None:
-    """The fast way through lines without a fault. None: there may be one."""
+    """Return the texts of lines without a fault, fast; None if there may be one."""
     quoted = b'"%s"' % key.encode()
     loads = orjson.loads
     try:
         texts = [loads(line)[key] for line in lines]
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
         return None
-    # the key's name may stand in the text itself, or twice in the object
+    # the key's name may occur in the text itself, or twice in the object
     if set(map(type, texts)) != {str} or any(line.count(quoted) > 1 for line in lines):
         return None
     return texts
@@ -91,13 +91,13 @@ def _texts_of_line(line: bytes, keys: Sequence[str]) -> list[str]:
 
 
 def object_of_line(line: bytes, example: str) -> dict[str, Any]:
-    """The JSON object in a line. Raises DataError, which shows `example`, or UnicodeDecodeError."""
+    """Return the JSON object in a line. Raises DataError, which shows `example`, or UnicodeDecodeError."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         line.decode("utf-8")
         raise DataError(
-            f"the line is no JSON ({_json_fault(line, error)}); every line must be one JSON object"
+            f"the line is not JSON ({_json_fault(line, error)}); every line must be one JSON object"
         ) from None
     if not isinstance(row, dict):
         raise DataError(f"the line is a JSON {_json_type(row)}, not an object such as {example}")
@@ -111,7 +111,7 @@ def _check_keys_are_unique(line: bytes, keys: Sequence[str]) -> None:
     for key in keys:
         if outermost.count(key) > 1:
             raise DataError(
-                f"the key {key!r} stands {outermost.count(key)} times in the line; one of them would be lost"
+                f"the key {key!r} occurs {outermost.count(key)} times in the line; one of them would be lost"
             )
 
 
@@ -119,10 +119,10 @@ def _json_fault(line: bytes, error: orjson.JSONDecodeError) -> str:
     if line.strip(b"\0 \r") == b"":
         return "it is all NUL bytes, as after a crash while it was written"
     if line.lstrip().startswith(b"[") and error.pos >= len(line.rstrip()):
-        return "it begins a JSON array over several lines; `jq -c '.[]'` makes lines of it"
+        return "it begins a JSON array over several lines; convert it with `jq -c '.[]'`"
     for word in (b"NaN", b"Infinity"):
         if line[error.pos :].lstrip(b"-").startswith(word) or line[max(0, error.pos - 1) :].startswith(word):
-            return f"{word.decode()} is no JSON number, write null"
+            return f"{word.decode()} is not a JSON number, write null"
     return str(error)
 
 
@@ -152,7 +152,7 @@ def _parse_rows(block: Block, rows: pyarrow.RecordBatch, keys: Sequence[str]) ->
 
 
 def _text_of_cell(cell: Any) -> str | bytes | None:
-    """bytes: it is not UTF-8."""
+    """Return the text of a cell; bytes if it is not UTF-8."""
     try:
         text: str | None = cell.as_py()
         return text
@@ -163,7 +163,7 @@ def _text_of_cell(cell: Any) -> str | bytes | None:
 def read_texts(
     sources: Sequence[SourceFile], keys: Sequence[str], on_bad_line: OnBadLine, separator: str | None = None
 ) -> Iterator[str]:
-    """Every text of every document. Raises DataError at the first bad one, unless they are to be skipped."""
+    """Yield every text of every document. Raises DataError at the first bad one unless they are skipped."""
     for block in read_blocks(sources, keys, separator=separator):
         parsed = parse(block, keys)
         if parsed.faults and on_bad_line == "fail":

@@ -1,11 +1,11 @@
-"""Documents cut into samples of seq_length + 1 tokens, in megatron-core's order, array for array.
+"""Samples of seq_length + 1 tokens cut from documents, in megatron-core's order, array for array.
 
-Documents are shuffled and laid end to end, epoch after epoch. Sample k begins at token k * seq_length of that stream
-and shares its last token with its neighbour, as the label of one and the input of the other. Three arrays say so:
+Documents are shuffled and concatenated, epoch after epoch. Sample k begins at token k * seq_length of that stream and
+shares its last token with its neighbour: the label of one and the input of the other. Three arrays describe this:
 
-    document_index [E * D]   the order of the documents
-    sample_index   [N + 1, 2]  where each sample begins: position in document_index, offset in that document
-    shuffle_index  [N]       the order of the samples
+    document_index [E * D]     the order of the documents
+    sample_index   [N + 1, 2]  the start of each sample: position in document_index, offset in that document
+    shuffle_index  [N]         the order of the samples
 
 A "document" is one sequence of the .idx, as in megatron-core; the two differ only in files cut into sentences.
 """
@@ -38,22 +38,22 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 Datasets = tuple[TokenDataset | None, TokenDataset | None, TokenDataset | None]
-"""To train on, to validate on, to test on."""
+"""Training, validation and test samples."""
 SPLITS = ("train", "valid", "test")
 SEPARATE_BELOW = 0.80
-"""A last epoch needed for less than this part is shuffled apart, so that no document is seen more often early."""
+"""A last epoch of which less than this is needed is shuffled separately, so that no document repeats too early."""
 UINT32_MAX = 2**32 - 1
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often the documents are repeated to give the samples asked for."""
+    """Repetitions of the documents that give the requested samples."""
 
     num_epochs: int
     num_samples: int
-    """All that the epochs hold, at least those asked for."""
+    """Samples in all epochs, at least the requested ones."""
     num_samples_before_last: int
-    """Samples shuffled among themselves first. Equals num_samples unless the last epoch is shuffled apart."""
+    """Samples shuffled first, as a group. Equals num_samples unless the last epoch is shuffled separately."""
 
     @property
     def separate_last_epoch(self) -> bool:
@@ -61,7 +61,7 @@ class EpochPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_length: int) -> EpochPlan:
-    """The fewest epochs that hold num_samples samples; samples overlap by one token."""
+    """Return the fewest epochs that hold num_samples samples, which overlap by one token."""
     num_epochs = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
     built = (num_epochs * tokens_per_epoch - 1) // seq_length
     if num_epochs == 1:
@@ -73,7 +73,7 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_length: int) -> Epo
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
-    """Contiguous document ranges of training, validation and test."""
+    """Return the contiguous document ranges of training, validation and test."""
     bounds, total = [0], 0.0
     for part in parse_split(split):
         total += part
@@ -82,10 +82,10 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
 
 
 class GPTDataset:
-    """Samples of `documents` of a dataset: at least num_samples of them, repeating the documents as needed.
+    """At least num_samples samples of `documents` of a dataset, which are repeated as needed.
 
-    num_samples=None: as many as one epoch holds. vocab_size, where given, is what ids are checked against when they
-    are read. Raises DataError if the documents hold no token.
+    num_samples=None: the samples of one epoch. Ids are checked against vocab_size, if given, when they are read. Raises
+    DataError if the documents hold no token.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class GPTDataset:
         self._plan = plan_epochs(self.tokens_per_epoch, num_samples, seq_length)
         content = digest("gpt", 2, data.fingerprint, documents.start, documents.stop, seq_length, seed)
         self.fingerprint = content + "-" + digest(self._plan.num_epochs, self._plan.num_samples_before_last)
-        """Equal where every sample is: the content, not the place, of the data, and all that orders the samples. The
-        second part tells how often the documents are repeated."""
+        """Equal if all samples are: a digest of the data's content, not its path, and of all that orders the samples;
+        then one of the number of epochs."""
         num_positions = self._plan.num_epochs * len(documents)
         offsets = np.dtype(np.int32 if num_positions < 2**31 else np.int64)
         sample_ids = np.dtype(np.uint32 if self._plan.num_samples < UINT32_MAX - 1 else np.int64)
@@ -125,7 +125,7 @@ class GPTDataset:
         key = "gpt-" + digest(self.fingerprint)
         arrays = cached_arrays(cache_dir, key, self._specs, self._build_index)
         self.cache_paths = cached_paths(cache_dir, key, self._specs)
-        """Where the three arrays are kept; none without a cache."""
+        """Files of the three arrays; none without a cache."""
         self.document_index: NDArray[np.int32] = arrays["document_index"]
         self.sample_index: NDArray[np.signedinteger] = arrays["sample_index"]
         self.shuffle_index: NDArray[np.integer] = arrays["shuffle_index"]
@@ -143,7 +143,7 @@ class GPTDataset:
     def _build_index(self) -> Arrays:
         plan = self._plan
         shuffler = helpers.Shuffler(self._seed)
-        # one generator for all four shuffles, in this order: it is part of the format
+        # one generator for all four shuffles: their order is part of the format
         one_epoch = np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
         document_index = np.tile(one_epoch, plan.num_epochs)
         boundary = len(document_index) - (len(one_epoch) if plan.separate_last_epoch else 0)
@@ -168,9 +168,9 @@ class GPTDataset:
         return len(self._documents)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index`: seq_length + 1 token ids.
+        """Return sample `index`: seq_length + 1 token ids.
 
-        Raises DataError on an id outside the vocabulary, or where the files contradict each other.
+        Raises DataError for an id outside the vocabulary, or if the files contradict each other.
         """
         try:
             return self._reader.read_one(index)
@@ -178,39 +178,39 @@ class GPTDataset:
             raise self._named(error) from None
 
     def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """Several samples at once: [len(indices), seq_length + 1]. Raises as reading one does."""
+        """Return several samples: [len(indices), seq_length + 1]. Raises as for one."""
         try:
             return self._reader.read(np.asarray(indices, dtype=np.int64))
         except (ValueError, IndexError) as error:
             raise self._named(error) from None
 
     def read_into(self, indices: NDArray[np.int64], out: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Sample indices[i] into row rows[i] of `out`, [any, seq_length + 1]. Raises as reading one does."""
+        """Write sample indices[i] to row rows[i] of `out`, [any, seq_length + 1]. Raises as for one."""
         try:
             self._reader.read_into(indices, out, rows)
         except (ValueError, IndexError) as error:
             raise self._named(error) from None
 
     def documents_of(self, index: int) -> tuple[str, list[int]]:
-        """The dataset's prefix, and the documents that sample `index` is cut from."""
+        """Return the dataset's prefix, and the documents from which sample `index` is cut."""
         place = int(self.shuffle_index[index])
         first, last = int(self.sample_index[place, 0]), int(self.sample_index[place + 1, 0])
         return str(self._data.prefix), [int(document) for document in self.document_index[first : last + 1]]
 
     def _named(self, error: ValueError | IndexError) -> DataError | IndexError:
-        """The reader's error as one of this dataset."""
+        """Return the reader's error with the name of this dataset."""
         kind = IndexError if isinstance(error, IndexError) else DataError
         return kind(f"{self._data.prefix}: {error}")
 
 
 @dataclass(frozen=True)
 class Member:
-    """The documents of one dataset that a split takes."""
+    """Documents of one dataset in a split."""
 
     data: IndexedDataset
     documents: range
     weight: float | None
-    """Its part of the blend; None where the split is no blend, or one by size."""
+    """Its share of the blend; None without a blend, or for one by size."""
 
     @property
     def num_tokens(self) -> int:
@@ -218,34 +218,34 @@ class Member:
 
 
 def open_datasets(config: Config) -> Datasets:
-    """Training, validation and test samples of a run; the last two None where the config leaves none.
+    """Return training, validation and test samples of a run; the last two None if the config leaves none.
 
     Raises DataError.
     """
-    training, data, asked = config.training, config.data, samples_needed(config)
+    training, data, needed = config.training, config.data, samples_needed(config)
     datasets = build_datasets(
         data,
         seq_length=training.seq_length,
         seed=training.seed,
-        num_samples=asked,
+        num_samples=needed,
         vocab_size=config.model.vocab_size,
     )
     if datasets[0] is None:
         raise DataError(f"split={data.split} leaves no documents to train on; raise its first share")
-    for dataset, (option, words), needed, length in zip(
-        datasets, data.paths, asked, ("train_samples or train_iters", "eval_iters", "eval_iters"), strict=True
+    for dataset, (option, words), count, length in zip(
+        datasets, data.paths, needed, ("train_samples or train_iters", "eval_iters", "eval_iters"), strict=True
     ):
-        if dataset is not None and len(dataset) < needed:
+        if dataset is not None and len(dataset) < count:
             raise DataError(
                 f"{option}={' '.join(words)!r} has no weights, so it is read once: {len(dataset)} samples, but "
-                f"{needed} are asked for; give weights, which repeat the data as needed, or lower {length}"
+                f"{count} are needed; give weights, which repeat the data as needed, or lower {length}"
             )
-    datasets[0][0]  # a dataset of another tokenizer's ids fails here, before anything is built or written
+    datasets[0][0]  # ids of another tokenizer fail here, before anything is built or written
     return datasets
 
 
 def samples_needed(config: Config) -> tuple[int, int, int]:
-    """Samples that the run takes from its training, validation and test data."""
+    """Return the numbers of training, validation and test samples that a run reads."""
     eval_samples = config.data.eval_iters * config.training.global_batch_size
     return Schedule(config.training, config.optimizer).total_samples, eval_samples, eval_samples
 
@@ -253,11 +253,10 @@ def samples_needed(config: Config) -> tuple[int, int, int]:
 def build_datasets(
     data: DataConfig, *, seq_length: int, seed: int, num_samples: tuple[int, int, int], vocab_size: int
 ) -> Datasets:
-    """Training, validation and test samples: at least num_samples of each, repeating documents as needed.
+    """Return training, validation and test samples: at least num_samples of each, repeating documents as needed.
 
-    Several prefixes without weights are not repeated: they give one epoch at most. None where no samples are asked
-    for, or where there are no documents for validation or test. Training documents must hold at least one sample.
-    Raises DataError.
+    Several prefixes without weights are not repeated: they give at most one epoch. A split is None if num_samples is 0,
+    or without documents for validation or test. Training documents must hold at least one sample. Raises DataError.
     """
     opened: dict[str, IndexedDataset] = {}
 
@@ -307,7 +306,7 @@ def build_datasets(
 def split_members(
     data: DataConfig, split: int, open_dataset: Callable[[str], IndexedDataset]
 ) -> tuple[list[Member], bool]:
-    """The datasets of a split, none where it has none, and whether they are blended. Raises DataError."""
+    """Return the datasets of a split, and true if they are blended. Raises DataError."""
     option, words = data.paths[split]
     if data.per_split and not words:
         return [], False
@@ -323,12 +322,12 @@ def split_members(
         whole = range(len(dataset))
         documents = whole if data.per_split else split_documents(len(dataset), data.split)[split]
         members.append(Member(dataset, documents, weight))
-    # a single dataset with a weight is a blend of one, but not in a path of its own: as in megatron-core
+    # one dataset with a weight is a blend of one, except in the path of a single split: as in megatron-core
     return members, len(members) > 1 or (weights is not None and not data.per_split)
 
 
 def check_training_size(members: Sequence[Member], data: DataConfig, seq_length: int) -> None:
-    """Raises DataError for a member without even one training sample."""
+    """Raise DataError for a dataset without one training sample."""
     for member in members:
         if member.num_tokens <= seq_length:
             raise DataError(
@@ -339,7 +338,7 @@ def check_training_size(members: Sequence[Member], data: DataConfig, seq_length:
 
 
 def said_split(data: DataConfig) -> str:
-    """The split, where there is one, as a message has it."""
+    """Return the split for a message; empty without one."""
     return "" if data.per_split else f" (split={data.split})"
 
 
@@ -348,9 +347,9 @@ def cache_folder(data: DataConfig, prefix: str) -> Path:
 
 
 def check_vocabulary(data: IndexedDataset, vocab_size: int) -> None:
-    """Raises DataError if the file's type cannot hold every id of the vocabulary."""
+    """Raise DataError if the file's type cannot hold every id of the vocabulary."""
     if data.dtype.kind not in "iu":
-        raise DataError(f"{data.prefix} holds {data.dtype}, not token ids; preprocess the text anew")
+        raise DataError(f"{data.prefix} holds {data.dtype}, not token ids; preprocess the text again")
     largest = int(np.iinfo(data.dtype).max)
     if vocab_size - 1 > largest:
         raise DataError(

@@ -1,7 +1,7 @@
-"""Index arrays kept on disk: built once, by whichever process of a machine comes first, then mapped by all.
+"""Cache of index arrays on disk: built by the first process of a host, then memory-mapped by all.
 
-A file appears under its name only when whole, and its name tells its content, so machines that share a folder may
-race: they write the same bytes.
+A file gets its name only when whole, and the name is determined by the content, so hosts that share a folder may race:
+they write the same bytes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What a cached array must be to be believed."""
+    """Expected shape and type of a cached array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
 
 def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays named in `specs`: mapped from `folder`, or built and stored there.
+    """Return the arrays named in `specs`: mapped from `folder`, or built and stored there.
 
-    `key` must tell every input of `build`. A folder that cannot be written costs the sharing, not the run: the arrays
-    are then built in this process's memory, with a warning. None: in memory, without one.
+    `key` must identify every input of `build`. If the folder cannot be written, the arrays are built in memory with a
+    warning; if it is None, without one.
     """
     if folder is None:
         return build()
@@ -47,7 +47,7 @@ def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec],
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder):
-            arrays = _load(paths, specs)  # another process may have built them while this one waited
+            arrays = _load(paths, specs)  # another process may have built them in the meantime
             if arrays is not None:
                 return arrays
             arrays = build()
@@ -65,7 +65,7 @@ def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec],
 
 
 def cached_paths(folder: Path | None, key: str, specs: Mapping[str, ArraySpec]) -> list[Path]:
-    """Where cached_arrays keeps the arrays."""
+    """Return the files in which cached_arrays stores the arrays."""
     return [] if folder is None else [folder / f"{key}-{name}.npy" for name in specs]
 
 
@@ -77,12 +77,12 @@ def _load(paths: Mapping[str, Path], specs: Mapping[str, ArraySpec]) -> Arrays |
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, EOFError, OSError) as error:
-            logger.warning("%s cannot be used (%s); it is built anew", path, error)
+            logger.warning("%s cannot be used (%s); it is rebuilt", path, error)
             return None
         spec = specs[name]
         if mapped.shape != spec.shape or mapped.dtype != spec.dtype:
             logger.warning(
-                "%s holds %s %s, not %s %s; it is built anew", path, mapped.dtype, mapped.shape, spec.dtype, spec.shape
+                "%s holds %s %s, not %s %s; it is rebuilt", path, mapped.dtype, mapped.shape, spec.dtype, spec.shape
             )
             return None
         arrays[name] = np.asarray(mapped)  # a plain view of the map: np.memmap is slow to index
@@ -96,7 +96,7 @@ def _store(path: Path, content: NDArray[Any]) -> None:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One builder at a time in a folder. The system frees the lock of a process that dies."""
+    """Lock a folder for one builder at a time. The kernel releases the lock of a process that dies."""
     with (folder / ".lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,6 +104,6 @@ def _lock(folder: Path) -> Iterator[None]:
             logger.info("waiting for another process that builds index arrays in %s", folder)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            # Some network file systems know no locks. Building twice is wasteful, not wrong.
+            # some network file systems have no locks; building twice is wasteful, not wrong
             logger.info("no lock in %s (%s); several processes may build the same arrays", folder, error.strerror)
         yield

@@ -1,4 +1,4 @@
-"""Token files in Megatron's format: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence lies.
+"""Megatron's indexed datasets: PREFIX.bin holds the tokens, PREFIX.idx the place of each sequence.
 
     .idx   magic        9 bytes  MMIDIDX\\0\\0
            version      uint64   1
@@ -10,10 +10,10 @@
            documents    int64[D]   sequence at which each document starts, and S at the end
            modes        int8[S]    optional: multimodal datasets
 
-All numbers are little-endian. What tools/preprocess_data.py writes has one sequence for each document.
+All numbers are little-endian. tools/preprocess_data.py writes one sequence a document.
 
-Beside them, where our builder wrote them, PREFIX.sha256 holds the checksums of both in the format of `sha256sum`, and
-notes about the data, such as its tokenizer, in comment lines `# NAME: JSON`. Nothing but verification needs it.
+indexed_builder.py also writes PREFIX.sha256: the checksums of both files in the format of `sha256sum`, and notes about
+the data, such as its tokenizer, in comment lines `# NAME: JSON`. Only verification reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[Any]
-"""Token ids, of whichever integer type the file has."""
+"""Token ids in the file's integer type."""
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -46,24 +46,24 @@ LOSS_MASK_SUFFIX = "_loss_mask"
 BLOCK_ENTRIES = 1 << 20
 """Table entries processed at a time, which bounds the memory."""
 
-# Enough of a .bin to notice that it was made anew, little enough to read at every start.
+# Enough of a .bin to detect a rewritten one, little enough to read at every start.
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK_BYTES = 4096
 
 
 class DataError(ValueError):
-    """The data cannot be used. Says which file, what was found, the rule, and the remedy."""
+    """Unusable data. The message names the file, what was found, the rule and the remedy."""
 
 
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type Megatron stores ids of this vocabulary in."""
+    """Return the type in which Megatron stores ids of this vocabulary."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedDataset:
-    """A memory-mapped reader of PREFIX.bin and PREFIX.idx.
+    """Memory-mapped reader of PREFIX.bin and PREFIX.idx.
 
-    Opening reads the header and the ends of the tables only, however large the dataset. Raises DataError.
+    Opening reads only the header and the ends of the tables, whatever the size of the dataset. Raises DataError.
     """
 
     def __init__(self, prefix: str | Path):
@@ -73,48 +73,48 @@ class IndexedDataset:
         self._bin = _map(self._bin_path, self.prefix)
         self.dtype, num_sequences, num_document_entries = self._read_header(idx)
         self.has_modes = len(idx) > HEADER_BYTES + 12 * num_sequences + 8 * num_document_entries
-        """Whether the index is a multimodal one, with a mode for each sequence."""
+        """True for a multimodal index, which has a mode for each sequence."""
         at = HEADER_BYTES
         self.lengths: NDArray[np.int32] = np.frombuffer(idx, "<i4", num_sequences, at)
         """Tokens in each sequence."""
         at += 4 * num_sequences
         self.pointers: NDArray[np.int64] = np.frombuffer(idx, "<i8", num_sequences, at)
-        """Where each sequence starts in the .bin, in bytes. A view of the file, not aligned."""
+        """Start of each sequence in the .bin, in bytes. A view of the file, not aligned."""
         at += 8 * num_sequences
         self.document_index: NDArray[np.int64] = np.frombuffer(idx, "<i8", num_document_entries, at)
-        """Sequence at which each document starts; the number of sequences at the end."""
+        """First sequence of each document, and the number of sequences at the end."""
         self._check_tables()
         self.tokens: Tokens = np.frombuffer(self._bin, self.dtype)
-        """All of the .bin: the tokens of all sequences."""
+        """The whole .bin: the tokens of all sequences."""
 
     def _read_header(self, idx: mmap.mmap) -> tuple[np.dtype[Any], int, int]:
         path, size = self._idx_path, len(idx)
         if idx[: len(LEGACY_MAGIC)] == LEGACY_MAGIC:
             raise DataError(
                 f"{path} is in the legacy TNTIDX format; only MMIDIDX (--dataset-impl mmap) is read, "
-                "preprocess the text anew"
+                "preprocess the text again"
             )
         if idx[: len(MAGIC)] != MAGIC:
             raise DataError(
-                f"{path} starts with {bytes(idx[: len(MAGIC)])!r}, not {MAGIC!r}: it is no Megatron index; "
+                f"{path} starts with {bytes(idx[: len(MAGIC)])!r}, not {MAGIC!r}: it is not a Megatron index; "
                 "write it with tools/preprocess_data.py"
             )
         if size < HEADER_BYTES:
             raise DataError(
-                f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; it was cut off, copy it anew"
+                f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; it was cut off, copy it again"
             )
         version = int.from_bytes(idx[9:17], "little")
         if version != VERSION:
             raise DataError(f"{path} has version {version}; only version {VERSION} is known, the file may be damaged")
         if idx[17] not in DTYPES:
-            raise DataError(f"{path} has dtype code {idx[17]}; it must be 1 to 8, so the file is damaged, copy it anew")
+            raise DataError(f"{path} has dtype code {idx[17]}; it must be 1 to 8: the file is damaged, copy it again")
         num_sequences = int.from_bytes(idx[18:26], "little")
         num_document_entries = int.from_bytes(idx[26:34], "little")
         expected = HEADER_BYTES + 12 * num_sequences + 8 * num_document_entries
         if size not in (expected, expected + num_sequences):
             raise DataError(
                 f"{path} has {size} bytes, but {num_sequences} sequences and {num_document_entries} document entries "
-                f"make {expected}; it was cut off or damaged, copy it anew"
+                f"make {expected}; it was cut off or damaged, copy it again"
             )
         if num_sequences == 0 or num_document_entries < 2:
             raise DataError(f"{path} holds no documents; preprocess text that is not empty")
@@ -126,7 +126,7 @@ class IndexedDataset:
         if first != 0 or last != num_sequences:
             raise DataError(
                 f"{self._idx_path}: the document index runs from {first} to {last}, not from 0 to the {num_sequences} "
-                "sequences; the file is damaged, copy it anew"
+                "sequences; the file is damaged, copy it again"
             )
         if self.pointers[0] != 0:
             raise DataError(
@@ -134,11 +134,11 @@ class IndexedDataset:
             )
         end = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if end != bin_bytes:
-            advice = "the two belong to different datasets, or one was cut off; copy both anew"
+            advice = "the two belong to different datasets, or one was cut off; copy both again"
             if bin_bytes - end == self.num_documents * self.dtype.itemsize:
                 advice = (
                     "one token too many for each document: an old preprocess_data.py wrote end-of-document tokens "
-                    "without counting them; preprocess the text anew"
+                    "without counting them; preprocess the text again"
                 )
             raise DataError(f"{self._bin_path} has {bin_bytes} bytes, but {self._idx_path} describes {end}: {advice}")
         if bin_bytes == 0:
@@ -156,13 +156,13 @@ class IndexedDataset:
         return len(self._bin) // self.dtype.itemsize
 
     def release_memory(self) -> None:
-        """Let go of the pages read so far; the next read fetches them again. For those who pass over everything."""
+        """Release the pages read so far, as a pass over the whole dataset should; the next read loads them again."""
         self._idx.madvise(mmap.MADV_DONTNEED)
         self._bin.madvise(mmap.MADV_DONTNEED)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells datasets apart by content, wherever they lie: all lengths, and a sample of the tokens."""
+        """Digest of all lengths and a sample of the tokens: identifies the content, independent of the path."""
         digest = hashlib.sha256(f"{self.dtype.str} {len(self.lengths)} {len(self._bin)} ".encode())
         digest.update(self.lengths.data)
         last = max(0, len(self._bin) - FINGERPRINT_BLOCK_BYTES)
@@ -171,7 +171,7 @@ class IndexedDataset:
         return digest.hexdigest()
 
     def count_tokens(self, sequences: range) -> int:
-        """Tokens in a contiguous range of sequences. Raises DataError if lengths and pointers disagree about it."""
+        """Return the tokens in a contiguous range of sequences. Raises DataError if lengths and pointers disagree."""
         if len(sequences) == 0:
             return 0
         begin, last = int(self.pointers[sequences.start]), int(self.pointers[sequences.stop - 1])
@@ -182,14 +182,14 @@ class IndexedDataset:
             raise DataError(
                 f"{self._idx_path}: the lengths of sequences {sequences.start} to {sequences.stop} make "
                 f"{num_tokens * self.dtype.itemsize} bytes, their pointers {spanned_bytes}; the file is damaged, "
-                "copy it anew"
+                "copy it again"
             )
         return num_tokens
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Tokens [offset, offset + length) of a sequence, by default up to its end: a read-only view of the file.
+        """Return tokens [offset, offset + length) of a sequence, by default to its end: a read-only view of the file.
 
-        Raises IndexError outside the dataset or the sequence, DataError where the index points outside the .bin.
+        Raises IndexError outside the dataset or the sequence, DataError if the index points outside the .bin.
         """
         if not 0 <= sequence < len(self.lengths):
             raise IndexError(f"sequence {sequence} is outside the {len(self.lengths)} of {self.prefix}")
@@ -203,7 +203,7 @@ class IndexedDataset:
         if rest or start < 0 or start + whole > len(self.tokens):
             raise DataError(
                 f"{self._idx_path}: sequence {sequence} lies at byte {self.pointers[sequence]} with {whole} tokens, "
-                f"outside the {len(self._bin)} bytes of {self._bin_path}; the file is damaged, copy it anew"
+                f"outside the {len(self._bin)} bytes of {self._bin_path}; the file is damaged, copy it again"
             )
         return self.tokens[start + offset : start + offset + count]
 
@@ -215,7 +215,7 @@ def _map(path: Path, prefix: str) -> mmap.mmap:
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; {_missing_hint(path, prefix)}") from None
     except ValueError:  # an empty file cannot be mapped
-        raise DataError(f"{path} is empty; preprocess the text anew, or copy the file anew") from None
+        raise DataError(f"{path} is empty; preprocess the text again, or copy the file again") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 

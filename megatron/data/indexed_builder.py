@@ -1,4 +1,4 @@
-"""Writing of indexed datasets, whole or not at all."""
+"""Writer of indexed datasets, which appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -38,43 +38,42 @@ from megatron.files import sync_file, sync_folder
 
 @dataclass(frozen=True)
 class BuilderState:
-    """How much of a dataset was safely on disk at some moment: what `IndexedDatasetBuilder.resume` goes on from."""
+    """Size of the part of a dataset that is safely on disk; IndexedDatasetBuilder.resume continues after it."""
 
     num_tokens: int = 0
     num_sequences: int = 0
     num_documents: int = 0
     num_listed_documents: int = 0
-    """Entries of the file of document ends: num_documents, or 0 while every document had one sequence."""
+    """Entries in the file of document ends: num_documents, or 0 while every document has one sequence."""
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> BuilderState:
-        """Raises DataError if anything is missing, unknown, or no count."""
+        """Raises DataError if a field is missing, unknown or not a count."""
         names = [field.name for field in fields(cls)]
         if sorted(content) != sorted(names) or not all(type(i) is int and i >= 0 for i in content.values()):
-            raise DataError(f"{dict(content)} is no saved state of a dataset: it must hold counts named {names}")
+            raise DataError(f"{dict(content)} is not a saved state of a dataset: it must hold counts named {names}")
         return cls(**content)
 
 
 SEALED_NAME = "dataset"
-"""A sealed work folder holds a dataset of this name, which can be read there before it is published."""
-# The .idx gets its name last in `seal`, and leaves last in `publish`: a folder that holds it is sealed.
+"""Name of the dataset in a sealed work folder, where it can be read before it is published."""
+# The .idx is renamed last in `seal` and moved last in `publish`: a folder that holds it is sealed.
 _BIN, _SHA256, _IDX = (SEALED_NAME + suffix for suffix in (".bin", ".sha256", ".idx"))
 _LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX = "lengths.int32", "document_ends.int64", "idx.unsealed"
 _WORK_FILES = (_BIN, _SHA256, _IDX, _LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX)
 
 
 class IndexedDatasetBuilder:
-    """Writes PREFIX.bin, PREFIX.idx and PREFIX.sha256, which appear under these names only in `finalize`, whole.
+    """Writer of PREFIX.bin, PREFIX.idx and PREFIX.sha256, which get these names only when whole, in `finalize`.
 
-    Everything is written to a work folder first, tokens and lengths as they come: memory does not grow with the data.
-    Without `work_dir` that folder is PREFIX.partial-<12 hex digits>, and goes when the context manager is left. With
-    `work_dir`, which must lie on the file system of PREFIX, leaving the context manager keeps what was written, and a
-    later process can `resume` from it; `abandon` removes it.
+    Tokens and lengths are written to a work folder as they come, so memory does not grow with the data. By default it
+    is PREFIX.partial-<12 hex digits>, removed when the context manager exits. A `work_dir`, which must lie on the file
+    system of PREFIX, is kept: a later process can `resume` from it, and `abandon` removes it.
 
-    `notes` are JSON values, written into PREFIX.sha256 under their names. Raises DataError, OSError.
+    `notes` are JSON values written to PREFIX.sha256 under their names. Raises DataError, OSError.
     """
 
     def __init__(
@@ -106,15 +105,15 @@ class IndexedDatasetBuilder:
             raise DataError(f"dtype {self.dtype} cannot be stored; use one of {', '.join(map(str, DTYPES.values()))}")
         self._dtype_code = codes[0]
         self._notes = dict(notes or {})
-        note_lines(self._notes)  # raises now rather than after hours of work
+        note_lines(self._notes)  # raises here rather than after hours of work
         self._removed_on_exit = work_dir is None
         self.work_dir = Path(work_dir) if work_dir else Path(f"{self.prefix}.partial-{uuid.uuid4().hex[:12]}")
-        """The folder of everything that is not whole yet."""
+        """Folder of the unfinished files."""
         self.num_tokens = 0
         """Tokens written so far."""
         self.num_sequences = 0
         self.num_documents = 0
-        # None while every document has one sequence: their ends are then 1, 2, 3, ...
+        # None while every document has one sequence: the ends are then 1, 2, 3, ...
         self._document_ends: IO[bytes] | None = None
         self._state: Literal["open", "sealed", "published", "closed"] = "open"
 
@@ -136,9 +135,9 @@ class IndexedDatasetBuilder:
         notes: Mapping[str, Any] | None = None,
         work_dir: str | Path,
     ) -> IndexedDatasetBuilder:
-        """Go on from what `save_state` returned: whatever was written after it is cut off.
+        """Continue from the result of `save_state`; anything written after it is truncated.
 
-        Reads the tokens once, for their checksum. Raises DataError if less than `state` is there.
+        Reads the tokens once, for their checksum. Raises DataError if less than `state` is on disk.
         """
         builder = cls.__new__(cls)
         builder._set_up(prefix, dtype, notes, work_dir)
@@ -153,7 +152,7 @@ class IndexedDatasetBuilder:
             path = builder.work_dir / name
             found = path.stat().st_size if path.exists() else 0
             if found < size:
-                raise DataError(f"{path} has {found} bytes, less than the {size} that were saved; start anew")
+                raise DataError(f"{path} has {found} bytes, less than the {size} that were saved; start over")
         builder.work_dir.mkdir(parents=True, exist_ok=True)
         builder._check_file_system()
         for name in set(_WORK_FILES) - sizes.keys():
@@ -168,14 +167,14 @@ class IndexedDatasetBuilder:
         return builder
 
     def save_state(self) -> BuilderState:
-        """Bring everything written so far safely to disk, and say how much that is."""
+        """Flush everything written so far to disk, and return how much that is."""
         self._check_open()
         self._sync()
         listed = 0 if self._document_ends is None else self.num_documents
         return BuilderState(self.num_tokens, self.num_sequences, self.num_documents, listed)
 
     def add_document(self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | None = None) -> None:
-        """One document, of one sequence or of sequences with these lengths. Raises DataError; then nothing is added."""
+        """Add a document of one sequence, or of sequences with these lengths. Adds nothing if it raises DataError."""
         flat = np.asarray(tokens)
         self._write(flat, [len(flat)] if lengths is None else lengths)
         if self._document_ends is None and self.num_sequences == self.num_documents + 1:
@@ -184,19 +183,19 @@ class IndexedDatasetBuilder:
             self._end_documents(np.array([self.num_sequences]))
 
     def add_documents(self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | Tokens) -> None:
-        """Documents of one sequence each, laid end to end in `tokens`. Raises DataError; then nothing is added.
+        """Add documents of one sequence each, concatenated in `tokens`. Adds nothing if it raises DataError.
 
-        Tokens of the builder's own dtype are written as they are, neither checked nor copied.
+        Tokens of the builder's own dtype are written without a check or a copy.
         """
         before = self.num_sequences
         self._write(np.asarray(tokens), lengths)
         self._end_documents(np.arange(before + 1, self.num_sequences + 1))
 
     def append_dataset(self, dataset: IndexedDataset, progress: ReportBytes | None = None) -> None:
-        """All documents of a finished dataset of the same dtype.
+        """Add all documents of a finished dataset of the same dtype.
 
-        Raises DataError if its index is damaged, or if it is not what its PREFIX.sha256 says, where it has one. What
-        was added before that was met stays: abandon the builder then.
+        Raises DataError if its index is damaged or it differs from its PREFIX.sha256, if it has one. A part of it may
+        have been added by then: abandon the builder.
         """
         self._check_joins(dataset.prefix, dataset.dtype)
         if dataset.has_modes:
@@ -212,7 +211,7 @@ class IndexedDatasetBuilder:
             if dataset.pointers[start] != end or len(wrong) or lengths.min() < 0:
                 raise DataError(
                     f"{dataset.prefix}.idx: lengths and pointers disagree within its sequences {start} to "
-                    f"{start + len(lengths)}; the file is damaged, copy it anew (tools/inspect_dataset.py --verify "
+                    f"{start + len(lengths)}; the file is damaged, copy it again (tools/inspect_dataset.py --verify "
                     "says more)"
                 )
             self._write_lengths(lengths)
@@ -233,13 +232,13 @@ class IndexedDatasetBuilder:
             if (np.diff(bounds) < 0).any():
                 raise DataError(
                     f"{dataset.prefix}.idx: the document index decreases within its entries {start} to "
-                    f"{start + len(bounds)}; the file is damaged, copy it anew"
+                    f"{start + len(bounds)}; the file is damaged, copy it again"
                 )
             self._end_documents(before + bounds[1:])
             dataset.release_memory()
 
     def absorb(self, other: IndexedDatasetBuilder) -> None:
-        """All that another builder of the same dtype, not sealed yet, has written so far. It is left as it is."""
+        """Add everything that another, unsealed builder of the same dtype has written, and leave that as it is."""
         self._check_open()
         other._check_open()
         self._check_joins(other.prefix, other.dtype)
@@ -283,7 +282,7 @@ class IndexedDatasetBuilder:
         self.num_sequences += len(lengths)
 
     def _end_documents(self, ends: Tokens) -> None:
-        """Further documents, which end before these sequences. They are listed only where that says something."""
+        """Add documents that end before these sequences. They are listed only once a document has several sequences."""
         before = self.num_documents
         if self._document_ends is None:
             if np.array_equal(ends, np.arange(before + 1, before + 1 + len(ends))):
@@ -296,10 +295,9 @@ class IndexedDatasetBuilder:
         self.num_documents += len(ends)
 
     def seal(self) -> None:
-        """Write all that is left to write, still in the work folder.
+        """Write the rest of the files, still in the work folder. Raises DataError if there are no tokens.
 
-        So that several datasets appear together: seal each, then finalize each. Raises DataError if there is no token
-        at all.
+        To make several datasets appear together, seal each, then finalize each.
         """
         self._check_open()
         if self.num_tokens == 0:
@@ -346,22 +344,22 @@ class IndexedDatasetBuilder:
         return file_blocks(self.work_dir / _DOCUMENT_ENDS, 8 * self.num_documents)
 
     def finalize(self) -> None:
-        """Give the files their names, sealing first where that was not done. Raises as `seal` does."""
+        """Rename the files to their final names, after sealing them if necessary. Raises as `seal` does."""
         if self._state != "sealed":
             self.seal()
         publish(self.work_dir, self.prefix)
         self._state = "published"
 
     def close(self) -> None:
-        """Stop, and leave the work folder as it is: for `resume`, or, if sealed, for `publish`."""
+        """Stop, and keep the work folder for `resume` or, if sealed, for `publish`."""
         if self._state == "open":
-            with contextlib.suppress(OSError):  # a full disk again; what was saved before is safe
+            with contextlib.suppress(OSError):  # the disk is full; what was saved before is safe
                 self._close_files()
         if self._state != "published":
             self._state = "closed"
 
     def abandon(self) -> None:
-        """Remove what was written. Nothing happens after `finalize`."""
+        """Remove the unfinished files. Does nothing after `finalize`."""
         if self._state != "published":
             self.close()
             _remove_work_files(self.work_dir)
@@ -393,53 +391,53 @@ class IndexedDatasetBuilder:
             sync_file(file)
 
     def _close_files(self) -> None:
-        with contextlib.ExitStack() as stack:  # each of them, even where one cannot write its rest
+        with contextlib.ExitStack() as stack:  # close all, even if one fails to flush
             for file in self._open_files():
                 stack.callback(file.close)
 
 
 def is_sealed(work_dir: str | Path) -> bool:
-    """Whether a builder's work folder holds a whole dataset that has yet to be published."""
+    """Return true if a builder's work folder holds a whole dataset that is not published yet."""
     return (Path(work_dir) / _IDX).exists()
 
 
 def is_open(work_dir: str | Path) -> bool:
-    """Whether a builder's work folder holds a dataset that can still be added to: neither sealed nor published."""
+    """Return true if a builder's work folder holds a dataset that is neither sealed nor published."""
     return (Path(work_dir) / _BIN).exists() and not is_sealed(work_dir)
 
 
 def publish(work_dir: str | Path, prefix: str | Path) -> None:
-    """Move a sealed dataset to PREFIX.bin, .sha256 and .idx, over an older one if need be, and remove its work folder.
+    """Move a sealed dataset to PREFIX.bin, .sha256 and .idx, replacing an older one, and remove its work folder.
 
-    At every moment the pair is whole, or the .idx is missing. A process killed in here can be followed by another that
-    calls this again. Raises DataError if the folder is not sealed, or if there is neither a folder nor a dataset.
+    At every moment the pair is whole, or the .idx is missing. If the process is killed in here, another can call this
+    again. Raises DataError if the folder is not sealed, or if there is neither a folder nor a dataset.
     """
     work, base = Path(work_dir), str(prefix)
     targets = {name: Path(base + name.removeprefix(SEALED_NAME)) for name in (_BIN, _SHA256, _IDX)}
     if not is_sealed(work):
         if (work / _BIN).exists() or not targets[_IDX].exists():
-            raise DataError(f"{work} holds no finished dataset to publish as {base}; finish it first, or start anew")
+            raise DataError(f"{work} holds no finished dataset to publish as {base}; finish it first, or start over")
     elif (work / _BIN).exists():
-        # an old index or checksum beside a new .bin would be taken for its own
+        # an old index or checksum would be read with the new .bin
         for name in (_IDX, _SHA256):
             targets[name].unlink(missing_ok=True)
         sync_folder(targets[_IDX].parent)
     for name, target in targets.items():
         if (work / name).exists():
             os.replace(work / name, target)
-            sync_folder(target.parent)  # in this order even if the power fails
+            sync_folder(target.parent)  # keeps this order through a power failure
     _remove_work_files(work)
 
 
 def _remove_work_files(work_dir: Path) -> None:
     for name in _WORK_FILES:
         (work_dir / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # gone already, or the caller keeps something of his own in it
+    with contextlib.suppress(OSError):  # removed already, or it holds other files of the caller
         work_dir.rmdir()
 
 
 class _HashedFile:
-    """A file being written, and the SHA-256 of what it holds."""
+    """A file being written, and the SHA-256 of its content."""
 
     def __init__(self, file: IO[bytes]):
         self.file = file
@@ -454,13 +452,13 @@ class _HashedFile:
 
 
 def _count_to(last: int) -> Iterator[memoryview]:
-    """1, 2, ..., last as int64, in blocks."""
+    """Yield 1, 2, ..., last as int64, in blocks."""
     for start in range(1, last + 1, BLOCK_ENTRIES):
         yield np.arange(start, min(start + BLOCK_ENTRIES, last + 1), dtype="<i8").data
 
 
 def _open_cut(path: Path, size: int) -> IO[bytes]:
-    """A file to append to, cut to its first `size` bytes, which are there."""
+    """Open a file of at least `size` bytes for appending, truncated to `size`."""
     file = path.open("r+b" if path.exists() else "xb")
     file.truncate(size)
     file.seek(size)

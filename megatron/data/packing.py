@@ -1,12 +1,12 @@
-"""Which samples share a row, and to which lengths rows are padded.
+"""Packing of samples into rows, and bucketing of row lengths.
 
     pack_dataset   a whole dataset into the fewest rows of one capacity
     pack_step      one global batch over the data-parallel ranks and their microbatches
     bucket_length  the rule of InstructLab's HPU variant: 16 lengths in each power of two
-    bucket_edges   the k lengths that waste least on given data
+    bucket_edges   the k lengths that pad given data least
 
-They see lengths alone, in tokens, and give indices of samples; the loops are C++ (packing.cpp, steps.cpp, buckets.cpp)
-and leave the interpreter's lock free. Equal input gives equal output, on every machine.
+All take lengths in tokens and return indices of samples. The loops are C++ (packing.cpp, steps.cpp, buckets.cpp) and
+release the GIL. Equal input gives equal output on every machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Packs:
     """Rows of samples: pack p holds the samples order[starts[p] : starts[p + 1]]."""
 
     order: NDArray[np.int64]
-    """[num_samples] every sample once, pack after pack."""
+    """[num_samples] Every sample once, pack by pack."""
     starts: NDArray[np.int64]
     """[num_packs + 1]"""
 
@@ -45,7 +45,7 @@ class Packs:
         return len(self.starts) - 1
 
     def __getitem__(self, pack: int) -> NDArray[np.int64]:
-        """The samples of one pack. Raises IndexError."""
+        """Return the samples of one pack. Raises IndexError."""
         if not 0 <= pack < len(self):
             raise IndexError(f"pack {pack} is outside the {len(self)}")
         return self.order[self.starts[pack] : self.starts[pack + 1]]
@@ -53,21 +53,21 @@ class Packs:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The cells of a step: that of microbatch m and rank r is number m * num_ranks + r, and may be empty."""
+    """Cells of a step, one a microbatch and rank, some maybe empty. Microbatch m of rank r is m * num_ranks + r."""
 
     order: NDArray[np.int64]
-    """[num_samples] every sample once, cell after cell, ascending within one."""
+    """[num_samples] Every sample once, cell by cell, ascending within a cell."""
     starts: NDArray[np.int64]
-    """[num_microbatches * num_ranks + 1] where each cell begins in `order`."""
+    """[num_microbatches * num_ranks + 1] Start of each cell in `order`."""
     num_ranks: int
 
     @property
     def num_microbatches(self) -> int:
-        """Of each rank: all have as many."""
+        """Microbatches of each rank."""
         return (len(self.starts) - 1) // self.num_ranks
 
     def cell(self, microbatch: int, rank: int) -> NDArray[np.int64]:
-        """The samples of one microbatch of one rank. Raises IndexError."""
+        """Return the samples of one microbatch of one rank. Raises IndexError."""
         if not (0 <= microbatch < self.num_microbatches and 0 <= rank < self.num_ranks):
             raise IndexError(
                 f"microbatch {microbatch} of rank {rank} is outside the {self.num_microbatches} of {self.num_ranks}"
@@ -77,12 +77,11 @@ class StepPlan:
 
 
 def pack_dataset(lengths: ArrayLike, capacity: int, seed: int | None = None) -> Packs:
-    """All samples in packs of at most `capacity` tokens: as few as best-fit-decreasing makes, or fewer.
+    """Pack all samples into packs of at most `capacity` tokens: as few as best-fit-decreasing gives, or fewer.
 
-    Where that stays above ceil(sum / capacity) by a five-thousandth, packs that are filled exactly are tried too.
-    Within a pack the longest sample comes first; the order of the packs means nothing. `seed` shuffles samples of
-    equal length among their places, which changes neighbours but no pack's lengths; without it they keep their order.
-    Raises DataError.
+    If that exceeds ceil(sum / capacity) by more than 1 in 5000, exactly filled packs are tried too. Within a pack the
+    longest sample comes first; the order of packs is arbitrary. `seed` shuffles samples of equal length, which changes
+    neighbours but not the lengths in a pack; without it they keep their order. Raises DataError.
     Source: Johnson 1974, "Fast algorithms for bin packing"; over a histogram as in Krell et al. 2021
     (arXiv:2107.02027).
     """
@@ -91,12 +90,11 @@ def pack_dataset(lengths: ArrayLike, capacity: int, seed: int | None = None) -> 
 
 
 def pack_step(lengths: ArrayLike, max_tokens: int, num_ranks: int) -> StepPlan:
-    """One global batch in cells of at most `max_tokens` tokens, as many for each rank.
+    """Pack one global batch into cells of at most `max_tokens` tokens, equally many for each rank.
 
-    The fewest microbatches that are found, which nearly always is ceil(sum / (max_tokens * num_ranks)); then the
-    least spread of tokens, over all cells and, above all, between the ranks of one microbatch; where tokens are
-    alike, ranks of one microbatch are alike in the squares of their lengths, which is what attention costs. The
-    fullest microbatch comes first. Raises DataError.
+    Uses the fewest microbatches that it finds, nearly always ceil(sum / (max_tokens * num_ranks)). It then balances
+    tokens over all cells and, above all, between the ranks of a microbatch; ranks of similar tokens are balanced by the
+    squares of lengths, the cost of attention. The fullest microbatch comes first. Raises DataError.
     """
     order, starts = _checked(_pack_step, lengths, max_tokens, num_ranks)
     return StepPlan(order, starts, num_ranks)
@@ -107,10 +105,10 @@ def bucket_length(length: int, per_octave: int = 16) -> int: ...
 @overload
 def bucket_length(length: NDArray[np.integer], per_octave: int = 16) -> NDArray[np.int64]: ...
 def bucket_length(length: int | NDArray[np.integer], per_octave: int = 16) -> int | NDArray[np.int64]:
-    """Rounded up to one of `per_octave` evenly spaced lengths from a power of two to the next.
+    """Round lengths up to one of `per_octave` evenly spaced ones between powers of two.
 
-    Less than length / per_octave is added. For 16 that is the rule of InstructLab's text, steps of
-    2**floor(log2 length) / 16; its code makes 8. Raises DataError.
+    Adds less than length / per_octave. 16 is the rule of InstructLab's documentation, steps of 2**floor(log2 length) /
+    16; its code has 8. Raises DataError.
     """
     if isinstance(length, np.ndarray):
         rounded: NDArray[np.int64] = _checked(_bucket_lengths, length.reshape(-1), per_octave)
@@ -119,16 +117,16 @@ def bucket_length(length: int | NDArray[np.integer], per_octave: int = 16) -> in
 
 
 def bucket_edges(lengths: ArrayLike, num_buckets: int) -> NDArray[np.int64]:
-    """The lengths that samples are best padded to: [num_buckets], ascending, the last of them the longest sample's.
+    """Return the lengths to which samples are best padded: [num_buckets], ascending, the longest sample's at the end.
 
-    Exact: no other set of as many gives fewer tokens, where each sample is padded to the first edge that is at least
-    its length. Fewer edges where there are fewer distinct lengths. Raises DataError.
+    Exact: no other set of this size gives fewer tokens when each sample is padded to the first edge at or above its
+    length. With fewer distinct lengths there are fewer edges. Raises DataError.
     """
     return _checked(_bucket_edges, lengths, num_buckets)
 
 
 def pad_to_edges(lengths: ArrayLike, edges: ArrayLike) -> NDArray[np.int64]:
-    """Each length rounded up to the first of the ascending `edges` that is enough. Raises DataError."""
+    """Round each length up to the first of the ascending `edges` at or above it. Raises DataError."""
     given, limits = _integers(lengths, "lengths"), _integers(edges, "edges")
     if len(limits) == 0 or (np.diff(limits) <= 0).any():
         raise DataError(f"edges={limits.tolist()} must be ascending, and at least one; take those of bucket_edges")
@@ -139,16 +137,8 @@ def pad_to_edges(lengths: ArrayLike, edges: ArrayLike) -> NDArray[np.int64]:
     return limits[np.searchsorted(limits, given)]
 
 
-def padding_waste(lengths: ArrayLike, edges: ArrayLike) -> float:
-    """Tokens of padding for each token of the samples, when each is padded to the first edge that is enough."""
-    distinct, counts = np.unique(_integers(lengths, "lengths"), return_counts=True)
-    if len(distinct) == 0 or distinct[0] < 1:
-        raise DataError("lengths must be those of at least one sample, each 1 or more")
-    return float(pad_to_edges(distinct, edges) @ counts / (distinct @ counts)) - 1
-
-
 def _integers(values: ArrayLike, name: str) -> NDArray[np.int64]:
-    """Flat, contiguous, aligned int64. Raises DataError."""
+    """Return values as flat, contiguous, aligned int64. Raises DataError."""
     array: NDArray[Any] = np.asarray(values)
     if array.ndim != 1:
         raise DataError(f"{name} has the shape {array.shape}; give a flat array")
@@ -160,7 +150,7 @@ def _integers(values: ArrayLike, name: str) -> NDArray[np.int64]:
 
 
 def _checked(function: Any, lengths: ArrayLike, *arguments: int | None) -> Any:
-    """What a function of the extension gives; its ValueError as a DataError."""
+    """Call a function of the extension, with its ValueError as a DataError."""
     try:
         return function(_integers(lengths, "lengths"), *arguments)
     except DataError:

@@ -1,7 +1,7 @@
-"""The folder in which a dataset grows until it is whole, and from which a killed run can go on.
+"""State of unfinished preprocessing, from which a killed run can resume.
 
-PREFIX.unfinished/ holds a work folder for each dataset being built and state.json, which says how much of them is
-safely on disk and where in the input that ends. It is replaced whole, so a kill at any moment leaves the last good one.
+PREFIX.unfinished/ holds a work folder for each dataset being built, and state.json: how much of them is safely on disk,
+and the place in the input where that ends. It is replaced atomically, so a kill at any moment leaves the last good one.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from megatron.data.sources import SourceFile
 from megatron.files import replacing
 
 TAIL_BYTES = 1 << 16
-"""How much of what was read of a file is compared before going on behind it."""
+"""Length of the input before a position that is compared before resuming there."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What is safely on disk."""
+    """Progress that is safely on disk."""
 
     position: Position
-    """Where in the input it ends."""
+    """End of the processed input."""
     is_complete: bool
-    """Nothing is left to read."""
+    """All input is processed."""
     totals: dict[str, Any]
     builders: dict[str, BuilderState]
-    """By the name of their work folder."""
+    """Builders by the name of their work folder."""
 
 
 class UnfinishedWork:
-    """The folder of one output prefix. A context manager: its lock is held inside.
+    """Folder of the unfinished work of an output prefix, locked while the context manager is active.
 
-    `identity` is all that decides what is written, apart from the input's content; JSON values.
+    `identity` holds everything that decides the output, except the content of the input, as JSON values.
     """
 
     def __init__(self, output_prefix: str, identity: dict[str, Any], sources: Sequence[SourceFile]):
@@ -52,7 +52,7 @@ class UnfinishedWork:
         self._lock: IO[bytes] | None = None
 
     def __enter__(self) -> UnfinishedWork:
-        """Raises DataError if another process has it."""
+        """Lock the folder. Raises DataError if another process holds it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = (self.folder / "lock").open("ab")
         try:
@@ -60,10 +60,10 @@ class UnfinishedWork:
         except BlockingIOError:
             self._lock.close()
             raise DataError(
-                f"another process is writing in {self.folder}; wait for its end, or give another --output-prefix"
+                f"another process is writing in {self.folder}; wait until it ends, or give another --output-prefix"
             ) from None
         except OSError:
-            pass  # some network file systems know no locks
+            pass  # some network file systems have no locks
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,14 +73,14 @@ class UnfinishedWork:
             self.remove()
 
     def remove(self) -> None:
-        """All of it, state.json first: what is left after that is no work to go on from."""
+        """Remove the folder, state.json first: without it there is nothing to resume."""
         with contextlib.suppress(OSError):
             self._state_path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def is_saved(self) -> bool:
-        """Whether there is anything to go on from."""
+        """True if there is a state to resume from."""
         return self._state_path.exists()
 
     def work_dir(self, name: str) -> Path:
@@ -91,20 +91,20 @@ class UnfinishedWork:
         return self.folder / "state.json"
 
     def start(self) -> None:
-        """Begin with an empty folder. Raises DataError if there is work to go on from."""
+        """Start with an empty folder. Raises DataError if there is a state to resume from."""
         if self.is_saved:
             try:
                 done = f"{self._read()['position']['documents']} documents"
             except DataError:
                 done = "documents"
             raise DataError(
-                f"{self.folder} holds {done} of an unfinished run; pass --resume to go on with it, or delete it to "
-                "start anew"
+                f"{self.folder} holds {done} of an unfinished run; pass --resume to continue it, or delete it to "
+                "start over"
             )
         self.clear()
 
     def clear(self) -> None:
-        """Throw away what is there, and begin with an empty folder."""
+        """Discard all saved work."""
         self._state_path.unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if path.is_dir():
@@ -125,7 +125,7 @@ class UnfinishedWork:
             file.write(json.dumps(content).encode())
 
     def load(self) -> State | None:
-        """What was saved; None: nothing. Raises DataError where this run differs from the one that saved it."""
+        """Return the saved state, None without one. Raises DataError if this run differs from the saving one."""
         if not self.is_saved:
             return None
         content = self._read()
@@ -134,7 +134,7 @@ class UnfinishedWork:
             if before != now:
                 raise DataError(
                     f"--resume: {name} was {json.dumps(before)} in the run that left {self.folder}, and is "
-                    f"{json.dumps(now)} now; repeat that command, or delete the folder to start anew"
+                    f"{json.dumps(now)} now; repeat that command, or delete the folder to start over"
                 )
         position = Position(**content["position"])
         self._check_sources(content["sources"], content["tail"], position)
@@ -147,15 +147,15 @@ class UnfinishedWork:
             Position(**content["position"])
             return content
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self._state_path} is damaged ({error}); delete {self.folder} to start anew") from error
+            raise DataError(f"{self._state_path} is damaged ({error}); delete {self.folder} to start over") from error
 
     def _check_sources(self, saved: list[list[Any]], saved_tail: str, position: Position) -> None:
-        """What was read must not have changed since. What was not may have: a bad line is there to be mended."""
+        """Raise DataError if input before the position has changed. Later input may: the user may repair a bad line."""
         now = [_describe(source) for source in self._sources]
         if [path for path, *_ in saved] != [path for path, *_ in now]:
             raise DataError(
                 f"--resume: --input had {len(saved)} files in the run that left {self.folder}, and has {len(now)} or "
-                "others now; give the same, or delete the folder to start anew"
+                "others now; give the same, or delete the folder to start over"
             )
         for number, (before, after) in enumerate(zip(saved, now, strict=True)):
             if number > position.source or before == after:
@@ -163,7 +163,7 @@ class UnfinishedWork:
             is_read_in_part = number == position.source and _can_be_compared(self._sources[number])
             if not is_read_in_part or _tail_digest(self._sources, position) != saved_tail:
                 raise DataError(
-                    f"--resume: {before[0]} has changed since it was read; delete {self.folder} to start anew"
+                    f"--resume: {before[0]} has changed since it was read; delete {self.folder} to start over"
                 )
 
 
@@ -177,7 +177,7 @@ def _can_be_compared(source: SourceFile) -> bool:
 
 
 def _tail_digest(sources: Sequence[SourceFile], position: Position) -> str:
-    """Of the last bytes before the position, where they are bytes of the file; empty elsewhere."""
+    """Return a digest of the last bytes before the position; empty if it does not count bytes of the file."""
     if position.source >= len(sources) or not _can_be_compared(sources[position.source]):
         return ""
     begin = max(0, position.offset - TAIL_BYTES)

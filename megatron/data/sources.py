@@ -24,7 +24,7 @@ KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
 }
 COMPRESSIONS: tuple[Compression, ...] = (".gz", ".zst")
-KNOWN_NAMES = f"{', '.join('*' + suffix for suffix in KINDS)}; all but *.parquet also with .gz or .zst behind"
+KNOWN_NAMES = f"{', '.join('*' + suffix for suffix in KINDS)}; all but *.parquet also with .gz or .zst after it"
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class SourceFile:
 
 
 def find_sources(inputs: Sequence[str], text_files: str | None = None) -> list[SourceFile]:
-    """The files behind paths, folders (searched through, in order of name) and globs.
+    """Return the files of paths, folders (searched recursively, in order of name) and globs.
 
-    `text_files`, such as '*.py': files of that name are text, and folders are searched for these alone. Without it the
-    name's ending says what a file is, and a folder's other files are passed over. Raises DataError, also where a file
-    cannot be opened.
+    With `text_files`, such as '*.py', matching files are text, and folders are searched for them only. Without it the
+    suffix of a name decides, and other files of a folder are ignored. Raises DataError, also for a file that cannot be
+    opened.
     """
     sources: list[SourceFile] = []
     for given in inputs:
@@ -54,7 +54,7 @@ def find_sources(inputs: Sequence[str], text_files: str | None = None) -> list[S
                 )
             sources += found
         elif mode is not None and not stat.S_ISREG(mode):
-            raise DataError(f"{given} is a pipe or a device, in which no place can be found again; give a file")
+            raise DataError(f"{given} is a pipe or a device, which cannot be read twice; give a file")
         elif mode is not None:
             sources.append(_named_source(Path(given), text_files))
         else:
@@ -76,7 +76,7 @@ def find_sources(inputs: Sequence[str], text_files: str | None = None) -> list[S
 
 
 def _mode(path: str) -> int | None:
-    """None: nothing of that name."""
+    """Return the mode of a path, None if it does not exist."""
     try:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -107,11 +107,11 @@ def _named_source(path: Path, text_files: str | None) -> SourceFile:
     source = _source(path, text_files) or _source(path, None)
     if source is None:
         raise DataError(
-            f"{path} is of no known kind; known are {KNOWN_NAMES}: name it so, or say --text-files '*{path.suffix}' to "
-            "read it as text"
+            f"{path} has an unknown suffix; known are {KNOWN_NAMES}: rename it, or pass --text-files '*{path.suffix}' "
+            "to read it as text"
         )
     return source
 
 
 def unreadable(source: SourceFile, error: OSError) -> DataError:
-    return DataError(f"{source.path} cannot be read: {error.strerror or error}; mend the file, or leave it out")
+    return DataError(f"{source.path} cannot be read: {error.strerror or error}; repair the file, or leave it out")

@@ -78,7 +78,7 @@ def test_a_run_builds_nothing_after_it(
     [
         ("--data-path {d}/absent", "does not exist"),
         ("--data-path {d}/a --data-cache-path {d}/a.bin", "could not be written; free the disk"),
-        ("--data-path {d}/a {d}/b --train-iters 400", "119 samples, but 1600 are asked for; give weights"),
+        ("--data-path {d}/a {d}/b --train-iters 400", "119 samples, but 1600 are needed; give weights"),
         ("--data-path {d}/a --vocab-size 50", "outside vocab_size=50"),
         ("--data-path {d}/a --split 0,1", "leaves no documents to train on"),
         ("--data-path 1 {d}/a 2", "WEIGHT PREFIX pairs"),

@@ -110,7 +110,7 @@ BAD_LINES = {
     "null": (b'{"text": null}', "JSON null"),
     "number": (b'{"text": 1}', "JSON number"),
     "bad UTF-8": (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
-    "lone surrogate": (b'{"text": "\\ud800"}', "no JSON"),
+    "unpaired surrogate": (b'{"text": "\\ud800"}', "no JSON"),
     "deep": (b'{"text": ' + b"[" * 5000, "no JSON"),
     "refused by the tokenizer": (b'{"text": "1000"}', "id 1000 is outside"),
 }

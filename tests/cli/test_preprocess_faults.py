@@ -217,7 +217,7 @@ def test_unfinished_work_is_not_thrown_away_unasked(stopped: Path, capsys: pytes
     before = sorted(path for path in (stopped / "out.unfinished").rglob("*"))
     status, said = run_main(command(stopped), capsys)
     assert status == 1
-    assert "of an unfinished run; pass --resume to go on with it, or delete it to start anew" in said
+    assert "of an unfinished run; pass --resume to continue it, or delete it to start over" in said
     assert sorted(path for path in (stopped / "out.unfinished").rglob("*")) == before
 
 

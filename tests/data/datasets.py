@@ -13,7 +13,7 @@ from megatron.data.indexed_builder import IndexedDatasetBuilder
 
 
 def write_dataset(prefix: Path, lengths: Sequence[int], dtype: DTypeLike = np.uint16, vocab: int = 60000) -> Path:
-    """Documents of these lengths; the tokens count up from 0, so each token tells its place."""
+    """Write documents of these lengths whose tokens count up from 0, so that each token shows its place."""
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         builder.add_documents(np.arange(sum(lengths)) % vocab, lengths)
         builder.finalize()

@@ -1,4 +1,4 @@
-"""Batches hands out the samples in one global order, whatever the layout, the threads, or where it was resumed."""
+"""Batches return samples in one global order, for any layout, threads and place of resumption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.data.indexed import DataError
 
 
 class Counting:
-    """Sample i is [i, i]; remembers what was read."""
+    """Dataset whose sample i is [i, i], with a record of reads."""
 
     fingerprint = "counting"
 
@@ -108,7 +108,7 @@ def test_resuming_at_another_data_parallel_size_keeps_the_global_order(workers: 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_growing_batch_size_is_followed(workers: int) -> None:
+def test_the_batch_size_may_grow(workers: int) -> None:
     with make(Counting(40), batch=lambda consumed: 4 if consumed < 8 else 8, workers=workers) as batches:
         assert [sum(map(len, step)) for step in batches] == [4, 4, 8, 8, 8, 8]
         assert batches.consumed_samples == 40
@@ -167,8 +167,8 @@ def test_a_microbatch_is_read_in_one_call() -> None:
     assert asked == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_the_death_of_a_thread_is_an_error_of_the_step_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory even for the news that memory is out: the executor's thread ends, its future never does."""
+def test_the_death_of_a_thread_is_an_error_of_the_waiting_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor's thread runs out of memory while it reports that, so its future never ends."""
     monkeypatch.setattr(batches_module, "LOOK_S", 0.05)
     with make(Counting(40, broken=13), workers=2) as batches:
         with monkeypatch.context() as patch:
@@ -185,7 +185,7 @@ def test_the_death_of_a_thread_is_an_error_of_the_step_that_waits_for_it(monkeyp
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_slow_reading_is_waited_for(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_slow_reading(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches_module, "LOOK_S", 0.01)
     wait = threading.Event()
 
@@ -198,7 +198,7 @@ def test_slow_reading_is_waited_for(workers: int, monkeypatch: pytest.MonkeyPatc
         assert next(batches) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_a_reader_that_times_out_is_a_fault_and_no_reason_to_wait() -> None:
+def test_a_timeout_of_the_reader_is_an_error() -> None:
     dataset = Counting(40, broken=3, fault=TimeoutError("the server does not answer"))
     with make(dataset, workers=1) as batches, pytest.raises(TimeoutError, match="does not answer"):
         next(batches)
@@ -230,12 +230,12 @@ os.wait()
     ("then", "said"),
     [
         ("", "[2, 2, 2, 2]\n"),  # never closed: the interpreter ends all the same
-        (FORK, "[2, 2, 2, 2]\na thread that reads batches has died; make new ones from consumed_samples\n"),
+        (FORK, "[2, 2, 2, 2]\na thread that reads batches has died; create new ones from consumed_samples\n"),
         ("raise SystemExit", "[2, 2, 2, 2]\n"),
     ],
     ids=["end", "fork", "exit"],
 )
-def test_no_end_of_a_process_hangs(then: str, said: str) -> None:
+def test_no_way_to_end_a_process_hangs(then: str, said: str) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM + then],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Blends by weight and by size, paths for each split, and what their samples are."""
+"""Blends by weight and by size, paths for each split, and their samples."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_blend_leaves_out_members_without_validation_documents(
     assert "no valid documents in" in caplog.text
 
 
-def test_prefixes_alone_give_every_sample_once_spread_by_size(three: list[Path]) -> None:
+def test_prefixes_without_weights_give_every_sample_once_spread_by_size(three: list[Path]) -> None:
     train = build_blend(config(*three, split="1"), 42)
     sizes = [24, 14, 4]
     found = list(zip(train.dataset_index.tolist(), train.dataset_sample_index.tolist(), strict=True))
@@ -97,7 +97,7 @@ def test_prefixes_alone_give_every_sample_once_spread_by_size(three: list[Path])
 
 
 @pytest.mark.parametrize(("asked", "length"), [(7, 7), (42, 42), (1000, 42)])
-def test_a_blend_by_size_is_as_long_as_asked_but_reads_nothing_twice(
+def test_a_blend_by_size_has_the_requested_length_but_reads_nothing_twice(
     three: list[Path], asked: int, length: int
 ) -> None:
     train = build_blend(config(*three, split="1"), asked)
@@ -105,7 +105,7 @@ def test_a_blend_by_size_is_as_long_as_asked_but_reads_nothing_twice(
     assert np.array_equal(train.dataset_index, build_blend(config(*three, split="1"), 42).dataset_index[:length])
 
 
-def test_a_dataset_may_stand_in_a_blend_twice(three: list[Path]) -> None:
+def test_a_dataset_may_occur_twice_in_a_blend(three: list[Path]) -> None:
     a, b, _ = map(str, three)
     weighted = build_blend(config("1", a, "1", b, "2", a, split="1"), 40)
     assert np.bincount(weighted.dataset_index).tolist() == [10, 10, 20]
@@ -141,7 +141,7 @@ def test_each_split_has_its_own_documents_whole(three: list[Path], tmp_path: Pat
     assert build(DataConfig(train_data_path=(a,)), (30, 10, 10))[1:] == (None, None)
 
 
-def test_a_split_of_its_own_with_one_weighted_prefix_is_no_blend(three: list[Path]) -> None:
+def test_one_weighted_prefix_for_a_single_split_is_not_a_blend(three: list[Path]) -> None:
     a = str(three[0])
     train, _, _ = build(DataConfig(train_data_path=("0.5", a)), (30, 0, 0))
     assert isinstance(train, GPTDataset)
@@ -162,7 +162,7 @@ def test_a_validation_set_shorter_than_a_sample_is_left_out_of_a_blend_by_size(
         build(DataConfig(train_data_path=(str(three[0]), str(short))), (5, 0, 0))
 
 
-def test_a_blend_that_runs_longer_keeps_its_fingerprint_until_an_epoch_joins_in(three: list[Path]) -> None:
+def test_a_longer_blend_keeps_its_fingerprint_until_it_needs_another_epoch(three: list[Path]) -> None:
     path = ("1", str(three[0]), "1", str(three[1]))
     first, longer, long = (build_blend(config(*path, split="1"), count) for count in (15, 22, 60))
     assert first.fingerprint == longer.fingerprint
@@ -174,7 +174,7 @@ def test_a_blend_that_runs_longer_keeps_its_fingerprint_until_an_epoch_joins_in(
     assert len({content_of(blend.fingerprint) for blend in (first, other_weights, other_kind)}) == 3
 
 
-def test_a_cached_blend_that_names_no_dataset_is_refused(three: list[Path], tmp_path: Path) -> None:
+def test_a_cached_blend_of_unknown_datasets_is_refused(three: list[Path], tmp_path: Path) -> None:
     data = config("1", str(three[0]), "1", str(three[1]), split="1", cache=tmp_path / "c")
     build_blend(data, 15)
     (path,) = (tmp_path / "c").glob("blend-*-dataset_index.npy")
@@ -184,7 +184,7 @@ def test_a_cached_blend_that_names_no_dataset_is_refused(three: list[Path], tmp_
 
 
 @pytest.mark.parametrize("words", ["-1 {a} 1 {b}", "nan {a} 1 {b}", "inf {a} 1 {b}", "1 {a} {b}", "{a} 1 {b} 2 {c}"])
-def test_weights_that_are_none_are_refused(three: list[Path], words: str) -> None:
+def test_invalid_weights_are_refused(three: list[Path], words: str) -> None:
     a, b, c = three
     with pytest.raises(DataError, match="WEIGHT PREFIX pairs with weights above 0"):
         build(config(*words.format(a=a, b=b, c=c).split()), (5, 0, 0))

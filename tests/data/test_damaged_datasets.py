@@ -1,4 +1,4 @@
-"""Damaged datasets: what opening, tools/inspect_dataset.py --verify and tools/merge_datasets.py say of each.
+"""Damaged datasets are refused by opening, tools/inspect_dataset.py --verify and tools/merge_datasets.py.
 
 Every tool must fail with exit status 1 and a message that names the file, and leave nothing behind.
 """
@@ -57,7 +57,7 @@ def unreadable(path: Path) -> None:
 
 
 Case = namedtuple("Case", "damage message")
-"""What is done to the dataset d of LENGTHS, uint16; what must be said of it."""
+"""Damage to the dataset d of LENGTHS, uint16, and the message about it."""
 
 
 def in_idx(at: int, layout: str, *values: int) -> Callable[[Path], None]:
@@ -122,13 +122,15 @@ FOUND_BY_CHECKSUM = {
     "checksums of another": Case(
         lambda p: shutil.copy(another(p).with_suffix(".sha256"), p.with_suffix(".sha256")), r"d\.bin has the SHA-256"
     ),
-    "checksums of text": Case(lambda p: p.with_suffix(".sha256").write_text("hi\n"), r"d\.sha256:1: 'hi' is no line"),
+    "checksums of text": Case(
+        lambda p: p.with_suffix(".sha256").write_text("hi\n"), r"d\.sha256:1: 'hi' is not a line"
+    ),
     "checksums unreadable": Case(on(".sha256", unreadable), r"d\.sha256 cannot be read"),
 }
 
 
 def another(prefix: Path, lengths: list[int] = LENGTHS) -> Path:
-    """A dataset of other tokens, in another folder."""
+    """Write a dataset of other tokens in another folder."""
     folder = prefix.parent / "other"
     folder.mkdir()
     with IndexedDatasetBuilder(folder / "d", np.uint16) as builder:
@@ -142,7 +144,7 @@ def tree(folder: Path) -> set[str]:
 
 
 def check_tools(prefix: Path, message: str, capsys: pytest.CaptureFixture[str], *flags: str, merges: bool) -> None:
-    """Both tools say `message`, exit with 1, and leave nothing; a merge that knows nothing of it may pass."""
+    """Check that both tools print `message`, exit with 1 and leave nothing; a merge may miss the damage."""
     present = tree(prefix.parent)
     assert inspect_dataset.main([str(prefix), "--verify", *flags]) == 1
     said = capsys.readouterr()
@@ -201,7 +203,7 @@ def test_ids_beyond_the_vocabulary_and_below_zero_are_found(
         check_tools(prefix, r"id -1 at byte 12 of the \.bin \(document 1, sequence 1\)", capsys, merges=False)
 
 
-def test_a_pointer_out_of_range_is_met_by_whoever_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pointer_out_of_range_is_an_error_when_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write_dataset(tmp_path / "d", LENGTHS)
     FOUND_BY_VERIFY["middle pointer beyond the bin"].damage(prefix)
     with pytest.raises(DataError, match=r"d\.idx: sequence 1 lies at byte 1099511627776"):
@@ -210,7 +212,7 @@ def test_a_pointer_out_of_range_is_met_by_whoever_reads_it(tmp_path: Path, capsy
     assert "error: " in capsys.readouterr().err
 
 
-def test_a_folder_is_no_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_refused_as_a_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     write_dataset(tmp_path / "data", LENGTHS)
     with pytest.raises(DataError, match=f"{tmp_path} is a folder, give a dataset in it, such as {tmp_path / 'data'}"):
@@ -261,7 +263,7 @@ def test_a_flipped_header_bit_is_refused_or_means_the_same(tmp_path: Path, byte:
 # A full disk
 
 
-def test_a_merge_that_meets_the_limit_of_its_files_leaves_nothing(tmp_path: Path) -> None:
+def test_a_merge_beyond_the_file_size_limit_leaves_nothing(tmp_path: Path) -> None:
     for folder in ("in", "out"):
         (tmp_path / folder).mkdir()
     for name in "ab":
@@ -310,7 +312,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_foreseen_and_met(
+def test_a_full_disk_is_predicted_and_handled(
     tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = [str(write_dataset(tmp_path / name, [200_000])) for name in "ab"]

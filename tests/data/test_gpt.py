@@ -1,4 +1,4 @@
-"""The GPT dataset's index arrays, against a slow reading of the same rules, and the samples they give."""
+"""Index arrays of the GPT dataset, compared with a slow implementation of the rules, and their samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.data.twins import numpy_sample_index
 def numpy_index(
     lengths: NDArray[np.int32], documents: range, num_samples: int, seq_length: int, seed: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.uint32], int, bool]:
-    """Twin of GPTDataset's arrays, on numpy's own generator; also the number of epochs, and if the last is separate."""
+    """Oracle of GPTDataset's arrays with NumPy's generator, of the number of epochs, and of a separate last epoch."""
     tokens = int(lengths[documents.start : documents.stop].sum())
     epochs = 1
     while (epochs * tokens - 1) // seq_length < num_samples:
@@ -91,7 +91,7 @@ def test_a_separate_last_epoch_comes_last(tmp_path: Path) -> None:
     assert set(dataset.document_index[40:].tolist()) == set(range(20))
 
 
-def test_samples_are_the_documents_laid_end_to_end(tmp_path: Path) -> None:
+def test_samples_are_cut_from_the_concatenated_documents(tmp_path: Path) -> None:
     lengths = [1, 7, 0, 1, 1, 12, 30, 2, 1, 5]
     data = open_dataset(tmp_path / "d", lengths)
     dataset = GPTDataset(data, range(10), num_samples=30, seq_length=7, seed=5)
@@ -193,7 +193,7 @@ def test_changed_data_gets_other_cache_files(tmp_path: Path) -> None:
     assert len(after[0]) == 5
 
 
-def test_a_damaged_cache_file_is_built_anew(tmp_path: Path) -> None:
+def test_a_damaged_cache_file_is_rebuilt(tmp_path: Path) -> None:
     write_dataset(tmp_path / "d", [10] * 10)
     expected = build_train(config(tmp_path / "d")).sample_index.copy()
     for damage in (b"", b"garbage", None):
@@ -212,7 +212,7 @@ def test_a_pickle_in_the_cache_is_not_executed(tmp_path: Path) -> None:
     assert np.array_equal(build_train(config(tmp_path / "d")).shuffle_index, expected)
 
 
-def test_a_cache_folder_that_cannot_be_written_is_said_and_done_without(
+def test_a_cache_folder_that_cannot_be_written_gives_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_dataset(tmp_path / "d", [10] * 10)
@@ -241,8 +241,8 @@ def test_racing_processes_share_one_whole_cache(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path / "cache") if "partial" in name]
 
 
-def test_the_fingerprint_follows_the_order_not_the_number_asked_for(tmp_path: Path) -> None:
-    """24 samples an epoch; the last of several is shuffled apart where fewer than 19 of it are needed."""
+def test_the_fingerprint_depends_on_the_order_not_on_the_requested_number(tmp_path: Path) -> None:
+    """24 samples an epoch; the last of several is shuffled separately if fewer than 19 of it are needed."""
     data = open_dataset(tmp_path / "d", [10] * 10)
 
     def dataset(count: int | None, seq_length: int = 4, seed: int = 1, stop: int = 10) -> GPTDataset:
@@ -256,21 +256,21 @@ def test_the_fingerprint_follows_the_order_not_the_number_asked_for(tmp_path: Pa
     assert len({content_of(other.fingerprint) for other in others}) == 4  # the first three differ in epochs alone
 
 
-def test_one_epoch_is_what_no_number_asks_for(tmp_path: Path) -> None:
+def test_without_a_number_of_samples_there_is_one_epoch(tmp_path: Path) -> None:
     data = open_dataset(tmp_path / "d", [10] * 10)
     assert len(GPTDataset(data, range(10), num_samples=None, seq_length=4, seed=1)) == 24
     with pytest.raises(DataError, match="hold no tokens"):
         GPTDataset(data, range(3, 3), num_samples=None, seq_length=4, seed=1)
 
 
-def test_a_file_of_floats_is_no_text(tmp_path: Path) -> None:
+def test_a_file_of_floats_is_refused(tmp_path: Path) -> None:
     write_dataset(tmp_path / "d", [10] * 10, np.float32)
     with pytest.raises(DataError, match="holds float32, not token ids"):
         build_train(config(tmp_path / "d"))
 
 
 @pytest.mark.parametrize(("place", "value"), [(1, 7), (2, -20), (1, 2**40)])
-def test_a_pointer_inside_the_index_that_is_wrong_is_an_error_when_read(tmp_path: Path, place: int, value: int) -> None:
+def test_a_wrong_pointer_within_the_index_is_an_error_when_read(tmp_path: Path, place: int, value: int) -> None:
     """Opening checks the first and the last pointer only; the split's sum does not see this one."""
     write_dataset(tmp_path / "d", [10] * 10)
     idx = tmp_path / "d.idx"
@@ -298,6 +298,6 @@ def test_an_index_cache_of_other_samples_is_an_error_when_read(tmp_path: Path) -
 @pytest.mark.parametrize(
     "path", [(), ("1", "a", "b", "c"), ("1", "a", "2"), ("0", "a"), ("-1", "a", "1", "b"), ("nan", "a")]
 )
-def test_a_data_path_that_is_no_blend_is_refused(path: tuple[str, ...]) -> None:
+def test_an_invalid_data_path_is_refused(path: tuple[str, ...]) -> None:
     with pytest.raises(DataError, match="WEIGHT PREFIX"):
         build_datasets(config(*path), seq_length=4, seed=1, num_samples=(1, 0, 0), vocab_size=9)

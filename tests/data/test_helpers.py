@@ -1,4 +1,4 @@
-"""Every function of helpers.cpp against its NumPy twin, and against arrays made to harm it.
+"""Every function of the C++ extension, compared with its NumPy oracle, and with adversarial arrays.
 
 Needs nothing but the extension, so that test_sanitizers.py can run it against a build that finds undefined behaviour.
 """
@@ -94,7 +94,7 @@ def test_cpp_shuffle_equals_numpy(seed: int, size: int, dtype: type[np.integer])
         assert np.array_equal(ours, theirs)
 
 
-def test_cpp_shuffle_refuses_what_it_cannot_shuffle_in_place() -> None:
+def test_cpp_shuffle_refuses_other_arrays() -> None:
     read_only = np.arange(4)
     read_only.flags.writeable = False
     shuffler = helpers.Shuffler(1)
@@ -173,7 +173,7 @@ def unaligned(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def arrays_of(lengths: list[int], seq_length: int, dtype: type[np.integer] = np.uint16) -> dict[str, Any]:
-    """What SampleReader wants, for documents of these lengths; the tokens count up, up to 100."""
+    """Return SampleReader's arrays for documents of these lengths; the tokens count up to 100."""
     sizes = np.array(lengths, np.int32)
     order = np.random.default_rng(len(lengths)).permutation(len(lengths)).astype(np.int32)
     num_samples = max(0, (sum(lengths) - 1) // seq_length)
@@ -227,7 +227,7 @@ def test_cpp_reader_keeps_its_arrays_alive() -> None:
     assert sorted(reader.read(np.arange(12))[:, 0].tolist()) == list(range(0, 48, 4))
 
 
-def test_cpp_reader_serves_threads_at_once() -> None:
+def test_cpp_reader_is_thread_safe() -> None:
     reader = helpers.SampleReader(**arrays_of([300, 200, 400], 8))
     everything = np.arange(112)
     expected = reader.read(everything)
@@ -272,8 +272,8 @@ HOSTILE: list[tuple[str, Any, int]] = [
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("name", "place", "value"), HOSTILE)
-def test_cpp_reader_believes_no_array(name: str, place: Any, value: int, wide: bool) -> None:
-    """Documents 0 and 1 of 10 tokens, samples of 8: whatever number is wrong, it is an error, not a wild read."""
+def test_cpp_reader_checks_every_array(name: str, place: Any, value: int, wide: bool) -> None:
+    """Documents 0 and 1 of 10 tokens, samples of 8: any wrong number is an error, not an invalid read."""
     arrays = arrays_of([10, 10], 8)
     arrays["document_index"] = np.array([0, 1], np.int32)
     arrays["shuffle_index"] = np.array([0, 1], np.uint32)
@@ -290,7 +290,7 @@ def test_cpp_reader_believes_no_array(name: str, place: Any, value: int, wide: b
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_cpp_reader_survives_any_numbers(data: st.DataObject) -> None:
+def test_cpp_reader_checks_any_numbers(data: st.DataObject) -> None:
     small, any64 = st.integers(-3, 12), st.integers(SMALLEST, LARGEST)
 
     def draw(count: int, dtype: type[np.integer]) -> NDArray[Any]:
@@ -335,7 +335,7 @@ def test_cpp_reader_survives_any_numbers(data: st.DataObject) -> None:
         ({"vocab_size": 0}, "vocab_size=0"),
     ],
 )
-def test_cpp_reader_refuses_what_it_cannot_read(wrong: dict[str, Any], message: str) -> None:
+def test_cpp_reader_refuses_other_types(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         helpers.SampleReader(**arrays_of([10, 10], 8) | wrong)
 
@@ -367,7 +367,7 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
         (np.frombuffer(bytearray(2 + 144), np.int64, 18, 2).reshape(2, 9), [0, 1]),
     ],
 )
-def test_cpp_reader_writes_only_where_it_may(out: NDArray[Any], rows: list[int]) -> None:
+def test_cpp_reader_refuses_invalid_outputs(out: NDArray[Any], rows: list[int]) -> None:
     reader = helpers.SampleReader(**arrays_of([10, 10], 8))
     with pytest.raises((ValueError, TypeError)):
         reader.read_into(np.arange(2), out, np.array(rows))

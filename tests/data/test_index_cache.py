@@ -1,4 +1,4 @@
-"""The cache of index arrays: shared where it can be, done without where it cannot, and never believed blindly."""
+"""Cache of index arrays: shared if possible, replaced by memory if not, and always checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECS = {"numbers": ArraySpec((5,), np.dtype(np.int32))}
 
 
 class Builder:
-    """Counts how often it is asked."""
+    """Builder that counts its calls."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -31,7 +31,7 @@ class Builder:
         return {"numbers": np.arange(5, dtype=np.int32)}
 
 
-def test_what_is_there_is_not_built(tmp_path: Path) -> None:
+def test_existing_arrays_are_not_built(tmp_path: Path) -> None:
     build = Builder()
     for _ in range(3):
         found = cached_arrays(tmp_path / "c", "key", SPECS, build)["numbers"]
@@ -60,7 +60,7 @@ def refuse(error: OSError) -> Callable[..., None]:
         ("pathlib.Path.open", OSError(30, "Read-only file system")),
     ],
 )
-def test_a_full_or_read_only_disk_costs_the_sharing_only(
+def test_on_a_full_or_read_only_disk_arrays_are_built_in_memory(
     tmp_path: Path, place: str, error: OSError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     build = Builder()
@@ -99,7 +99,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     ],
     ids=["empty", "garbage", "header cut off", "longer", "wider", "another shape"],
 )
-def test_a_damaged_file_is_said_and_built_anew(
+def test_a_damaged_file_is_reported_and_rebuilt(
     tmp_path: Path, content: bytes | np.ndarray, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "key-numbers.npy"
@@ -111,11 +111,11 @@ def test_a_damaged_file_is_said_and_built_anew(
     assert cached_arrays(tmp_path, "key", SPECS, build)["numbers"].tolist() == list(range(5))
     assert build.count == 1
     assert "key-numbers.npy" in caplog.text
-    assert "built anew" in caplog.text
+    assert "rebuilt" in caplog.text
     assert np.load(path).tolist() == list(range(5))
 
 
-def test_a_folder_in_the_place_of_a_file_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_in_place_of_a_file_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "key-numbers.npy").mkdir()
     assert cached_arrays(tmp_path, "key", SPECS, Builder())["numbers"].tolist() == list(range(5))
     assert "in memory" in caplog.text
@@ -130,7 +130,7 @@ time.sleep(60)
 """
 
 
-def test_the_lock_of_a_process_that_died_blocks_nobody(tmp_path: Path) -> None:
+def test_the_lock_of_a_dead_process_is_released(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".lock")], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
@@ -145,7 +145,7 @@ def test_the_lock_of_a_process_that_died_blocks_nobody(tmp_path: Path) -> None:
     assert build.count == 1
 
 
-def test_a_file_system_without_locks_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_cache.fcntl, "flock", refuse(OSError(95, "Operation not supported")))
     cached_arrays(tmp_path, "key", SPECS, Builder())
     assert (tmp_path / "key-numbers.npy").exists()

@@ -1,4 +1,4 @@
-"""The .bin/.idx format: its bytes, its reader's distrust, its builder's atomicity."""
+"""The .bin/.idx format: its bytes, the checks of its reader, the atomicity of its builder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_reader_reads_hand_made_bytes_of_every_dtype(tmp_path: Path, code: int, 
     assert data.read(2).tolist() == [3, 4, 5, 6]
 
 
-def test_modes_of_a_multimodal_index_are_passed_over(tmp_path: Path) -> None:
+def test_modes_of_a_multimodal_index_are_ignored(tmp_path: Path) -> None:
     write_dataset(tmp_path / "d", [2, 3])
     with (tmp_path / "d.idx").open("ab") as file:
         file.write(b"\x00\x01")
@@ -132,7 +132,7 @@ def test_a_bin_of_the_wrong_size_is_refused_at_open(tmp_path: Path, size: int) -
 
 
 def test_end_of_document_tokens_left_out_of_the_lengths_are_recognised(tmp_path: Path) -> None:
-    """What --append-eod of older preprocess tools wrote: every pointer slips by the documents before it."""
+    """Output of --append-eod of older tools: every pointer is off by the number of documents before it."""
     (tmp_path / "d.bin").write_bytes(bytes(2 * (2 + 3 + 2)))
     (tmp_path / "d.idx").write_bytes(idx_bytes([2, 3], 2, 8, [0, 1, 2]))
     with pytest.raises(DataError, match="end-of-document tokens without counting them"):
@@ -146,7 +146,7 @@ def test_a_dataset_of_no_documents_is_refused(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "d")
 
 
-def test_a_pointer_outside_the_bin_is_met_when_read(tmp_path: Path) -> None:
+def test_a_pointer_outside_the_bin_is_an_error_when_read(tmp_path: Path) -> None:
     write_dataset(tmp_path / "d", [2, 3, 4])
     overwrite(tmp_path / "d.idx", 34 + 12 + 8, struct.pack("<q", 1 << 40))
     data = IndexedDataset(tmp_path / "d")
@@ -157,7 +157,7 @@ def test_a_pointer_outside_the_bin_is_met_when_read(tmp_path: Path) -> None:
         data.count_tokens(range(2))
 
 
-def test_a_damaged_length_is_met_when_counted(tmp_path: Path) -> None:
+def test_a_damaged_length_is_an_error_when_counted(tmp_path: Path) -> None:
     write_dataset(tmp_path / "d", [2, 3, 4])
     overwrite(tmp_path / "d.idx", 34 + 4, struct.pack("<i", 1))
     with pytest.raises(DataError, match=r"d\.idx: the lengths of sequences 0 to 3"):
@@ -184,7 +184,7 @@ def test_ids_that_do_not_fit_are_refused_not_wrapped(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "d").read(0).tolist() == [7]
 
 
-def test_a_builder_left_by_an_exception_leaves_nothing(tmp_path: Path) -> None:
+def test_a_builder_leaves_nothing_after_an_exception(tmp_path: Path) -> None:
     def fail_halfway() -> None:
         with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
             builder.add_document([1])
@@ -196,7 +196,7 @@ def test_a_builder_left_by_an_exception_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_builder_without_tokens_leaves_the_old_dataset_alone(tmp_path: Path) -> None:
+def test_a_builder_without_tokens_keeps_the_old_dataset(tmp_path: Path) -> None:
     write_dataset(tmp_path / "d", [2, 3])
     with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
         builder.add_document([])
@@ -206,7 +206,7 @@ def test_a_builder_without_tokens_leaves_the_old_dataset_alone(tmp_path: Path) -
     assert len(IndexedDataset(tmp_path / "d")) == 2
 
 
-def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_content_not_on_the_path(tmp_path: Path) -> None:
     first = open_dataset(tmp_path / "a", [2, 3])
     (tmp_path / "elsewhere").mkdir()
     assert open_dataset(tmp_path / "elsewhere" / "b", [2, 3]).fingerprint == first.fingerprint
@@ -222,7 +222,7 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks so small that tiny datasets cross many of their borders."""
+    """Make blocks so small that tiny datasets have many."""
     monkeypatch.setattr(indexed_builder, "BLOCK_ENTRIES", 3)
     monkeypatch.setattr(checksums, "COPY_BYTES", 8)
 
@@ -243,7 +243,7 @@ ADDED_LENGTHS = [2, 0, 3, 4, 3, 1, 2, 5, 0, 2]
 ADDED_DOCUMENTS = [0, 1, 2, 3, 4, 5, 7, 7, 8, 10]
 
 
-def test_blocks_leave_no_seams(tmp_path: Path, small_blocks: None) -> None:
+def test_datasets_of_many_blocks_are_whole(tmp_path: Path, small_blocks: None) -> None:
     with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
         for add in ADDITIONS:
             add(builder)
@@ -301,7 +301,7 @@ def test_a_killed_builder_resumed_writes_the_same_files(tmp_path: Path, small_bl
     assert sorted(os.listdir(tmp_path / "again")) == ["d.bin", "d.idx", "d.sha256"]
 
 
-def test_a_work_folder_that_lost_something_is_not_resumed(tmp_path: Path) -> None:
+def test_an_incomplete_work_folder_is_not_resumed(tmp_path: Path) -> None:
     work = tmp_path / "work"
     with IndexedDatasetBuilder(tmp_path / "d", np.uint16, work_dir=work) as builder:
         builder.add_document([1, 2, 3], lengths=[1, 2])
@@ -321,7 +321,7 @@ def test_a_work_folder_that_lost_something_is_not_resumed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("change", [{"num_tokens": -1}, {"num_tokens": 1.0}, {"num_tokens": None}, {"more": 1}])
-def test_a_saved_state_that_is_none_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_saved_state_is_refused(change: dict[str, Any]) -> None:
     for content in ({}, BuilderState(1, 1, 1).to_json() | change):
         with pytest.raises(DataError, match="no saved state"):
             BuilderState.from_json(content)
@@ -388,7 +388,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("steps", range(13))
-def test_publishing_killed_at_any_step_leaves_no_false_pair_and_can_be_repeated(
+def test_publishing_killed_at_any_step_leaves_no_mismatched_pair_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     write_dataset(tmp_path / "d", [2, 3, 4])
@@ -443,7 +443,7 @@ def test_an_unfinished_or_missing_work_folder_is_not_published(tmp_path: Path) -
 # Checksums
 
 
-def test_the_checksum_file_is_sha256sums_and_carries_notes(tmp_path: Path) -> None:
+def test_the_checksum_file_is_read_by_sha256sum_and_holds_notes(tmp_path: Path) -> None:
     notes = {"tokenizer": {"type": "Ünï\n# code", "vocab_size": 7}, "append_eod": True}
     name = "odd\\na\nme"
     with IndexedDatasetBuilder(tmp_path / name, np.uint16, notes=notes) as builder:
@@ -477,12 +477,12 @@ def test_a_renamed_dataset_keeps_its_checksums_and_one_without_them_is_fine(tmp_
 DIGEST = "0" * 64
 MALFORMED_CHECKSUMS = {
     "empty": ("", ":1: ''"),
-    "no digest": (f"{DIGEST}  d.bin\nhello\n", ":2: 'hello' is no line of sha256sum"),
-    "short digest": (f"{DIGEST[1:]}  d.bin\n", ":1: .* is no line"),
-    "another file": (f"{DIGEST}  d.txt\n", ":1: .* is no line"),
+    "no digest": (f"{DIGEST}  d.bin\nhello\n", ":2: 'hello' is not a line of sha256sum"),
+    "short digest": (f"{DIGEST[1:]}  d.bin\n", ":1: .* is not a line"),
+    "another file": (f"{DIGEST}  d.txt\n", ":1: .* is not a line"),
     "twice": (f"{DIGEST}  d.bin\n{DIGEST}  d.idx\n{DIGEST}  e.bin\n", r":3: .* is a second one for \.bin"),
     "half": (f"{DIGEST}  d.bin\n", r"no line for the \.idx"),
-    "note": (f"# tokenizer: {{\n{DIGEST}  d.bin\n{DIGEST}  d.idx\n", ":1: the note 'tokenizer' is no JSON"),
+    "note": (f"# tokenizer: {{\n{DIGEST}  d.bin\n{DIGEST}  d.idx\n", ":1: the note 'tokenizer' is not JSON"),
     "binary": ("\x00\x01\udcff", ":1: "),
 }
 

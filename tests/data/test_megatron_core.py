@@ -1,4 +1,4 @@
-"""Files and index arrays against megatron-core itself, where an environment has it (benchmarks/alternating.py)."""
+"""Files and index arrays, compared with megatron-core in an environment that has it (benchmarks/alternating.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def test_files_and_arrays_are_megatron_cores() -> None:
+def test_files_and_arrays_equal_megatron_cores() -> None:
     python = os.environ.get("MEGATRON_CORE_PYTHON")
     if not python:
         pytest.skip("needs MEGATRON_CORE_PYTHON, the interpreter of an environment with megatron-core 0.16.1")

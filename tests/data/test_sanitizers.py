@@ -1,4 +1,4 @@
-"""The tests of the C++ extension against a build that ends the process at any undefined behaviour or wild access."""
+"""Run the tests of the C++ extension with a build that aborts at undefined behaviour or an invalid memory access."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCES = tuple(
-    f"megatron/data/native/{name}" for name in ("helpers.cpp", "packing.cpp", "steps.cpp", "buckets.cpp", "packing.h")
-)
+SOURCES = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "megatron/data/native").iterdir()))
+READER = "megatron/data/native/samples.cpp"
 FOUND = 99
-"""Exit status of a process that a sanitizer ended."""
+"""Exit status of a process that a sanitizer aborted."""
 COMPILER = os.environ.get("CXX", "g++")
 
-# Puts the sanitized build in the place of the installed one, and runs pytest.
+# Replaces the installed extension by the sanitized build, and runs pytest.
 CHILD = """
 import importlib.util, sys
 import megatron.data, pytest
@@ -34,7 +33,7 @@ sys.exit(status)
 
 
 def runtime(library: str) -> str:
-    """Path of one of the compiler's run-time libraries; skips the test where it has none."""
+    """Return the path of a run-time library of the compiler, or skip the test."""
     try:
         found = subprocess.run([COMPILER, f"-print-file-name={library}"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -46,7 +45,7 @@ def runtime(library: str) -> str:
 
 
 def build(folder: Path, changed: dict[str, str] | None = None) -> Path:
-    """The extension in `folder`, with `changed` text for some of its sources."""
+    """Build the extension in `folder`, with `changed` text for some of its sources."""
     torch = find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
@@ -86,7 +85,7 @@ def run_tests(extension: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
-def test_helpers_are_free_of_undefined_behaviour(tmp_path: Path) -> None:
+def test_helpers_have_no_undefined_behaviour(tmp_path: Path) -> None:
     runtime("libasan.so")
     run = run_tests(build(tmp_path), "tests/data/test_helpers.py", "tests/data/test_packing.py")
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
@@ -97,11 +96,11 @@ def test_helpers_are_free_of_undefined_behaviour(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "check", ["document < 0 || document >= lengths_.size()", "length > num_tokens_ - pointer / token_bytes_"]
 )
-def test_a_missing_check_would_be_seen(tmp_path: Path, check: str) -> None:
+def test_a_missing_check_is_detected(tmp_path: Path, check: str) -> None:
     runtime("libasan.so")
-    source = (ROOT / SOURCES[0]).read_text()
+    source = (ROOT / READER).read_text()
     assert source.count(check) == 1
-    extension = build(tmp_path, {SOURCES[0]: source.replace(check, "false")})
-    run = run_tests(extension, "-s", "-k", "believes_no_array", "tests/data/test_helpers.py")
+    extension = build(tmp_path, {READER: source.replace(check, "false")})
+    run = run_tests(extension, "-s", "-k", "checks_every_array", "tests/data/test_helpers.py")
     assert run.returncode == FOUND, run.stdout[-4000:]
     assert "AddressSanitizer: heap-buffer-overflow" in run.stderr or "AddressSanitizer: SEGV" in run.stderr

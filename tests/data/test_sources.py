@@ -1,4 +1,4 @@
-"""Documents come out of files whole, in order and with their place, whatever the blocks, the packing and the damage."""
+"""Documents are read whole, in order and with their place, for any blocks, compression and damage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     block_bytes=st.integers(1, 9),
     ends=st.booleans(),
 )
-def test_blocks_hold_what_splitting_the_whole_gives(
+def test_blocks_hold_the_documents_of_the_whole_file(
     tmp_path_factory: pytest.TempPathFactory, content: list[str], separator: str, block_bytes: int, ends: bool
 ) -> None:
     whole = separator.join(content) + (separator if ends else "")
@@ -72,7 +72,7 @@ def test_blocks_hold_what_splitting_the_whole_gives(
 
 @pytest.mark.parametrize("packing", PACKED)
 @pytest.mark.parametrize("block_bytes", [7, 1 << 20])
-def test_jsonl_is_read_through_any_packing(
+def test_jsonl_is_read_through_any_compression(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, block_bytes: int
 ) -> None:
     monkeypatch.setattr(document_blocks, "BLOCK_BYTES", block_bytes)
@@ -86,14 +86,14 @@ def test_jsonl_is_read_through_any_packing(
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])
-def test_parts_packed_one_by_one_are_one_file(tmp_path: Path, packing: str) -> None:
+def test_separately_compressed_parts_are_one_file(tmp_path: Path, packing: str) -> None:
     path = tmp_path / f"in.jsonl{packing}"
     path.write_bytes(PACKED[packing](lines("a", "b")) + PACKED[packing](lines("c")))
     assert texts(read(path)) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet"])
-def test_reading_goes_on_behind_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+def test_reading_resumes_after_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     monkeypatch.setattr(document_blocks, "BLOCK_BYTES", 64)
     paths = []
     for part in range(3):
@@ -151,7 +151,7 @@ def test_dictionary_columns_are_strings_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("packing", "stays"), [(".gz", 0), (".zst", 0)])
-def test_a_packed_file_that_is_cut_off_is_a_fault(tmp_path: Path, packing: str, stays: int) -> None:
+def test_a_truncated_compressed_file_is_a_fault(tmp_path: Path, packing: str, stays: int) -> None:
     whole = PACKED[packing](lines(*(f"{i} {hash(i)}" for i in range(100_000))))
     path = tmp_path / f"in.jsonl{packing}"
     path.write_bytes(whole[: len(whole) // 2])
@@ -168,7 +168,7 @@ def test_a_packed_file_that_is_cut_off_is_a_fault(tmp_path: Path, packing: str, 
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])
-def test_a_packed_file_that_is_damaged_is_a_fault(tmp_path: Path, packing: str) -> None:
+def test_a_damaged_compressed_file_is_a_fault(tmp_path: Path, packing: str) -> None:
     whole = bytearray(PACKED[packing](lines(*(f"{i} {hash(i)}" for i in range(20_000)))))
     whole[len(whole) // 2 : len(whole) // 2 + 64] = bytes(range(64))
     path = tmp_path / f"in.jsonl{packing}"
@@ -178,7 +178,7 @@ def test_a_packed_file_that_is_damaged_is_a_fault(tmp_path: Path, packing: str) 
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])
-def test_a_file_that_is_not_packed_as_its_name_says_is_a_fault(tmp_path: Path, packing: str) -> None:
+def test_a_file_without_the_compression_of_its_name_is_a_fault(tmp_path: Path, packing: str) -> None:
     path = tmp_path / f"in.jsonl{packing}"
     path.write_bytes(lines("a"))
     (fault,) = faults(read(path))
@@ -213,7 +213,7 @@ def test_a_document_that_is_too_long_is_a_fault_and_the_next_is_read(tmp_path: P
     assert faults(read(text, largest_document_bytes=2 << 20))[0].startswith(f"{text}: longer")
 
 
-def test_after_damage_reading_begins_with_the_next_file(tmp_path: Path) -> None:
+def test_after_damage_reading_resumes_with_the_next_file(tmp_path: Path) -> None:
     broken, after = tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"
     broken.write_bytes(gzip.compress(lines("a"))[:-6])
     after.write_bytes(lines("next"))
@@ -239,11 +239,11 @@ FAULTY_LINES = {
     "bad UTF-8": (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
     "Latin-1": ('{"text": "Käse"}'.encode("latin-1"), "byte 11 is not UTF-8"),
     "UTF-8 of a surrogate": (b'{"text": "\xed\xa0\x80"}', "byte 10 is not UTF-8"),
-    "lone surrogate": (b'{"text": "\\ud800"}', "no JSON"),
+    "unpaired surrogate": (b'{"text": "\\ud800"}', "no JSON"),
     "deep nesting": (b'{"text": ' + b"[" * 5000, "no JSON"),
     "deep and whole": (b'{"text": "1", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "no JSON"),
-    "NaN": (b'{"text": "1", "score": NaN}', "NaN is no JSON number, write null"),
-    "Infinity": (b'{"text": "1", "score": -Infinity}', "Infinity is no JSON number, write null"),
+    "NaN": (b'{"text": "1", "score": NaN}', "NaN is not a JSON number, write null"),
+    "Infinity": (b'{"text": "1", "score": -Infinity}', "Infinity is not a JSON number, write null"),
     "NUL character": (b'{"text": "1\x00"}', "no JSON"),
     "NUL bytes": (b"\x00" * 100, "all NUL bytes, as after a crash"),
     "duplicate key": (b'{"text": "1", "text": "2"}', "the key 'text' stands 2 times"),
@@ -279,7 +279,7 @@ USABLE_LINES = {
 
 
 @pytest.mark.parametrize("name", USABLE_LINES)
-def test_a_line_that_is_only_unusual_is_read(tmp_path: Path, name: str) -> None:
+def test_an_unusual_but_valid_line_is_read(tmp_path: Path, name: str) -> None:
     line, expected = USABLE_LINES[name]
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + line + b"\n\n" + lines("behind"))
@@ -294,13 +294,13 @@ def test_utf16_is_named(tmp_path: Path) -> None:
     assert faults(read(path)) == [f"{path}:1: the file is UTF-16; convert it to UTF-8"]
 
 
-def test_an_input_that_cannot_be_found_or_told_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_unknown_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("x")
     (tmp_path / "empty").mkdir()
     for given_path, reason in {
         "absent.jsonl": "does not exist, and as a pattern matches no file",
         "*.jsonl": "does not exist, and as a pattern matches no file",
-        "notes.md": r"is of no known kind",
+        "notes.md": r"has an unknown suffix",
         "empty": r"holds no \*\.jsonl",
         "notes.md/in.jsonl": "does not exist",
         "nul\0.jsonl": "does not exist",

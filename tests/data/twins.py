@@ -1,4 +1,4 @@
-"""NumPy twins of the C++ helpers: the same arrays, worked out in another, slower way."""
+"""NumPy oracles of the C++ extension: the same arrays by other, slower methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 def numpy_sample_index(
     lengths: NDArray[np.int32], document_index: NDArray[np.int32], seq_length: int, num_samples: int
 ) -> NDArray[np.int64]:
-    """Twin of helpers.build_sample_index: sample k begins in the document that holds token k * seq_length."""
+    """Oracle of helpers.build_sample_index: sample k begins in the document that holds token k * seq_length."""
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
     boundaries = np.arange(num_samples + 1, dtype=np.int64) * seq_length
     positions = np.searchsorted(ends, boundaries, side="right")
@@ -23,13 +23,13 @@ def numpy_sample_index(
 def walked_sample_index(
     lengths: list[int], document_index: list[int], seq_length: int, num_samples: int
 ) -> list[list[int]]:
-    """The same, token by token, as the format describes it."""
+    """Oracle of the same, token by token, as the format describes it."""
     stream = [(p, o) for p, document in enumerate(document_index) for o in range(lengths[document])]
     return [[0, 0]] + [list(stream[k * seq_length]) for k in range(1, num_samples + 1)]
 
 
 def numpy_blend(weights: ArrayLike, size: int, sizes: ArrayLike | None = None) -> list[tuple[int, int]]:
-    """Twin of helpers.build_blend_index; with `sizes`, of helpers.build_exhaustive_blend_index."""
+    """Oracle of helpers.build_blend_index; with `sizes`, of helpers.build_exhaustive_blend_index."""
     shares = np.asarray(weights, dtype=np.float64)
     drawn = np.zeros(len(shares))
     found = []
@@ -50,7 +50,7 @@ def numpy_samples(
     seq_length: int,
     indices: list[int],
 ) -> NDArray[np.int64]:
-    """Twin of helpers.SampleReader.read: slices of the documents laid end to end."""
+    """Oracle of helpers.SampleReader.read: slices of the concatenated documents."""
     stream = np.concatenate([documents[d] for d in document_index.tolist()]).astype(np.int64)
     begins = [int(shuffle_index[i]) * seq_length for i in indices]
     return np.array([stream[begin : begin + seq_length + 1] for begin in begins]).reshape(-1, seq_length + 1)

@@ -1,8 +1,7 @@
-"""Chats and their loss masks, as tools/preprocess_chat.py writes them, in the order of each epoch.
+"""Datasets of chats with their loss masks, in the order of each epoch.
 
-PREFIX.bin and PREFIX.idx hold the tokens, one sequence a chat. PREFIX_loss_mask.bin and .idx hold as many bytes: 1
-where the token is one that the model learns to give. A chat of n tokens takes n - 1 places of a row: each token but the
-last is an input, each but the first a label.
+The files are those of chat/preprocessing.py. A chat of n tokens takes n - 1 places of a row: each token but the last is
+an input, each but the first a label.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from megatron.data.packing import Packs, pack_dataset
 logger = logging.getLogger(__name__)
 
 SPLIT_SEED = 0
-"""Which chats are held out depends on the data and on split alone, not on the run."""
+"""Seed of the split, which depends on the data and `split` only, not on the run."""
 
 
 @dataclass(frozen=True)
 class ChatFile:
-    """One dataset of chats, and which of them are taken."""
+    """A dataset of chats, and the numbers of the chats in use."""
 
     tokens: IndexedDataset
     mask: IndexedDataset
@@ -40,7 +39,7 @@ class ChatFile:
 
 
 class ChatDataset:
-    """Chats of several files, numbered through. Raises DataError if there is none to train on."""
+    """Chats of several files, numbered consecutively. Raises DataError if none has a token to train on."""
 
     def __init__(self, files: Sequence[ChatFile], *, seed: int, vocab_size: int, said: str):
         self._files, self._seed, self._vocab_size = files, seed, vocab_size
@@ -48,9 +47,9 @@ class ChatDataset:
         self.lengths: NDArray[np.int64] = np.concatenate(
             [file.tokens.lengths[file.chats].astype(np.int64) - 1 for file in files]
         )
-        """Places of a row that each chat takes."""
+        """Places of each chat in a row."""
         self.loss_tokens: NDArray[np.int64] = np.concatenate([_loss_tokens(file) for file in files])
-        """Labels of each chat that count in the loss."""
+        """Labels of each chat in the loss."""
         if not self.loss_tokens.any():
             raise DataError(
                 f"{said}: none of the {len(self)} chats has a token to train on; look at the roles and the chat "
@@ -61,21 +60,21 @@ class ChatDataset:
             for file in files
         ]
         self.fingerprint = digest("chats", 1, identity, seed)
-        """Equal where the chats, and their order in every epoch, are."""
+        """Equal for the same chats in the same order in every epoch."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """The numbers of all chats, as they come in an epoch."""
+        """Return the numbers of all chats in the order of an epoch."""
         return shuffled(len(self), self._seed, epoch)
 
     def tokens_before(self, epoch: int, chats: int) -> int:
-        """Places taken by the first so many chats of an epoch."""
+        """Return the places of the first `chats` chats of an epoch."""
         return int(_ends(self, epoch)[chats - 1]) if chats else 0
 
     def read(self, chat: int) -> tuple[Tokens, Tokens]:
-        """Token ids and mask of a chat, both [length + 1]. Raises DataError on an id outside the vocabulary."""
+        """Return ids and mask of a chat, both [length + 1]. Raises DataError for an id outside the vocabulary."""
         file, sequence = self._place(chat)
         ids, mask = file.tokens.read(sequence), file.mask.read(sequence)
         if int(ids.max()) >= self._vocab_size or int(ids.min()) < 0:
@@ -86,7 +85,7 @@ class ChatDataset:
         return ids, mask
 
     def documents_of(self, chat: int) -> tuple[str, list[int]]:
-        """The prefix of a chat's file, and its number there."""
+        """Return the prefix of a chat's file, and its number there."""
         file, sequence = self._place(chat)
         return file.tokens.prefix, [sequence]
 
@@ -97,9 +96,9 @@ class ChatDataset:
 
 
 class PackedChats:
-    """Rows of chats, each of at most `capacity` tokens: what one sample of a run with packing=dataset is.
+    """Rows of chats, each of at most `capacity` tokens: the samples of a run with packing=dataset.
 
-    Every epoch has as many rows of the same lengths, but with other chats beside each other.
+    Every epoch has equally many rows of the same lengths, with different chats packed together.
     """
 
     def __init__(self, chats: ChatDataset, capacity: int, seed: int):
@@ -114,15 +113,15 @@ class PackedChats:
         return len(self._packs(0))
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """The numbers of all rows, as they come in an epoch."""
+        """Return the numbers of all rows in the order of an epoch."""
         return shuffled(len(self), self._seed, epoch)
 
     def row(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """The numbers of its chats."""
+        """Return the numbers of the chats in a row."""
         return self._packs(epoch)[number]
 
     def tokens_before(self, epoch: int, rows: int) -> int:
-        """Tokens in the first so many rows of an epoch."""
+        """Return the tokens in the first `rows` rows of an epoch."""
         return int(self._ends(epoch)[rows - 1]) if rows else 0
 
     @lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
@@ -136,14 +135,14 @@ class PackedChats:
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """0 to count - 1 in an order of this seed and epoch, the same with every version of NumPy."""
+    """Return 0 to count - 1 in the order of a seed and epoch, the same with every version of NumPy."""
     order = np.arange(count, dtype=np.int64)
     helpers.Shuffler(seed_of(seed, epoch)).shuffle(order)
     return order
 
 
 def seed_of(seed: int, epoch: int) -> int:
-    """32 bits for the draws of an epoch."""
+    """Return a 32-bit seed for an epoch."""
     return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:4], "little")
 
 
@@ -153,14 +152,14 @@ def _ends(dataset: ChatDataset, epoch: int) -> NDArray[np.int64]:
 
 
 def _loss_tokens(file: ChatFile) -> NDArray[np.int64]:
-    """Labels of each chat that count. The first token is no label, whatever its mask says."""
+    """Return the trained labels of each chat. The first token is never a label, whatever its mask."""
     mask, starts = file.mask.tokens, np.asarray(file.mask.pointers, dtype=np.int64)
     sums = np.add.reduceat(mask, starts, dtype=np.int64) - mask[starts]
     return np.asarray(sums[file.chats], dtype=np.int64)
 
 
 def open_chats(config: Config) -> tuple[ChatDataset, ChatDataset | None, ChatDataset | None]:
-    """Chats to train on, to validate on, to test on; the last two None where the config leaves none.
+    """Return chats for training, validation and test; the last two None if the config leaves none.
 
     Raises DataError.
     """
@@ -177,7 +176,7 @@ def open_chats(config: Config) -> tuple[ChatDataset, ChatDataset | None, ChatDat
                 files.append(ChatFile(tokens, mask, chats))
         said = f"{option}={' '.join(words)}" + ("" if config.data.per_split else f", split={config.data.split}")
         if not files and split == 0:
-            raise DataError(f"{said} leaves no chats to train on; give more of them, or raise the first share of split")
+            raise DataError(f"{said} leaves no chats to train on; give more chats, or raise the first share of split")
         seed, vocab_size = config.training.seed, config.model.vocab_size
         found.append(ChatDataset(files, seed=seed, vocab_size=vocab_size, said=said) if files else None)
     train, valid, test = found
@@ -198,14 +197,14 @@ def _open(prefix: str, vocab_size: int) -> tuple[IndexedDataset, IndexedDataset]
     if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, tokens.lengths):
         raise DataError(
             f"{mask.prefix} is not the mask of {prefix}: it holds {len(mask)} sequences of {mask.num_tokens} "
-            f"{mask.dtype}, that {len(tokens)} of {tokens.num_tokens} tokens; preprocess the chats anew, or copy "
+            f"{mask.dtype}, that {len(tokens)} of {tokens.num_tokens} tokens; preprocess the chats again, or copy "
             "both again"
         )
     return tokens, mask
 
 
 def _usable(tokens: IndexedDataset, config: Config, split: int | None) -> NDArray[np.int64]:
-    """The chats of a split, in the order of the file. None: all. Raises DataError for one that is too long."""
+    """Return the chats of a split (None: all) in the order of the file. Raises DataError for one that is too long."""
     chats = np.arange(len(tokens), dtype=np.int64)
     if split is not None:
         bounds = np.rint(np.cumsum((0.0, *parse_split(config.data.split))) * len(tokens)).astype(np.int64)

@@ -131,7 +131,7 @@ class ChatEncoder:
         return _Written(text, _merged(spans), has_appended_eos)
 
     def _is_open_ended(self, rendered: Rendered) -> bool:
-        """Return true if the assistant has the last message and nothing after its content tells the model to stop."""
+        """Return true if the assistant has the last message and no text or special token ends its content."""
         content, turn = rendered.contents[-1], rendered.turns[-1]
         if turn is None or content is None or rendered.text[content[1] :].strip():
             return False

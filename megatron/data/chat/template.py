@@ -1,7 +1,7 @@
-"""Chat templates: found, read and rendered.
+"""Chat templates: lookup, reading and rendering.
 
-A template is Jinja text that turns a list of messages into one string, in the dialect of Hugging Face's tokenizers. It
-comes from others, so it runs in Jinja's sandbox, and a .py file is read as a syntax tree and never run.
+A template is Jinja text in the dialect of Hugging Face's tokenizers that turns a list of messages into one string. It
+is untrusted: it runs in Jinja's sandbox, and a .py file is parsed and never run.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ Message = Mapping[str, Any]
 CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-"""What tokenizer_config.json names, and templates may write by that name."""
+"""Tokens that tokenizer_config.json names and templates may write by name."""
 
 # the fields of InstructLab's SpecialTokens that also have a name in tokenizer_config.json
 _NAMES_OF_FIELDS = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 
-_BAR = "[|\uff5c]"  # also as DeepSeek writes it, of full width
+_BAR = "[|\uff5c]"  # DeepSeek writes the full-width bar
 MARKER = re.compile(rf"<{_BAR}[^\s<>|\uff5c]+{_BAR}>|<(?:start|end)_of_\w+>")
-"""What is a token of its own wherever a template writes it."""
+"""Text that is a single token wherever a template writes it."""
 
 
 class TemplateFailure(DataError):
-    """A template does not take these messages. Says why, in the template's own words where it has any."""
+    """A template refuses these messages, for a reason in its own words if it has any."""
 
 
 @dataclass(frozen=True)
 class TemplateSource:
-    """A template's text, and what its file says of tokens."""
+    """Text of a template, and the tokens that its file names."""
 
     text: str
     origin: str
-    """For messages: a path, or `preset chatml`."""
+    """Path, or `preset chatml`, for messages."""
     named_tokens: dict[str, str] = field(default_factory=dict)
-    """bos_token, eos_token and pad_token that the template's file asks for."""
+    """bos_token, eos_token and pad_token of the template's file."""
     added_tokens: tuple[str, ...] = ()
-    """Tokens that the template's file wants the tokenizer to know."""
+    """Tokens to add to the tokenizer, by the template's file."""
 
     def tokens_to_add(self) -> tuple[str, ...]:
-        """Tokens that a tokenizer should know: those that the file names, else the markers that the template writes."""
+        """Return the tokens that a tokenizer needs: those that the file names, else the markers in the template."""
         return self.added_tokens or tuple(dict.fromkeys(found[0] for found in MARKER.finditer(self.text)))
 
     @property
@@ -68,7 +68,7 @@ class TemplateSource:
 
 
 def find_template(name: str | None, tokenizer_folder: Path) -> TemplateSource:
-    """A preset, a .jinja or .py file, or, for None, the template beside the tokenizer. Raises DataError."""
+    """Return a preset, the template of a .jinja or .py file, or, for None, the tokenizer's. Raises DataError."""
     if name is None:
         return _tokenizers_own(tokenizer_folder)
     if name in PRESETS:
@@ -118,21 +118,21 @@ def _tokenizers_own(folder: Path) -> TemplateSource:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty where there is none. Raises DataError."""
+    """Read tokenizer_config.json; empty if it is missing. Raises DataError."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise DataError(f"{path} is no readable JSON ({error}); copy it anew") from None
+        raise DataError(f"{path} is not a readable JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
-        raise DataError(f"{path} is no JSON object; copy it anew")
+        raise DataError(f"{path} is not a JSON object; copy it again")
     return config
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a tokenizer_config.json names: {"eos_token": "</s>", ...}."""
+    """Return the special tokens that a tokenizer_config.json names: {"eos_token": "</s>", ...}."""
     found = {}
     for name in NAMED_TOKENS:
         token = config.get(name)
@@ -147,11 +147,11 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _from_python(path: Path) -> TemplateSource:
-    """CHAT_TEMPLATE and SPECIAL_TOKENS of a file as InstructLab has them. Only literals are understood."""
+    """Read CHAT_TEMPLATE and SPECIAL_TOKENS, in InstructLab's form. Only literals are accepted."""
     try:
         tree = ast.parse(_read(path), str(path))
     except (SyntaxError, ValueError) as error:
-        raise DataError(f"chat template {path} is no Python: {error}; correct the file") from None
+        raise DataError(f"chat template {path} is not Python: {error}; correct the file") from None
     values: dict[str, ast.expr] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -182,13 +182,13 @@ def _literal_string(node: ast.expr, values: Mapping[str, ast.expr], path: Path) 
         others = {name: value for name, value in values.items() if name != node.id}
         return _literal_string(values[node.id], others, path)
     raise DataError(
-        f"{path}:{node.lineno}: `{ast.unparse(node)[:60]}` is no literal string; the file is read, not run: write the "
-        "text itself"
+        f"{path}:{node.lineno}: `{ast.unparse(node)[:60]}` is not a literal string; the file is read, not run: write "
+        "the text itself"
     )
 
 
 def _special_tokens(node: ast.expr | None, values: Mapping[str, ast.expr], path: Path) -> list[tuple[str, str, bool]]:
-    """(field, token, whether to add it) of `SpecialTokens(eos=TokenInfo("</s>", add_to_tokenizer=True))`, or a dict."""
+    """Return (field, token, is_added) of `SpecialTokens(eos=TokenInfo("</s>", add_to_tokenizer=True))` or of a dict."""
     if node is None:
         return []
     if isinstance(node, ast.Dict):
@@ -223,9 +223,9 @@ def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}...{% endgeneration %}` marks what the model writes; here it only stands for its text."""
+        """`{% generation %}...{% endgeneration %}`, which marks the model's text; here it only renders its content."""
 
-        tags = {"generation"}  # noqa: RUF012  Jinja's own name for it
+        tags = {"generation"}  # noqa: RUF012  an attribute of Jinja's
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
@@ -250,10 +250,10 @@ def _environment() -> jinja2.Environment:
 
 
 class ChatTemplate:
-    """A template that can be rendered. Raises DataError if it is no Jinja."""
+    """A compiled template. Raises DataError if it is not valid Jinja."""
 
     def __init__(self, source: TemplateSource, tokens: Mapping[str, str]):
-        """`tokens`: what bos_token, eos_token, ... stand for. A name that is missing is empty text."""
+        """`tokens`: texts of bos_token, eos_token, ... A missing name is empty text."""
         from jinja2 import TemplateError, meta
 
         self.source = source
@@ -261,11 +261,11 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source.text)
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source.text)))
-            """What the template asks for by name."""
+            """Names that the template uses."""
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             place = f"{source.origin}:{line}" if line else source.origin
-            raise DataError(f"chat template {place} is no Jinja: {error}; correct the template") from None
+            raise DataError(f"chat template {place} is not Jinja: {error}; correct the template") from None
         empty = {"bos_token": "", "eos_token": ""}
         self._variables: dict[str, Any] = {
             **self._template.globals,
@@ -276,16 +276,16 @@ class ChatTemplate:
         }
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The text of a conversation. Raises TemplateFailure."""
+        """Return the text of a conversation. Raises TemplateFailure."""
         try:
-            # what `render` does, without making the same globals anew each time
+            # as `render` does, without rebuilding the same globals each time
             context = self._template.new_context(
                 {**self._variables, "messages": messages, "add_generation_prompt": add_generation_prompt}, shared=True
             )
             return "".join(self._template.root_render_func(context))
         except RecursionError:
             raise TemplateFailure(f"chat template {self.source.origin} calls itself without end") from None
-        except Exception as error:  # whatever the template's expressions raise: TemplateError, TypeError, KeyError, ...
+        except Exception as error:  # of the template's expressions: TemplateError, TypeError, KeyError, ...
             raise TemplateFailure(
                 f"chat template {self.source.origin} does not take this conversation: {error}"
             ) from None

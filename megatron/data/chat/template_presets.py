@@ -1,14 +1,14 @@
-"""Chat templates by name: how well-known model families write a conversation, in our own words.
+"""Chat templates by name: the formats of well-known model families, in our own implementation.
 
-A preset is for a base model that has no template yet. A model that was fine-tuned before keeps its own: the tokens
-between the turns are part of what it learned.
+A preset is for a base model without a template. A model that was fine-tuned before keeps its own template: it learned
+the tokens between the turns.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# The system text goes into the first user's turn, and turns alternate.
+# The system text goes into the first user turn, and turns alternate.
 _SYSTEM_INTO_USER = """\
 {%- set ns = namespace(system='') %}
 {%- for message in messages %}
@@ -19,7 +19,7 @@ _SYSTEM_INTO_USER = """\
 
 
 class Preset(NamedTuple):
-    """A template, and the tokens of it that a tokenizer should know."""
+    """A template, and the special tokens that it needs in the tokenizer."""
 
     template: str
     special_tokens: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""The tokenizer of chats: text to ids and the characters that each holds, and the copy of it that is trained with.
+"""Tokenizer of chats: ids with the place of each in the text, and the copy of the tokenizer for training.
 
-Special tokens written in the text become their ids, since a template writes them so. Nothing else is added.
+Special tokens in the text become their ids, since templates write them as text. Nothing else is added.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from megatron.files import replacing
 
 TOKENIZER_NAME = "tokenizer.json"
 PROOF_CHARACTERS = 1 << 14
-"""Text that is encoded twice before gigatoken is trusted."""
+"""Length of text on which gigatoken is compared before it is used."""
 BYTES_WORTH_GIGATOKEN = 1 << 21
-"""Text from which on gigatoken does the work: to load it takes as long as the library takes for this much."""
+"""Length of text above which gigatoken is used: loading it takes as long as encoding this much."""
 
 Bytes = NDArray[np.int64]
 
 
 class EncodedText(NamedTuple):
-    """Texts as tokens, end to end."""
+    """Tokens of texts, concatenated."""
 
     ids: NDArray[np.int32]
     lengths: NDArray[np.int64]
     """Tokens of each text."""
     starts: NDArray[np.int64]
-    """Where each token's text begins. Counted from the beginning of the first text, in bytes or characters."""
+    """Start of each token's text, in bytes or characters from the start of the first text."""
     ends: NDArray[np.int64]
     bases: NDArray[np.int64]
-    """Where each text begins, counted alike."""
+    """Start of each text, in the same unit."""
     is_bytes: bool
-    """What starts, ends and bases count."""
+    """Unit of starts, ends and bases: bytes, else characters."""
 
 
 class ChatTokenizer:
@@ -59,7 +59,7 @@ class ChatTokenizer:
         self.content = content
         self.origin = origin
         self.tokens = dict(tokens)
-        """bos_token, eos_token, ... that this tokenizer has."""
+        """Texts of bos_token, eos_token, ..."""
         self._reference = reference
         self._inner = reference._inner
         self.vocab_size = reference.vocab_size
@@ -70,14 +70,14 @@ class ChatTokenizer:
         if described["pre_tokenizer"]:
             from tokenizers import processors
 
-            # a post-processor may shorten the offsets of a token by the space before its word
+            # a post-processor may exclude the space before a word from the offsets of its token
             self._inner.post_processor = processors.Sequence([])
         self._byte_counts = _byte_counts(described, self.vocab_size)
         self._fast: AcceleratedTokenizer | None = None
         self._is_proven = self._byte_counts is None
         self._num_characters = 0
         self.expected_bytes = 0
-        """Of the text to come, as far as that is known: much of it is gigatoken's from the first one on."""
+        """Estimate of the text to come: gigatoken encodes a long one from the start."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class ChatTokenizer:
         return self._encode_characters(texts)
 
     def _encode_bytes(self, texts: Sequence[str], counts: Bytes) -> EncodedText | None:
-        """By the bytes that each token stands for: exact within a character too. None: they do not add up."""
+        """Encode with places from the byte count of each token, exact within characters; None if the sum is wrong."""
         self._num_characters += sum(map(len, texts))
         if not self._is_proven and max(self.expected_bytes, self._num_characters) > BYTES_WORTH_GIGATOKEN:
             self._prove(texts)
@@ -110,7 +110,7 @@ class ChatTokenizer:
         return EncodedText(ids.astype(np.int32), lengths, ends - counts[ids], ends, text_ends - sizes, True)
 
     def _prove(self, texts: Sequence[str]) -> None:
-        """Let gigatoken do the work if it gives the library's ids on the first texts."""
+        """Use gigatoken if it gives the library's ids on the first texts."""
         self._is_proven = True
         sample = []
         left = PROOF_CHARACTERS
@@ -127,7 +127,7 @@ class ChatTokenizer:
             self._fast = None
 
     def _encode_characters(self, texts: Sequence[str]) -> EncodedText:
-        """By the character offsets of the library, which also knows what a normalizer changed."""
+        """Encode with the library's character offsets, which account for a normalizer."""
         try:
             encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception, or TypeError
@@ -142,11 +142,11 @@ class ChatTokenizer:
         return EncodedText(all_ids, lengths, places[:, 0], places[:, 1], bases, False)
 
     def eos_of_text(self) -> str:
-        """The text that becomes the EOS id. Raises DataError where there is none."""
+        """Return the text that becomes the EOS id. Raises DataError if there is none."""
         eos = self.tokens.get("eos_token")
         if eos is None or self.eos_id is None:
             raise DataError(
-                f"the tokenizer {self.origin} has no end-of-sequence token, with which the model must learn to end its "
+                f"the tokenizer {self.origin} has no end-of-sequence token, with which the model learns to end its "
                 f'turns; name it in {CONFIG_NAME}: "eos_token": "</s>", or choose a template that ends turns itself'
             )
         return eos
@@ -155,9 +155,9 @@ class ChatTokenizer:
 def load_tokenizer(
     path: str, source_tokens: dict[str, str] | None = None, wanted: Sequence[str] = ()
 ) -> tuple[ChatTokenizer, tuple[str, ...]]:
-    """The tokenizer of a tokenizer.json, or of its folder, and which of the `wanted` tokens were added to it.
+    """Return the tokenizer of a tokenizer.json or its folder, and those of the `wanted` tokens that were added.
 
-    `source_tokens` are bos_token, eos_token and pad_token as a template's file wants them. Raises DataError.
+    `source_tokens` are bos_token, eos_token and pad_token of a template's file. Raises DataError.
     """
     file, reference, content = _open(Path(path))
     inner = reference._inner
@@ -171,7 +171,7 @@ def load_tokenizer(
     lacking = tuple(token for token in new if inner.token_to_id(token) is None)
     eos = tokens.get("eos_token")
     if eos is not None and eos not in added and eos not in new and inner.token_to_id(eos) is not None:
-        new.append(eos)  # in the vocabulary, but text would not become it
+        new.append(eos)  # in the vocabulary, but not parsed in text
     for name in ("bos_token", "eos_token"):
         token = tokens.get(name)
         if token is not None and token not in new and inner.token_to_id(token) is None:
@@ -189,7 +189,7 @@ def load_tokenizer(
 
 
 def _open(path: Path) -> tuple[Path, LibraryTokenizer, bytes]:
-    """The file, the tokenizer and its tokenizer.json. Raises DataError."""
+    """Return the file, the tokenizer and its tokenizer.json. Raises DataError."""
     remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes it"
     if path.is_dir() and not (path / TOKENIZER_NAME).is_file():
         if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
@@ -198,15 +198,15 @@ def _open(path: Path) -> tuple[Path, LibraryTokenizer, bytes]:
         raise DataError(f"{path} holds no {TOKENIZER_NAME}; chats need the tokenizer in that format: {remedy}")
     if path.suffix in (".model", ".tiktoken"):
         raise DataError(
-            f"{path} is no {TOKENIZER_NAME}; chats need special tokens and character offsets, which only that format "
-            f"has: {remedy}"
+            f"{path} is not a {TOKENIZER_NAME}; chats need special tokens and character offsets, which only that "
+            f"format has: {remedy}"
         )
     file = path / TOKENIZER_NAME if path.is_dir() else path
     return file, HFTokenizer(file, parse_special_tokens=True), file.read_bytes()
 
 
 def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
-    """How many bytes of text each id stands for. None: not every token is a fixed stretch of the text."""
+    """Return the bytes of text of each id; None if some tokens are not a fixed stretch of text."""
     from tokenizers import pre_tokenizers
 
     steps = described["pre_tokenizer"] or {"type": "none"}
@@ -224,14 +224,14 @@ def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
     counts = np.zeros(vocab_size, np.int64)
     vocab = model["vocab"]
     numbers = np.fromiter(vocab.values(), np.int64, len(vocab))
-    counts[numbers] = np.fromiter(map(len, vocab), np.int64, len(vocab))  # a character for a byte
+    counts[numbers] = np.fromiter(map(len, vocab), np.int64, len(vocab))  # one character a byte
     for token in added:
         counts[token["id"]] = len(token["content"].encode())
     return counts
 
 
 def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source: TemplateSource) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja, as AutoTokenizer loads them. Raises OSError."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja for AutoTokenizer. Raises OSError."""
     target, origin = Path(folder), Path(original)
     config = read_config(origin if origin.is_dir() else origin.parent)
     config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")

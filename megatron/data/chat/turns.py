@@ -1,10 +1,9 @@
-"""Which characters of a rendered conversation are whose.
+"""Spans of contents and assistant turns in a rendered conversation.
 
-A template is a program: it may trim, join, reorder and leave out. So nothing is read from its source. It is asked: once
-for the plain text, once with a pair of marks around every content, private characters that no text holds. Where taking
-the marks out gives the plain text again, they show where each content went. The assistant's part of a turn begins where
-the prompt ends that inference would give (the messages before, with the generation prompt) and ends where the text of
-the conversation up to this turn ends.
+A template is a program that may trim, join, reorder and leave out text, so its source shows nothing. It is rendered
+twice: plainly, and with a pair of marks, private-use characters, around every content. If the text without the marks is
+the plain text, they show the place of each content. An assistant turn begins at the end of the inference prompt (the
+messages before it and the generation prompt) and ends at the end of the conversation rendered up to this turn.
 """
 
 from __future__ import annotations
@@ -17,38 +16,38 @@ from typing import Any
 
 from megatron.data.chat.template import MARKER, ChatTemplate, Message, TemplateFailure
 
-# Four marks a message, of the private use area; conversations longer than it holds have theirs in the next one.
+# Four marks a message from the private use area; those of long conversations are from the supplementary one.
 _FIRST_MARK, _LAST_MARK = 0xE000, 0xF8FF
 _WIDE_FIRST_MARK, _WIDE_LAST_MARK = 0xF0000, 0xFFFFD
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}{chr(_WIDE_FIRST_MARK)}-{chr(_WIDE_LAST_MARK)}]")
 _MARKS_A_MESSAGE = 4
 
-# where a header may end: a generation prompt of which a turn has only the beginning is followed up to one of these
+# Ends of a header: if a turn has only the beginning of the generation prompt, that is matched up to one of these.
 _HEADER_END = re.compile(r"[\s>\]:]")
 
 _LARGEST_MEMORY = 1 << 14
-"""Layouts remembered."""
+"""Number of layouts remembered."""
 
 _MARKED_FIELDS = ("content", "reasoning_content")
 
 Span = tuple[int, int]
-"""Characters from the first up to, and without, the second."""
+"""Characters [start, end)."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text, and where each message is in it."""
+    """Text of a conversation, and the place of each message in it."""
 
     text: str
     contents: list[Span | None]
-    """Each message's content without white space around it. None: it is not in the text, or is empty."""
+    """Content of each message without surrounding white space; None if empty or not in the text."""
     turns: list[Span | None]
-    """What the model must write for each of the assistant's messages; None for the others, and for those left out."""
+    """Text that the model writes for each assistant message; None for others, and for those left out."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a content is, and by which means it was found."""
+    """Place of a content, and the method by which it was found."""
 
     start: int
     end: int
@@ -56,14 +55,14 @@ class _Place:
 
 
 class TurnFinder:
-    """Renders conversations with one template, and finds the turns in them. What it learned of a layout it keeps."""
+    """Render conversations with one template and find their turns. Results are cached by layout."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
         self._known: dict[tuple[Any, ...], Span] = {}
 
     def find(self, messages: Sequence[Message]) -> Rendered:
-        """Raises TemplateFailure, also where a template leaves no way to tell which text is the assistant's."""
+        """Render a conversation. Raises TemplateFailure, also if the assistant's text cannot be identified."""
         text = self._template.render(messages)
         places, reasoning = self._places(messages, text)
         turns: list[Span | None] = [None] * len(messages)
@@ -77,13 +76,13 @@ class TurnFinder:
     # Marks
 
     def _places(self, messages: Sequence[Message], text: str) -> tuple[list[_Place | None], list[int | None]]:
-        """Where each message's content is, and where its reasoning begins."""
+        """Return the place of each message's content, and the start of its reasoning."""
         numbers = range(len(messages))
         if not _MARKS.search(text) and _has_marks_for(messages):
             marked = self._try_marked(messages, numbers)
             if marked is not None and _MARKS.sub("", marked) == text:
                 return _read_marks(marked, len(messages))
-        # a template that looks at what the marks changed: each message on its own
+        # the template depends on text that the marks changed: each message separately
         places: list[_Place | None] = []
         reasoning: list[int | None] = []
         for i in numbers:
@@ -102,7 +101,7 @@ class TurnFinder:
         return self._place_by_filler(messages, text, i), None
 
     def _place_by_filler(self, messages: Sequence[Message], text: str, i: int) -> _Place | None:
-        """Where the text changes when another content takes its place."""
+        """Return the part of the text that changes when the content is replaced."""
         if not _is_text(messages[i].get("content")):
             return None
         filled = self._try_render(_filled(messages, i))
@@ -117,7 +116,7 @@ class TurnFinder:
         return self._try_render(_marked(messages, numbers), **options)
 
     def _try_render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
-        """None: the template does not take these messages."""
+        """Return the text; None if the template refuses these messages."""
         try:
             return self._template.render(messages, add_generation_prompt)
         except TemplateFailure:
@@ -134,13 +133,13 @@ class TurnFinder:
         i: int,
         layout: tuple[Any, ...],
     ) -> Span | None:
-        """What the model must write for message i."""
+        """Return the span that the model writes for message i."""
         own = places[i]
         cap = own.start if own else None
         if reasoning is not None and (cap is None or reasoning < cap):
             cap = reasoning
         before = [j for j in range(i) if _is_before(places[j], cap)]
-        # the content that ends last before this one, by which places in other renders are found
+        # the last content that ends before this one: the reference point in other renders
         anchor = max(before, key=lambda j: places[j].end, default=None)  # type: ignore[union-attr]
         base = places[anchor].end if anchor is not None else 0  # type: ignore[union-attr]
         if own is None and not _writes_something(messages[i]):
@@ -161,14 +160,14 @@ class TurnFinder:
     def _prompt(
         self, messages: Sequence[Message], places: Sequence[_Place | None], anchor: int | None, i: int
     ) -> _Prompt:
-        """What inference would give the model before message i, from the anchor on."""
+        """Return the inference prompt for message i after the anchor."""
         earlier = messages[:i]
         with_prompt = self._try_render(earlier, add_generation_prompt=True) if earlier else None
         without = self._try_render(earlier) if earlier else None
         tail = None
         if with_prompt is not None and without is not None:
             tail = self._tail(earlier, with_prompt, places, anchor, add_generation_prompt=True)
-        else:  # the beginning alone is no conversation for this template; the whole one may be
+        else:  # the template refuses the beginning alone; it may accept the whole
             with_prompt = self._try_render(messages, add_generation_prompt=True)
             without = self._try_render(messages)
         if with_prompt is None or without is None:
@@ -183,7 +182,7 @@ class TurnFinder:
         anchor: int | None,
         add_generation_prompt: bool = False,
     ) -> str | None:
-        """What follows the anchor's content in the render of a part of the conversation."""
+        """Return the text after the anchor's content in the render of a part of the conversation."""
         if anchor is None:
             return text
         place = places[anchor]
@@ -201,23 +200,23 @@ class TurnFinder:
         return text[own.end :] if own else None
 
     def _end(self, messages: Sequence[Message], text: str, own: _Place, i: int) -> int:
-        """The end of message i, whose content's place is known."""
+        """Return the end of message i, whose content has a known place."""
         upto = messages[: i + 1]
         rest = text[own.end :]
         whole = text if len(upto) == len(messages) else self._try_render(upto)
         alone: list[_Place | None] = [None] * i + [own]
         tail = rest if whole is text else None if whole is None else self._tail(upto, whole, alone, i)
-        if tail is None:  # nothing tells where this turn ends and the next begins, but a marker may
+        if tail is None:  # only an end marker can show the end of this turn
             marker = MARKER.match(rest.lstrip())
             return own.end + (len(rest) - len(rest.lstrip()) + marker.end() if marker else 0)
         tail = tail[: self._before_lasting_prompt(upto, tail, alone, i)]
         return own.end + len(tail[: _common(tail, rest)].rstrip())
 
     def _before_lasting_prompt(self, upto: Sequence[Message], tail: str, alone: Sequence[_Place | None], i: int) -> int:
-        """How much of `tail` belongs to turn i, where a template writes its generation prompt without being asked.
+        """Return the length of `tail` that belongs to turn i if a template always writes its generation prompt.
 
-        Such a prompt shows where the text up to a turn is no beginning of the text with a next turn. What it and the
-        end of every other turn have in common begins with the marker that ends turns.
+        Such a prompt shows if the text up to a turn is not a prefix of the text with a next turn. The suffix that it
+        shares with the end of every other turn begins with the end-of-turn marker.
         """
         plain = self._try_render(upto)
         if plain is None or not tail.strip() or self._try_render(upto, add_generation_prompt=True) != plain:
@@ -239,7 +238,7 @@ class TurnFinder:
     def _turn_without_content(
         self, messages: Sequence[Message], text: str, places: Sequence[_Place | None], anchor: int | None, i: int
     ) -> Span | None:
-        """A turn of nothing but tool calls, or one whose content the template rewrites beyond recognition."""
+        """Return a turn of tool calls only, or one whose content the template rewrites beyond recognition."""
         if i and self._try_render(messages[: i + 1]) == self._try_render(messages[:i]):
             return None  # left out
         base = places[anchor].end if anchor is not None else 0  # type: ignore[union-attr]
@@ -248,14 +247,14 @@ class TurnFinder:
         if end <= start:
             raise TemplateFailure(
                 f"chat template {self._template.source.origin} rewrites message {i + 1} so that its text cannot be "
-                "told from the others; use a template that writes contents as they are"
+                "identified; use a template that writes contents unchanged"
             )
         return start, end
 
     def _end_by_anchor(
         self, messages: Sequence[Message], text: str, places: Sequence[_Place | None], anchor: int | None, i: int
     ) -> int:
-        """The end of message i, reckoned from the content before it."""
+        """Return the end of message i, computed from the content before it."""
         base = places[anchor].end if anchor is not None else 0  # type: ignore[union-attr]
         upto = messages[: i + 1]
         whole = text if len(upto) == len(messages) else self._try_render(upto)
@@ -265,7 +264,7 @@ class TurnFinder:
         return base + len(tail[: _common(tail, text[base:])].rstrip())
 
     def _join_merged(self, messages: Sequence[Message], text: str, turns: list[Span | None]) -> None:
-        """Two turns of the assistant in a row that the template writes as one: what joins them is the model's too."""
+        """Extend a turn to the next one if the template merges the two: the model also writes the text between."""
         for i in range(1, len(messages)):
             first, second = turns[i - 1], turns[i]
             if first and second and first[1] <= second[0] and not text[first[1] : second[0]].strip():
@@ -274,16 +273,16 @@ class TurnFinder:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What inference would give the model before a turn."""
+    """Inference prompt of a turn."""
 
     tail: str | None
-    """All that follows the anchor. None: not known."""
+    """Everything after the anchor; None if unknown."""
     added: str
-    """What add_generation_prompt alone adds."""
+    """Text that add_generation_prompt adds."""
 
 
 def _start_in(region: str, prompt: _Prompt) -> int:
-    """Where in the text between the content before and this content the model begins to write."""
+    """Return the place in `region`, the text between two contents, at which the model starts to write."""
     if prompt.tail is not None and region.startswith(prompt.tail):
         return len(prompt.tail)
     wanted = prompt.added.lstrip()
@@ -293,7 +292,7 @@ def _start_in(region: str, prompt: _Prompt) -> int:
         piece = wanted[:size]
         if not piece.strip():
             break
-        # of a prompt's beginning, only whole words and markers are a header
+        # a header ends with a whole word or marker
         if size < len(wanted) and not _HEADER_END.match(piece[-1]) and piece != wanted.rstrip():
             continue
         found = region.rfind(piece)
@@ -315,7 +314,7 @@ def _is_text(value: object) -> bool:
 
 
 def _common(first: str, second: str) -> int:
-    """Characters that both begin with."""
+    """Return the length of the common prefix."""
     length = min(len(first), len(second))
     if first[:length] == second[:length]:
         return length
@@ -328,9 +327,9 @@ def _has_marks_for(messages: Sequence[Message]) -> bool:
 
 @cache
 def _marks(i: int) -> tuple[str, ...]:
-    """Before and after a content, before and after reasoning."""
+    """Return the marks before and after a content, before and after its reasoning."""
     numbers = range(_MARKS_A_MESSAGE * i, _MARKS_A_MESSAGE * (i + 1))
-    # wide characters double the memory of the text around them, so they are left to the few who need them
+    # wide characters double the memory of the whole text, so only long conversations use them
     base = _FIRST_MARK if numbers[-1] <= _LAST_MARK - _FIRST_MARK else _WIDE_FIRST_MARK
     return tuple(chr(base + number) for number in numbers)
 
@@ -361,7 +360,7 @@ def _marked(messages: Sequence[Message], numbers: Sequence[int]) -> list[Message
 
 
 def _read_marks(marked: str, num_messages: int) -> tuple[list[_Place | None], list[int | None]]:
-    """Places, in the text without marks, of each message's content, and of the beginning of its reasoning."""
+    """Return the place of each content, and the start of its reasoning, in the text without marks."""
     at: dict[str, int] = {}
     for number, match in enumerate(_MARKS.finditer(marked)):
         at[match[0]] = match.start() - number
@@ -370,7 +369,7 @@ def _read_marks(marked: str, num_messages: int) -> tuple[list[_Place | None], li
     for i in range(num_messages):
         marks = _marks(i)
         first, last = at.get(marks[0]), at.get(marks[1])
-        # the mark before a content may go with reasoning that a template cuts off it
+        # the mark before a content may be lost with reasoning that a template removes
         if last is not None and (first is None or first > last):
             first = last
         places.append(None if first is None or last is None else _Place(first, last))

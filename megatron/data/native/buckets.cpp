@@ -1,5 +1,5 @@
-// Lengths that rows are padded to: by rule, and the best ones for given samples. packing.py is the face and says what
-// each function gives; packing.h what the sources have in common.
+// Lengths to which rows are padded: by rule, and the best ones for given samples. packing.py documents the functions,
+// packing.h the shared types.
 
 #include "packing.h"
 
@@ -24,14 +24,14 @@ Array bucket_lengths(const Array& lengths_array, int64_t per_octave) {
         const int64_t length = lengths.data[i];
         const int power = 63 - __builtin_clzll(static_cast<uint64_t>(length));
         const int64_t octave = int64_t{1} << power;
-        // the first of octave + floor(k * octave / per_octave) that is enough
+        // the smallest sufficient octave + floor(k * octave / per_octave)
         const int64_t k = ((length - octave) * per_octave + octave - 1) >> power;
         rounded[i] = octave + (k << power) / per_octave;
     }
     return out;
 }
 
-// The distinct lengths, ascending, and how many samples are at most as long.
+// Distinct lengths, ascending, and the number of samples up to each.
 struct Histogram {
     std::vector<int64_t> distinct;
     std::vector<int64_t> up_to;
@@ -68,11 +68,11 @@ struct Histogram {
     }
 };
 
-// One layer of the dynamic program: costs[i] is the fewest tokens that the samples of the i + 1 shortest lengths are
-// padded to with some number of edges, and becomes the same for one edge more. Where the edge before distinct[i] is
-// distinct[t], that is costs[t] + distinct[i] * (up_to[i] - up_to[t]): a line in distinct[i] for each t. Slopes fall as
-// t grows and lengths are asked for in ascending order, so a queue holds the lower envelope of the lines and the whole
-// layer is linear (the convex hull trick). before[i] becomes t. There must be at least as many lengths as edges.
+// One layer of the dynamic program: updates costs[i], the fewest padded tokens of the i + 1 shortest lengths with some
+// number of edges, to one edge more. If the edge before distinct[i] is distinct[t], the cost is costs[t] + distinct[i]
+// * (up_to[i] - up_to[t]): for each t a line in distinct[i]. Slopes fall as t grows and queries ascend, so a queue
+// holds the lower envelope of the lines and the layer takes linear time (the convex hull trick). before[i] becomes t.
+// There must be at least as many lengths as edges.
 void add_edge(const Histogram& histogram, int64_t edges, std::vector<int64_t>& costs, uint32_t* before) {
     const std::vector<int64_t>& up_to = histogram.up_to;
     const auto at = [&](int64_t t, int64_t length) { return costs[t] - up_to[t] * length; };
@@ -115,7 +115,7 @@ Array bucket_edges(const Array& lengths_array, int64_t num_buckets) {
         if (count < num_lengths && count > kMostChoices / num_lengths) {
             throw std::invalid_argument("num_buckets=" + std::to_string(num_buckets) + " of " +
                                         std::to_string(num_lengths) +
-                                        " distinct lengths need too much memory; ask for fewer");
+                                        " distinct lengths need too much memory; use fewer");
         }
         if (count == num_lengths) {
             edges = histogram.distinct;

@@ -1,5 +1,4 @@
-// Packing of a dataset: samples by length, into the fewest packs. packing.py is the face and says what its functions give;
-// packing.h what the sources have in common.
+// Packing of a dataset into the fewest packs. packing.py documents the functions, packing.h the shared types.
 
 #include "packing.h"
 
@@ -63,7 +62,7 @@ int64_t count_packs(const std::vector<Group>& groups) {
 }
 
 void write_packs(const Sorted& sorted, const std::vector<Group>& groups, int64_t* order, int64_t* starts) {
-    std::vector<int64_t> next(sorted.begins.begin(), sorted.begins.end() - 1);  // of each length, the first not dealt
+    std::vector<int64_t> next(sorted.begins.begin(), sorted.begins.end() - 1);  // first unused sample of each length
     std::vector<const Group*> layers;
     int64_t written = 0, pack = 0;
     for (const Group& group : groups) {
@@ -93,9 +92,9 @@ void write_packs(const Sorted& sorted, const std::vector<Group>& groups, int64_t
 
 namespace {
 
-// Best-fit-decreasing puts sample after sample, longest first, into the pack with the least room that is enough. Packs
-// of equal room are alike to it, and a pack that has taken a sample is the tightest for its equals: so groups of packs
-// take all they can of a length at once. As many packs as sample by sample.
+// Best-fit-decreasing puts each sample, longest first, into the pack with the least sufficient room. Packs of equal
+// room are interchangeable, and a pack that took a sample is the tightest for the next of equal length. So a group of
+// packs takes all it can of a length at once, which gives as many packs as sample by sample.
 std::vector<Group> best_fit_decreasing(const Sorted& sorted, int64_t capacity) {
     std::vector<Group> groups;
     std::map<int64_t, std::vector<int64_t>> by_room;  // groups that may take more
@@ -114,7 +113,7 @@ std::vector<Group> best_fit_decreasing(const Sorted& sorted, int64_t capacity) {
             const int64_t room = is_new ? capacity : tightest->first;
             const int64_t parent = is_new ? -1 : tightest->second.back();
             const int64_t available = is_new ? kMax64 : groups[parent].count;
-            // whole packs first; what is left is less than one takes
+            // full packs first; the rest is less than one pack takes
             const int64_t copies = std::min(room / length, left);
             const int64_t count = std::min(available, left / copies);
             left -= copies * count;
@@ -133,14 +132,14 @@ std::vector<Group> best_fit_decreasing(const Sorted& sorted, int64_t capacity) {
     return groups;
 }
 
-// Fills packs to the last token, all packs of one content at once: the longest length that is left, then the longest that
-// fits, and so on until one or two lengths fill the rest exactly (or nothing fits). Each content is given to as many
-// packs as its lengths allow, which uses one of them up, so there are about as many contents as distinct lengths. Long
-// lengths go first, so that the short ones, which fit anywhere, remain for the end. Fewer packs than best-fit-decreasing
-// makes where there are few distinct lengths, many samples of each; no guarantee.
+// Fills packs to the last token, all packs of one content at once: the longest remaining length, then the longest that
+// fits, and so on until one or two lengths fill the rest exactly or nothing fits. Each content is used for as many
+// packs as its lengths allow, which exhausts one of them, so there are about as many contents as distinct lengths. Long
+// lengths go first; the short ones, which fit anywhere, remain for the end. With few distinct lengths and many samples
+// of each it gives fewer packs than best-fit-decreasing, without a guarantee.
 class ExactFill {
   public:
-    // `steps`: comparisons after which to give up.
+    // `steps`: limit of comparisons.
     ExactFill(const Sorted& sorted, int64_t capacity, int64_t steps)
         : sorted_(sorted), capacity_(capacity), steps_(steps), used_(sorted.distinct.size(), 0) {
         for (size_t k = 0; k < sorted.distinct.size(); ++k) {
@@ -149,7 +148,7 @@ class ExactFill {
         }
     }
 
-    // Nothing if it would take more steps.
+    // Returns nothing if the steps do not suffice.
     std::optional<std::vector<Group>> groups() {
         std::vector<Group> groups;
         while (!open_.empty()) {
@@ -197,7 +196,7 @@ class ExactFill {
         }
     }
 
-    // The place in open_ of the longest length that is at most `room`.
+    // Returns the index in open_ of the longest length that is at most `room`.
     int64_t first_within(int64_t room) const {
         const auto longer = [this](int64_t which, int64_t limit) { return sorted_.distinct[which] > limit; };
         return std::lower_bound(open_.begin(), open_.end(), room, longer) - open_.begin();
@@ -212,7 +211,7 @@ class ExactFill {
         return -1;
     }
 
-    // Whether one or two lengths filled the room exactly.
+    // Fills the room exactly with one or two lengths, or returns false.
     bool finish(int64_t room) {
         auto longer = static_cast<size_t>(first_within(room)), shorter = open_.size() - 1;
         if (sorted_.distinct[open_[longer]] == room && is_free(open_[longer])) {
@@ -243,16 +242,16 @@ class ExactFill {
     int64_t capacity_;
     int64_t steps_;
     std::vector<int64_t> left_;     // samples of each length that are in no pack
-    std::vector<int64_t> open_;     // lengths that have some
-    std::vector<int64_t> used_;     // copies in the pack that is being filled
-    std::vector<int64_t> content_;  // lengths that it has
+    std::vector<int64_t> open_;     // lengths with such samples
+    std::vector<int64_t> used_;     // copies of each length in the current pack
+    std::vector<int64_t> content_;  // lengths in the current pack
 };
 
 }  // namespace
 
 std::vector<Group> fewest_packs(const Sorted& sorted, const Lengths& lengths, int64_t capacity) {
-    constexpr int64_t kNear = 5000;          // packs above the bound by less than 1 in so many are few enough
-    constexpr int64_t kStepsASample = 64;    // keeps the second attempt's time in proportion
+    constexpr int64_t kNear = 5000;          // less than 1 in this many packs above the bound is good enough
+    constexpr int64_t kStepsASample = 64;    // bounds the time of the second attempt
     std::vector<Group> groups = best_fit_decreasing(sorted, capacity);
     const int64_t packs = count_packs(groups), bound = lengths.sum / capacity + (lengths.sum % capacity != 0);
     if (packs - bound > bound / kNear) {
@@ -267,12 +266,12 @@ std::vector<Group> fewest_packs(const Sorted& sorted, const Lengths& lengths, in
 
 namespace {
 
-// Numbers that depend on the seed alone: Steele, Lea and Flood's SplitMix64.
+// Steele, Lea and Flood's SplitMix64: the same numbers on every platform.
 class SplitMix {
   public:
     explicit SplitMix(uint64_t seed) : state_(seed) {}
 
-    // Uniform over 0 .. bound - 1, by Lemire's multiplication: the few values that would favour some are thrown away.
+    // Returns a number uniform over 0 .. bound - 1, by Lemire's multiplication with rejection.
     uint64_t below(uint64_t bound) {
         const uint64_t unfair = (0 - bound) % bound;
         while (true) {

@@ -1,9 +1,8 @@
-// What packing.cpp, steps.cpp and buckets.cpp share: lengths of samples that come from Python and how they are checked,
-// samples by length, and packs of them.
+// Shared by packing.cpp, steps.cpp and buckets.cpp: checked lengths of samples, samples sorted by length, and packs.
 //
-// Arithmetic is 64-bit throughout, every length is checked before use, faults are exceptions (ValueError in Python),
-// and the interpreter's lock is free while a loop runs. Nothing depends on the machine or on time: equal input gives
-// equal output. The twins in Python are in tests/data/test_packing.py.
+// Arithmetic is 64-bit throughout, every length is checked before use, errors are exceptions (ValueError in Python),
+// and the GIL is released during loops. Equal input gives equal output on every machine. Oracles in Python are in
+// tests/data/test_packing.py.
 
 #pragma once
 
@@ -43,7 +42,7 @@ struct Lengths {
         }
     }
 
-    // `limit` is the name of what gives `most`.
+    // `limit` is the name of `most` in messages.
     void check(int64_t most, const std::string& limit) {
         for (int64_t i = 0; i < size; ++i) {
             if (data[i] < 1 || data[i] > most) {
@@ -57,7 +56,7 @@ struct Lengths {
         }
     }
 
-    // Whether an array with a place for each length up to the largest is in proportion to the samples.
+    // Returns true if an array indexed by length has a size in proportion to the samples.
     bool can_be_counted() const { return largest <= std::max<int64_t>(4 * size, 1 << 16); }
 
   private:
@@ -96,20 +95,20 @@ struct Sorted {
     void by_comparing(const Lengths& lengths);
 };
 
-// Packs with the same lengths in them: those of `parent` (-1: none), then `copies` samples of one length.
+// Packs of equal lengths: those of `parent` (-1: none), then `copies` samples of one length.
 struct Group {
     int64_t parent;
-    int64_t which;  // of Sorted::distinct
+    int64_t which;  // index in Sorted::distinct
     int64_t copies;
     int64_t count;
 };
 
-// Groups whose packs hold all samples, at most `capacity` tokens each: as few packs as are found.
+// Returns groups whose packs hold all samples, at most `capacity` tokens each, in as few packs as are found.
 std::vector<Group> fewest_packs(const Sorted& sorted, const Lengths& lengths, int64_t capacity);
 
 int64_t count_packs(const std::vector<Group>& groups);
 
-// The samples of every pack, pack after pack, and where each pack begins: `starts` has one more than there are packs.
+// Writes the samples of every pack, pack by pack, and the start of each pack; `starts` has one element more.
 void write_packs(const Sorted& sorted, const std::vector<Group>& groups, int64_t* order, int64_t* starts);
 
 void register_packing(py::module_& module);

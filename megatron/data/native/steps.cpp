@@ -1,5 +1,5 @@
-// Packing of a step: one global batch over the data-parallel ranks and their microbatches. packing.py is the face and says
-// what its functions give; packing.h what the sources have in common.
+// Packing of a step: one global batch over the data-parallel ranks and their microbatches. packing.py documents the
+// function, packing.h the shared types.
 
 #include "packing.h"
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kMostRanks = 1 << 20;
 
-// A microbatch of one rank. `items` are positions in the order of lengths, longest first, and stay sorted.
+// A microbatch of one rank. `items` are indices into the descending lengths, and stay sorted.
 struct Cell {
     std::vector<int64_t> items;
     int64_t total = 0;
@@ -31,7 +31,7 @@ class StepPacker {
         }
     }
 
-    // Cells in the order of the plan: microbatch by microbatch, rank by rank.
+    // Returns the cells microbatch by microbatch, rank by rank.
     Cells plan() const {
         Cells cells = fewest();
         arrange(cells);
@@ -41,18 +41,18 @@ class StepPacker {
     int64_t sample(int64_t item) const { return sorted_.samples[item]; }
 
   private:
-    static constexpr int64_t kPartners = 8;         // cells that an extreme one tries to trade with
-    static constexpr size_t kSearchedItems = 64;    // more make a search by trial hopeless
+    static constexpr int64_t kPartners = 8;         // cells with which the fullest or emptiest one tries to trade
+    static constexpr size_t kSearchedItems = 64;    // most samples of an exhaustive search
     static constexpr int64_t kSearchedNodes = 100'000;
     static constexpr int64_t kFunctions = 12;       // dual feasible functions that bound the number of cells
-    static constexpr int64_t kAlike = 256;          // totals are alike within 1/kAlike of max_tokens
+    static constexpr int64_t kAlike = 256;          // totals within max_tokens / kAlike count as equal
 
     int64_t num_items() const { return static_cast<int64_t>(lengths_.size()); }
 
-    // The fewest microbatches that are found, balanced.
+    // Returns balanced cells of the fewest microbatches found.
     Cells fewest() const {
         const auto at_least = [this](int64_t cells) { return (cells + num_ranks_ - 1) / num_ranks_; };
-        // spreading alone nearly always does; what follows is for lengths that are large beside max_tokens
+        // spreading nearly always suffices; the rest is for lengths that are not small beside max_tokens
         int64_t microbatches = at_least(cells_by_sum());
         std::optional<Cells> cells = spread(microbatches * num_ranks_);
         if (cells) {
@@ -75,8 +75,8 @@ class StepPacker {
 
     int64_t cells_by_sum() const { return given_.sum / max_tokens_ + (given_.sum % max_tokens_ != 0); }
 
-    // A number of cells that no packing is below: Fekete and Schepers' dual feasible functions u(k), which map a length
-    // x, as a part of max_tokens, to floor((k + 1) x) / k, or to x itself where (k + 1) x is whole.
+    // Returns a lower bound of the cells of any packing: Fekete and Schepers' dual feasible functions u(k), which map a
+    // length x, in units of max_tokens, to floor((k + 1) x) / k, or to x itself if (k + 1) x is an integer.
     int64_t cells_by_bounds() const {
         int64_t most = cells_by_sum();
         for (int64_t k = 1; k <= kFunctions; ++k) {
@@ -92,7 +92,8 @@ class StepPacker {
         return most;
     }
 
-    // Longest first to the emptiest cell, then balanced; nothing where a cell stays above max_tokens.
+    // Puts each sample, longest first, into the emptiest cell, then balances. Returns nothing if a cell exceeds
+    // max_tokens.
     std::optional<Cells> spread(int64_t num_cells) const {
         using Load = std::pair<int64_t, int64_t>;  // tokens, cell
         std::priority_queue<Load, std::vector<Load>, std::greater<>> emptiest;
@@ -117,7 +118,7 @@ class StepPacker {
         return cells;
     }
 
-    // The fewest cells, or nearly, without regard to balance.
+    // Returns nearly the fewest cells, unbalanced.
     Cells packed() const {
         const std::vector<Group> groups = fewest_packs(sorted_, given_, max_tokens_);
         Cells cells;
@@ -136,8 +137,8 @@ class StepPacker {
         return cells;
     }
 
-    // Depth-first search for a packing into that many cells, tightest cell first; nothing if it is not found within
-    // kSearchedNodes. For few samples, where it is exhaustive.
+    // Searches depth-first for a packing into that many cells, tightest cell first. Returns nothing after
+    // kSearchedNodes, or for many samples.
     std::optional<Cells> search(int64_t num_cells) const {
         if (lengths_.size() > kSearchedItems) {
             return std::nullopt;
@@ -157,7 +158,7 @@ class StepPacker {
         return cells;
     }
 
-    // `slack`: tokens that may still be lost to rooms that no sample fits in.
+    // `slack`: tokens that may still be lost to rooms too small for any sample.
     bool place(std::vector<int64_t>& rooms, std::vector<int64_t>& chosen, int64_t slack, int64_t& nodes) const {
         const size_t item = chosen.size();
         if (item == lengths_.size()) {
@@ -176,7 +177,7 @@ class StepPacker {
         int64_t tried = -1;
         for (const auto& [room, cell] : options) {
             if (room == tried) {
-                continue;  // cells of equal room are alike
+                continue;  // cells of equal room are interchangeable
             }
             tried = room;
             const int64_t rest = room - lengths_[item];
@@ -208,20 +209,20 @@ class StepPacker {
         cell.total -= lengths_[item];
     }
 
-    // What to trade between two cells: `given` of the fuller for `taken` of the emptier one (-1: for nothing).
+    // A trade between two cells: `given` of the fuller for `taken` of the emptier one (-1: nothing).
     struct Trade {
         int64_t given = -1;
         int64_t taken = -1;
     };
 
-    // The trade that brings two cells closest, if one brings them closer.
+    // Returns the trade that brings two cells closest, if any brings them closer.
     std::optional<Trade> best_trade(const Cell& full, const Cell& empty) const {
         const int64_t difference = full.total - empty.total;
         int64_t best = difference;
         Trade trade;
         size_t other = 0;
         for (const int64_t given : full.items) {
-            // moved tokens should be half the difference: both lists descend, so `other` only goes forward
+            // the best trade moves half the difference; both lists descend, so `other` only advances
             const int64_t wanted = lengths_[given] - difference / 2;
             while (other < empty.items.size() && lengths_[empty.items[other]] > wanted) {
                 ++other;
@@ -245,7 +246,7 @@ class StepPacker {
         for (size_t cell = 0; cell < cells.size(); ++cell) {
             by_total.emplace(cells[cell].total, cell);
         }
-        // each trade lowers the sum of squared totals, so this ends; the bound is against lengths made to delay it
+        // each trade lowers the sum of squared totals, so this ends; the bound is for adversarial lengths
         for (int64_t trades = 8 * num_items() + 1000; trades > 0 && by_total.size() > 1; --trades) {
             const int64_t fullest = by_total.rbegin()->second, emptiest = by_total.begin()->second;
             if (by_total.rbegin()->first - by_total.begin()->first < 2) {
@@ -254,7 +255,7 @@ class StepPacker {
             if (trade_with_emptiest(cells, by_total, fullest) || trade_with_fullest(cells, by_total, emptiest)) {
                 continue;
             }
-            // neither can be helped: the others go on without them
+            // neither can improve: continue with the others
             by_total.erase({cells[fullest].total, fullest});
             by_total.erase({cells[emptiest].total, emptiest});
         }
@@ -300,7 +301,8 @@ class StepPacker {
         return true;
     }
 
-    // Orders the cells: those of one microbatch alike in tokens and then in attention, and ranks alike over all.
+    // Orders the cells so that those of a microbatch are similar in tokens, then in attention, and ranks have equal
+    // sums.
     void arrange(Cells& cells) const {
         struct Ranked {
             int64_t total;
@@ -309,7 +311,7 @@ class StepPacker {
         };
         std::vector<Ranked> ranked;
         for (size_t cell = 0; cell < cells.size(); ++cell) {
-            double attention = 0;  // grows with the squares of the lengths
+            double attention = 0;  // proportional to the squares of the lengths
             for (const int64_t item : cells[cell].items) {
                 attention += static_cast<double>(lengths_[item]) * static_cast<double>(lengths_[item]);
             }
@@ -326,13 +328,13 @@ class StepPacker {
             std::stable_sort(ranked.begin() + static_cast<int64_t>(begin), ranked.begin() + static_cast<int64_t>(end),
                              [](const Ranked& a, const Ranked& b) { return a.attention > b.attention; });
         }
-        std::vector<std::pair<int64_t, size_t>> ranks;  // tokens so far, rank
+        std::vector<std::pair<int64_t, size_t>> ranks;  // sum of tokens, rank
         for (int64_t rank = 0; rank < num_ranks_; ++rank) {
             ranks.emplace_back(0, rank);
         }
         Cells arranged(cells.size());
         for (size_t first = 0; first < cells.size(); first += ranks.size()) {
-            // the fullest cell to the rank that has had least
+            // the fullest cell to the rank with the smallest sum
             std::sort(ranks.begin(), ranks.end());
             const auto begin = ranked.begin() + static_cast<int64_t>(first);
             std::sort(begin, begin + static_cast<int64_t>(ranks.size()), fuller);

@@ -1,7 +1,7 @@
-"""gigatoken as the workhorse of a tokenizer: the same ids, many times faster, or none at all.
+"""Acceleration of tokenizers by gigatoken: the same ids many times faster, or a refusal.
 
-gigatoken 0.10 reimplements other libraries' tokenizers. It gives their ids for the kinds that are let through here.
-What it was found to get wrong without a word is refused by name, and `check_equal` compares ids on the caller's text.
+gigatoken 0.10 reimplements other libraries' tokenizers. It gives their ids for the kinds accepted here. Those for which
+it was found to silently give other ids are refused by name, and `check_equal` compares ids on the caller's text.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ TIKTOKEN_PATTERNS = {"r50k": "gpt2", "cl100k": "gpt4", "llama3": "gpt4", "o200k"
 
 BATCH_BYTES = 8 << 20
 SENTENCEPIECE_BATCH_BYTES = 16 << 20
-"""Its cache lives as long as a batch."""
+"""Larger, because its cache lasts for one batch."""
 
 SHOWN_IDS = 8
 SHOWN_CHARACTERS = 60
 
 
 class NotAccelerated(Exception):
-    """This tokenizer keeps its own library. Says why, in one line."""
+    """The tokenizer keeps its own library, for the reason in this one-line message."""
 
 
 class AcceleratedTokenizer:
-    """A tokenizer whose text gigatoken encodes. Who it is and how it decodes is the reference's."""
+    """A tokenizer that encodes with gigatoken. Identity and decoding are the reference's."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class AcceleratedTokenizer:
         apart: re.Pattern[str] | None = None,
         batch_bytes: int = BATCH_BYTES,
     ):
-        """`load` makes gigatoken's tokenizer. Texts that `apart` finds something in are left to the reference."""
+        """`load` creates gigatoken's tokenizer. The reference encodes texts in which `apart` matches."""
         self._reference = reference
         self._load = load
         self._apart = apart
         self.batch_bytes = batch_bytes
-        # One for each thread that encodes at the same time: those that share one wait for each other at its cache.
-        # A list's pop and append are atomic.
+        # One for each thread that encodes at the same time, since they would wait for each other at its cache. pop and
+        # append of a list are atomic.
         self._idle = [load()]
 
     @property
@@ -79,7 +79,7 @@ class AcceleratedTokenizer:
         left = [i for i, text in enumerate(texts) if self._apart.search(text)] if self._apart else []
         if not left:
             return self._encode(list(texts))
-        # an empty text has no ids; the reference's go where it stands
+        # these texts are encoded as empty ones, and the reference's ids inserted
         rest = list(texts)
         for i in left:
             rest[i] = ""
@@ -96,9 +96,9 @@ class AcceleratedTokenizer:
         except IndexError:
             inner = self._load()
         try:
-            # on this thread: the callers have threads of their own
+            # in this thread: callers have their own threads
             rows = inner.encode_batch(texts, parallel=False)
-        except Exception as error:  # TypeError for a lone surrogate
+        except Exception as error:  # TypeError for a unpaired surrogate
             raise refusal(texts, error) from error
         finally:
             self._idle.append(inner)
@@ -110,7 +110,7 @@ class AcceleratedTokenizer:
 
 
 def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
-    """A twin of `tokenizer` that gigatoken encodes for. Raises NotAccelerated with the reason."""
+    """Return an equivalent of `tokenizer` that encodes with gigatoken. Raises NotAccelerated with the reason."""
     try:
         import gigatoken
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
@@ -139,7 +139,7 @@ def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
 
 
 def _library_json(tokenizer: LibraryTokenizer) -> str:
-    """The tokenizer.json for gigatoken, which always parses the special tokens it is told of."""
+    """Return the tokenizer.json for gigatoken, which parses every special token that is in it."""
     content = orjson.loads(tokenizer.to_json())
     if not tokenizer.parse_special_tokens:
         content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
@@ -161,7 +161,7 @@ def _library_json(tokenizer: LibraryTokenizer) -> str:
 
 
 def _check_pre_tokenizer(pre_tokenizer: dict[str, Any] | None) -> None:
-    """Let through what gigatoken implements for byte-level models; some others it takes for one of them."""
+    """Accept pre-tokenizers that gigatoken implements for byte-level models; it mistakes some others for these."""
     if pre_tokenizer is None:
         raise NotAccelerated("gigatoken needs a pre-tokenizer")
     if pre_tokenizer["type"] == "ByteLevel":
@@ -180,13 +180,13 @@ def _check_pre_tokenizer(pre_tokenizer: dict[str, Any] | None) -> None:
 def _sentencepiece_json(
     tokenizer: SentencePieceTokenizer, content: dict[str, Any]
 ) -> tuple[str, re.Pattern[str] | None]:
-    """The tokenizer.json for gigatoken, and what it must not see.
+    """Return the tokenizer.json for gigatoken, and a pattern of texts that it must not encode.
 
-    User-defined pieces are among these: gigatoken puts a space before the text after one.
+    The pattern includes user-defined pieces: gigatoken puts a space before the text after one.
     """
     steps = content["normalizer"]["normalizers"]
     if any(step["type"] in ("Precompiled", "Strip") for step in steps):
-        raise NotAccelerated("gigatoken gives other ids than SentencePiece under its normalizer; only identity is sure")
+        raise NotAccelerated("gigatoken gives other ids than SentencePiece with this normalizer; identity is safe")
     defined = [token["content"] for token in content["added_tokens"] if not token["special"]]
     if any("\u2581" in piece for piece in defined):
         raise NotAccelerated("gigatoken misses user-defined pieces with a space in them")
@@ -201,9 +201,9 @@ def _sentencepiece_json(
 
 
 def check_equal(fast: Tokenizer, reference: Tokenizer, texts: Sequence[str]) -> None:
-    """Raise NotAccelerated, naming the text, unless both give the same ids for each of `texts`.
+    """Raise NotAccelerated, naming the text, unless both give the same ids for all `texts`.
 
-    A text that the reference refuses proves nothing: its error is passed on.
+    The reference's own errors are raised as they are.
     """
     expected = reference.encode_batch(texts)
     try:

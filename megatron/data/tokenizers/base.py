@@ -1,8 +1,7 @@
-"""Text to token ids and back, behind one face and under the names Megatron's users know.
+"""Interface of all tokenizers, under the names that Megatron's users know.
 
-Documents are plain text: a literal `<|endoftext|>` in one is encoded as those thirteen characters, never as the
-special id, unless `parse_special_tokens` is asked for. No beginning- or end-of-text ids are added; the end-of-document
-id is the caller's to append.
+Documents are plain text: a literal `<|endoftext|>` is encoded as those thirteen characters, never as the special id,
+unless `parse_special_tokens` is set. No begin- or end-of-text ids are added; the caller appends the end-of-document id.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ KNOWN_EOD_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 
 
 class TokenBatch(NamedTuple):
-    """Documents as token ids, end to end."""
+    """Token ids of documents, concatenated."""
 
     ids: NDArray[Any]
-    """Ids of all documents in their order, 32-bit integers, signed or not."""
+    """32-bit integers, signed or unsigned."""
     lengths: NDArray[np.int64]
     """Tokens of each document."""
 
@@ -37,31 +36,31 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int | None:
-        """Id that ends a document. None: the tokenizer has none."""
+        """Id that ends a document; None if the tokenizer has none."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the ids, for JSON: `type`, `vocab_size`, `eod`, and the `sha256` of its files and options.
+        """Everything that decides the ids, as JSON: `type`, `vocab_size`, `eod`, `sha256` of its files and options.
 
-        Where they lie and under which alias they were asked for makes no difference.
+        Paths and aliases make no difference.
         """
 
     @property
     def batch_bytes(self) -> int | None:
-        """How much text at once encode_batch is fast with. None: it makes no difference."""
+        """Size of batch at which encode_batch is fastest; None if it makes no difference."""
 
     def encode(self, text: str) -> list[int]:
-        """Raises DataError for a text that cannot be encoded, such as one with a lone surrogate."""
+        """Return the ids of a text. Raises DataError if it cannot be encoded, as with an unpaired surrogate."""
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        """All of them, or DataError if any cannot be encoded. Several threads may call it at once."""
+        """Return the ids of all texts. Raises DataError if one cannot be encoded. Thread-safe."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text. Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary are left out, or a DataError."""
+        """Return the text. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are left out or a DataError."""
 
 
 class IdentifiedTokenizer:
-    """What all tokenizers share: who they are, and which id ends a document."""
+    """Base of all tokenizers: their identity and their end-of-document id."""
 
     vocab_size: int
     eod: int | None
@@ -70,7 +69,7 @@ class IdentifiedTokenizer:
     def __init__(self, kind: str, *contents: bytes):
         digest = hashlib.sha256(kind.encode())
         for content in contents:
-            # lengths keep neighbours apart
+            # lengths separate neighbours
             digest.update(len(content).to_bytes(8, "little") + content)
         self._kind = kind
         self._sha256 = digest.hexdigest()
@@ -90,13 +89,13 @@ def end_to_end(documents: Sequence[NDArray[Any]], dtype: type[np.integer[Any]]) 
 
 
 def refusal(texts: Sequence[str], error: Exception) -> DataError:
-    """Why the library refused one of the texts. Lone surrogates are what it cannot say clearly itself."""
+    """Return the error for the text that a library refused, in clear words for unpaired surrogates."""
     for text in texts:
         place = re.search("[\ud800-\udfff]", text)
         if place:
             return DataError(
-                f"character {place.start()} of the text is the lone surrogate U+{ord(place[0]):04X}, which is half a "
-                "character; correct the text, or leave it out"
+                f"character {place.start()} of the text is the unpaired surrogate U+{ord(place[0]):04X}, which is "
+                "half a character; correct the text, or leave it out"
             )
     return DataError(f"the text cannot be encoded: {error}")
 
@@ -104,11 +103,11 @@ def refusal(texts: Sequence[str], error: Exception) -> DataError:
 def unknown_id(ids: Sequence[int], vocab_size: int) -> DataError:
     outside = next((int(i) for i in ids if not 0 <= int(i) < vocab_size), None)
     # tiktoken's published vocabularies have gaps before their special tokens
-    what = "one of the ids is no token's" if outside is None else f"id {outside} is outside vocab_size={vocab_size}"
-    return DataError(f"{what}; decode with the tokenizer that the ids are of")
+    what = "one of the ids has no token" if outside is None else f"id {outside} is outside vocab_size={vocab_size}"
+    return DataError(f"{what}; decode with the tokenizer that made the ids")
 
 
 def any_of(words: Collection[str]) -> re.Pattern[str] | None:
-    """Finds, as its only group, the longest of the words that starts earliest. None: there are no words."""
+    """Return a pattern whose only group is the longest word at the earliest place; None without words."""
     longest_first = sorted((word for word in words if word), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None

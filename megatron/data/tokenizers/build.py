@@ -1,4 +1,4 @@
-"""The tokenizer of a type and its files."""
+"""Construction of tokenizers by type."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def build_tokenizer(
     parse_special_tokens: bool = False,
     tiktoken_pattern: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer of that name, from the files it needs. Raises DataError.
+    """Return the tokenizer of that type, from the files it needs. Raises DataError.
 
-    `eod_token` (for NullTokenizer: an id) takes the place of the end of document that the tokenizer itself knows. With
-    `parse_special_tokens`, literal special tokens in a document become their ids; NullTokenizer has none.
+    `eod_token` (for NullTokenizer: an id) replaces the tokenizer's own end of document. With `parse_special_tokens`,
+    literal special tokens in a document become their ids; NullTokenizer has none.
     """
     kind = ALIASES.get(tokenizer_type, tokenizer_type)
     if kind not in TOKENIZER_TYPES:
@@ -68,5 +68,5 @@ def build_tokenizer(
     if eod_token is not None:
         tokenizer.eod = tokenizer.token_id(eod_token)
         if tokenizer.eod is None:
-            raise DataError(f"eod_token {eod_token!r} is no token of this {tokenizer_type}; name one that is")
+            raise DataError(f"eod_token {eod_token!r} is not a token of this {tokenizer_type}; name one that is")
     return tokenizer

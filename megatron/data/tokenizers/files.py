@@ -1,4 +1,4 @@
-"""Reading of tokenizer files, with hints about files given by mistake."""
+"""Reader of tokenizer files, with hints about files given by mistake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.data.indexed import DataError
 
-# Content of the files that people give for one another, and what each is.
+# How files that are often confused begin, and what they are.
 _KINDS: tuple[tuple[bytes, str], ...] = (
     (rb"version https://git-lfs", "a Git LFS pointer: the file itself was not downloaded (git lfs pull)"),
     (rb"\s*<(!doctype|html|\?xml)", "a web page, not the file that the link should give"),
@@ -23,7 +23,7 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
 
 
 def looks_like(content: bytes, wanted: str) -> str:
-    """A sentence that says what a file seems to be that is not `wanted`; empty where nothing is known."""
+    """Return a sentence about what a file that is not `wanted` seems to be; empty if unknown."""
     known = (kind for start, kind in _KINDS if re.match(start, content[:1000], re.IGNORECASE | re.DOTALL))
     found = next((kind for kind in known if not kind.startswith(wanted)), None)
     return f". It looks like {found}" if found else ""
@@ -44,11 +44,11 @@ def decode_utf8(path: Path, content: bytes, what: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         hint = looks_like(content, what)
-        raise DataError(f"{path} is no UTF-8 text (byte {error.start}); give {what}{hint}") from None
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}); give {what}{hint}") from None
 
 
 def parse_json(path: Path, content: bytes, what: str) -> Any:
     try:
         return json.loads(decode_utf8(path, content, what))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON ({error}); give {what}{looks_like(content, what)}") from None
+        raise DataError(f"{path} is not JSON ({error}); give {what}{looks_like(content, what)}") from None

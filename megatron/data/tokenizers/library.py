@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class LibraryTokenizer(IdentifiedTokenizer):
-    """What GPT2BPETokenizer and HFTokenizer share: the `tokenizers` library does the work."""
+    """Base of the tokenizers that the `tokenizers` library implements."""
 
     def __init__(self, kind: str, contents: Sequence[bytes], inner: tokenizers.Tokenizer, eod: int | None, parse: bool):
         super().__init__(kind, *contents, option_bytes("parse_special_tokens", parse))
-        inner.encode_special_tokens = not parse  # the library's word for taking them as text
+        inner.encode_special_tokens = not parse  # i.e. as plain text
         self._inner = inner
         self.parse_special_tokens = parse
         self.eod = eod
@@ -59,7 +59,7 @@ class LibraryTokenizer(IdentifiedTokenizer):
         return found
 
     def to_json(self) -> str:
-        """The tokenizer.json of it."""
+        """Return the content of its tokenizer.json."""
         content: str = self._inner.to_str()
         return content
 
@@ -75,11 +75,11 @@ class GPT2BPETokenizer(LibraryTokenizer):
         merge_content = read_bytes(Path(merge_file), "a merges.txt")
         vocab = _parse_vocab(Path(vocab_file), vocab_content)
         merges = _parse_merges(Path(merge_file), merge_content)
-        # without all of them some text would silently vanish
+        # text of a missing byte would silently disappear
         missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())
         if missing:
             raise DataError(
-                f"{vocab_file} lacks {len(missing)} of the 256 byte symbols, such as {missing[0]!r}; it is no "
+                f"{vocab_file} lacks {len(missing)} of the 256 byte symbols, such as {missing[0]!r}; it is not a "
                 "byte-level BPE vocabulary, use the vocab.json that belongs to the merges"
             )
         try:
@@ -101,7 +101,7 @@ def _parse_vocab(path: Path, content: bytes) -> dict[str, int]:
     vocab = parse_json(path, content, "a vocab.json, an object of token: id")
     if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
         raise DataError(
-            f"{path} is no vocab.json; it must be a JSON object of token: id{looks_like(content, 'a vocab.json')}"
+            f"{path} is not a vocab.json; it must be a JSON object of token: id{looks_like(content, 'a vocab.json')}"
         )
     return vocab
 
@@ -114,7 +114,7 @@ def _parse_merges(path: Path, content: bytes) -> list[tuple[str, str]]:
         pair = line.rstrip("\r").split(" ")
         if len(pair) != 2:
             raise DataError(
-                f"{path}:{number}: {line[:80]!r} is no pair of tokens; give a merges.txt"
+                f"{path}:{number}: {line[:80]!r} is not a pair of tokens; give a merges.txt"
                 f"{looks_like(content, 'a merges.txt')}"
             )
         merges.append((pair[0], pair[1]))
@@ -124,7 +124,7 @@ def _parse_merges(path: Path, content: bytes) -> list[tuple[str, str]]:
 class HFTokenizer(LibraryTokenizer):
     """A tokenizer.json, or the folder that holds one. Raises DataError.
 
-    eod is `eos_token` of the tokenizer_config.json beside it, else the first of KNOWN_EOD_TOKENS that it knows.
+    eod is `eos_token` of the tokenizer_config.json beside it, else the first of KNOWN_EOD_TOKENS in its vocabulary.
     """
 
     def __init__(self, path: str | Path, parse_special_tokens: bool = False):
@@ -138,7 +138,7 @@ class HFTokenizer(LibraryTokenizer):
             raise
         except Exception as error:  # the library raises plain Exception
             raise DataError(
-                f"{file} is no tokenizer.json ({error}); give the file of that name, or its folder"
+                f"{file} is not a tokenizer.json ({error}); give the file of that name, or its folder"
                 f"{looks_like(content, 'a tokenizer.json')}"
             ) from error
         inner.no_truncation()

@@ -1,4 +1,4 @@
-"""Text that is already token ids."""
+"""Tokenizer for text that is already token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.data.tokenizers.base import IdentifiedTokenizer, TokenBatch, end_t
 
 
 class NullTokenizer(IdentifiedTokenizer):
-    """Text that is already ids, apart by white space: for data prepared elsewhere. eod is the last id."""
+    """Parser of ids separated by white space, for data prepared elsewhere. eod is the last id."""
 
     def __init__(self, vocab_size: int):
         super().__init__("NullTokenizer", option_bytes("vocab_size", vocab_size))
@@ -30,7 +30,7 @@ class NullTokenizer(IdentifiedTokenizer):
         try:
             ids = np.fromiter(map(int, text.split()), dtype=np.int64)
         except (ValueError, OverflowError) as error:
-            raise DataError(f"NullTokenizer reads ids apart by white space: {error}") from None
+            raise DataError(f"NullTokenizer reads ids separated by white space: {error}") from None
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if len(outside):
             raise DataError(f"id {outside[0]} is outside vocab_size={self.vocab_size}; enlarge it, or correct the text")

@@ -25,8 +25,8 @@ from megatron.data.tokenizers.files import looks_like, read_bytes
 class SentencePieceTokenizer(IdentifiedTokenizer):
     """A SentencePiece .model. Raises DataError.
 
-    The library never takes text for a control piece such as `</s>`. Where they are to be parsed, the text is cut at
-    them, and each stretch between two is encoded as a text of its own, as Megatron does: with the model's space before.
+    The library never parses a control piece such as `</s>` in text. To parse them, the text is cut at these pieces and
+    each stretch between two is encoded as a text of its own, with the model's space before it, as Megatron does.
     """
 
     def __init__(self, path: str | Path, parse_special_tokens: bool = False):
@@ -40,13 +40,15 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
             self._inner = sentencepiece.SentencePieceProcessor(model_proto=self.model_proto)
         except Exception as error:  # RuntimeError, or what protobuf raises
             hint = looks_like(self.model_proto, "a SentencePiece model")
-            raise DataError(f"{path} is no SentencePiece model, or not all of one; give a .model file{hint}") from error
+            raise DataError(
+                f"{path} is not a SentencePiece model, or is truncated; give a .model file{hint}"
+            ) from error
         self.vocab_size: int = self._inner.get_piece_size()
         eos: int = self._inner.eos_id()
         self.eod = None if eos < 0 else eos
         control = {self._inner.id_to_piece(i): i for i in range(self.vocab_size) if self._inner.is_control(i)}
         self.special_tokens: dict[str, int] = control if parse_special_tokens else {}
-        """Pieces that are taken for themselves where a text holds them."""
+        """Pieces that are parsed in text."""
         self._special = any_of(self.special_tokens)
 
     def encode(self, text: str) -> list[int]:
@@ -66,7 +68,7 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
         try:
             if self._special is None:
                 return self._inner.encode(text, out_type="numpy")
-            # stretches of text at even places, control pieces at odd ones
+            # text at even indices, control pieces at odd ones
             stretches = self._special.split(text)
             ids = self._inner.encode(stretches[::2], out_type="numpy", num_threads=1)
         except Exception as error:  # RuntimeError or TypeError
@@ -88,7 +90,7 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
         return found if self._inner.id_to_piece(found) == token else None
 
     def pieces_beyond_text(self) -> tuple[list[str], list[str]]:
-        """Pieces that no text becomes: those marked as unused; and the control, unknown and byte pieces."""
+        """Return pieces that text never becomes: the unused ones; and the control, unknown and byte pieces."""
         inner, ids = self._inner, range(self.vocab_size)
         unused = [inner.id_to_piece(i) for i in ids if inner.is_unused(i)]
         reserved = [inner.id_to_piece(i) for i in ids if inner.is_control(i) or inner.is_unknown(i) or inner.is_byte(i)]

@@ -26,18 +26,18 @@ from megatron.data.tokenizers.files import looks_like, read_bytes
 
 
 class TiktokenScheme(NamedTuple):
-    """What belongs to a rank file without being in it."""
+    """Properties of an encoding that its rank file does not contain."""
 
     num_ranks: int
-    """Ranks of the published file, which tell the scheme where none is named."""
+    """Ranks of the published file, which identify the scheme if none is named."""
     pattern: str
-    """Cuts text into the stretches that are encoded apart."""
+    """Pattern that cuts text into separately encoded stretches."""
     special_tokens: dict[str, int]
-    """Special tokens, as offsets from the number of ranks."""
+    """Special tokens: ids as offsets from the number of ranks."""
     eod: str
 
 
-# GPT-4's, which Llama 3 shares, with another end
+# GPT-4's, which Llama 3 shares but for the end
 _WORDS_AND_NUMBERS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -46,7 +46,7 @@ _LLAMA3_NAMED |= {7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"
 
 
 def _llama3_special_tokens() -> dict[str, int]:
-    """The 256 of Llama 3.1 and later. Llama 3 called four of them, which it did not use, reserved tokens too."""
+    """Return the 256 special tokens of Llama 3.1 and later. In Llama 3 four of them were reserved and unused."""
     reserved = (f"reserved_special_token_{i}" for i in itertools.count())
     return {f"<|{_LLAMA3_NAMED.get(i) or next(reserved)}|>": i for i in range(256)}
 
@@ -88,10 +88,10 @@ TIKTOKEN_SCHEMES = {
 
 
 class TikTokenizer(IdentifiedTokenizer):
-    """A tiktoken rank file: lines of a token in base64 and its rank, as .tiktoken or Llama 3's tokenizer.model.
+    """A tiktoken rank file: a token in base64 and its rank a line, as .tiktoken or Llama 3's tokenizer.model.
 
     The pattern and the special tokens are not in the file. `tiktoken_pattern`, one of TIKTOKEN_SCHEMES, names them;
-    without it, the number of ranks tells. Raises DataError.
+    without it, the number of ranks decides. Raises DataError.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class TikTokenizer(IdentifiedTokenizer):
             self.path.name, pat_str=scheme.pattern, mergeable_ranks=ranks, special_tokens=specials
         )
         self.special_tokens = specials if parse_special_tokens else {}
-        """Tokens that are taken for themselves where a text holds them."""
+        """Tokens that are parsed in text."""
         self.vocab_size: int = self._inner.max_token_value + 1
         self.eod = specials[scheme.eod]
 
@@ -127,7 +127,7 @@ class TikTokenizer(IdentifiedTokenizer):
 
     def _encode(self, text: str) -> NDArray[np.uint32]:
         try:
-            # this method, since the others replace lone surrogates without a word
+            # other methods silently replace unpaired surrogates
             return self._inner.encode_to_numpy(
                 text, allowed_special="all" if self.special_tokens else set(), disallowed_special=()
             )
@@ -156,7 +156,7 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
         fields = line.split()
         if len(fields) != 2 or not fields[1].isdigit():
             raise DataError(
-                f"{path}:{number}: {shown!r} is no token in base64 and its rank; give a tiktoken rank file"
+                f"{path}:{number}: {shown!r} is not a token in base64 and its rank; give a tiktoken rank file"
                 f"{looks_like(content, 'a tiktoken rank file')}"
             )
         try:
@@ -170,14 +170,14 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
             raise DataError(f"{path}:{number}: token {token!r} has rank {ranks[token]} already; the file is damaged")
         if int(fields[1]) != len(ranks):
             raise DataError(
-                f"{path}:{number}: rank {int(fields[1])} where {len(ranks)} is due; ranks count up from 0 without gap"
+                f"{path}:{number}: rank {int(fields[1])} where {len(ranks)} is due; ranks count up from 0 without gaps"
             )
         ranks[token] = len(ranks)
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise DataError(
             f"{path} ends at line {number} and lacks {len(missing)} of the 256 single bytes, such as "
-            f"0x{missing[0]:02X}; the file is cut short, or no byte-level vocabulary"
+            f"0x{missing[0]:02X}; the file is cut short, or not a byte-level vocabulary"
         )
     return ranks
 
@@ -192,6 +192,6 @@ def _scheme_name(path: Path, num_ranks: int, name: str | None) -> str:
         if scheme.num_ranks == num_ranks:
             return known
     raise DataError(
-        f"{path} has {num_ranks} ranks, which tells no pattern to cut text by; name it with tiktoken_pattern, one of "
+        f"{path} has {num_ranks} ranks, which identify no known pattern; name it with tiktoken_pattern, one of "
         f"{choices}"
     )

@@ -1,4 +1,4 @@
-"""What of a conversation is trained, found by other means than megatron/data/chat_turns.py finds it.
+"""Oracle of the trained spans of a conversation, by another method than megatron/data/chat/turns.py.
 
 Rendering is transformers'. A turn is what the render with it has over the render without it; where a template writes
 earlier turns otherwise than later ones, its content is replaced and the difference looked at.
@@ -13,15 +13,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 Message = dict[str, Any]
 
 STRANGE = "\u4e42\u4e5b\u4e63"
-"""Takes a content's place. No conversation of the tests has these characters."""
+"""Placeholder for a content. No conversation of the tests has these characters."""
 
 
 class Refused(Exception):
-    """The template does not take the conversation."""
+    """Refusal of a conversation by the template."""
 
 
 class Unclear(Exception):
-    """Replacing a content changes more than its own place, so this oracle cannot tell."""
+    """A content whose replacement changes other text too, which this oracle cannot handle."""
 
 
 class Oracle:
@@ -38,7 +38,7 @@ class Oracle:
         return text
 
     def trained(self, messages: list[Message], eos: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text, EOS appended where nothing ends the last turn, and the stretches of it that are trained."""
+        """Return the text, with EOS appended to an open last turn, and its trained spans."""
         text = self.render(messages)
         spans = []
         for i, message in enumerate(messages):

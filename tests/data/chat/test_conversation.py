@@ -1,4 +1,4 @@
-"""Chats become the template's tokens, and what is trained is what the assistant must write."""
+"""Chats become the template's tokens; trained is the text that the assistant writes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ANSWER = {"role": "assistant", "content": "Three."}
 
 
 def turn(*contents: str) -> list[Message]:
-    """User and assistant in turn."""
+    """Messages of user and assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
@@ -63,7 +63,7 @@ def small() -> ChatTokenizer:
 
 
 def tokenizer_of_bytes(eos: str | None = "</s>", **tokens: str) -> ChatTokenizer:
-    """A byte-level tokenizer without merges: a token is a byte, but for the special ones."""
+    """Byte-level tokenizer without merges: one token a byte, except for the special tokens."""
     return load_written(bytes_json(("<s>", "</s>", "<|im_start|>", "<|im_end|>")), eos, **tokens)
 
 
@@ -103,7 +103,7 @@ def sample_of(encoder: ChatEncoder, messages: Sequence[Mapping[str, Any]], unmas
 
 
 def trained_text(encoder: ChatEncoder, sample: Sample) -> str:
-    """The trained stretches, a bar between two."""
+    """Return the trained spans, joined by bars."""
     bounds = np.flatnonzero(np.diff(np.concatenate([[0], sample.mask, [0]]).astype(int)))
     parts = [sample.ids[start:end].tolist() for start, end in bounds.reshape(-1, 2)]
     return "|".join(encoder.tokenizer.decode(part) for part in parts)
@@ -122,7 +122,7 @@ def with_markers(template: str, path: Path, markers: bool) -> ChatTokenizer:
 
 
 def check_template(name: str, test_data: Path, tokenizer_name: str, markers: bool, chats: list[list[Message]]) -> None:
-    """Every token's id and mask against the oracle's text through transformers' tokenizer and its offsets."""
+    """Compare every id and mask with the oracle's text, encoded by transformers with offsets."""
     from transformers import PreTrainedTokenizerFast
 
     template = (test_data / "chat_templates" / f"{name}.jinja").read_text()
@@ -212,7 +212,7 @@ NASTY = (
     ),
     *("<think>\nq\n</think>\n\nr", "ASSISTANT:", "### Response:\n", "[/INST]", "<|im_end|>", "</s>"),
 )
-"""What contents are made of: white space at their ends, and what templates themselves write or look for."""
+"""Parts of contents: white space at the ends, and text that templates write or search for."""
 
 
 def nasty_chats(count: int) -> list[list[Message]]:
@@ -237,7 +237,7 @@ def nasty_chats(count: int) -> list[list[Message]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_turns_of_nasty_chats_equal_the_oracles(name: str, test_data: Path) -> None:
+def test_turns_of_difficult_chats_equal_the_oracles(name: str, test_data: Path) -> None:
     template = (test_data / "chat_templates" / f"{name}.jinja").read_text()
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     oracle, finder = Oracle(template, tokens), TurnFinder(ChatTemplate(TemplateSource(template, "here"), tokens))
@@ -272,7 +272,7 @@ def test_only_the_assistants_turns_are_trained_up_to_their_end_marker(small: Cha
     assert encoder.tokenizer.decode(sample.ids.tolist()).endswith("2<|im_end|>\n")
 
 
-def test_unmask_trains_all_that_is_not_the_systems(small: ChatTokenizer) -> None:
+def test_unmask_trains_everything_but_the_system_messages(small: ChatTokenizer) -> None:
     messages = [{"role": "system", "content": "Be brief."}, *turn("One?", "1")]
     encoder = encoder_of("chatml", small)
     assert trained_text(encoder, sample_of(encoder, messages, unmask=True)) == "One?|1<|im_end|>"
@@ -280,7 +280,7 @@ def test_unmask_trains_all_that_is_not_the_systems(small: ChatTokenizer) -> None
     assert trained_text(everywhere, sample_of(everywhere, messages)) == "One?|1<|im_end|>"
 
 
-def test_earlier_reasoning_that_a_template_drops_is_not_looked_for(small: ChatTokenizer) -> None:
+def test_earlier_reasoning_that_a_template_drops_is_not_trained(small: ChatTokenizer) -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and loop.last %}[{{ m.reasoning_content }}]"
         "{% endif %}{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -291,7 +291,7 @@ def test_earlier_reasoning_that_a_template_drops_is_not_looked_for(small: ChatTo
     assert trained_text(encoder, sample_of(encoder, messages)) == "1</s>|[harder]2</s>"
 
 
-def test_a_template_that_puts_the_last_question_first_is_followed(small: ChatTokenizer) -> None:
+def test_a_template_may_put_the_last_question_first(small: ChatTokenizer) -> None:
     template = (
         "{% for m in messages if m.role == 'user' %}Q{{ m.content | trim }};{% endfor %}"
         "{% for m in messages if m.role == 'assistant' %}A{{ m.content | trim }}</s>{% endfor %}"
@@ -303,7 +303,7 @@ def test_a_template_that_puts_the_last_question_first_is_followed(small: ChatTok
     assert trained_text(encoder, sample) == "1</s>|2</s>"
 
 
-def test_a_template_that_looks_at_the_contents_ends_is_asked_without_marks(small: ChatTokenizer) -> None:
+def test_a_template_that_depends_on_the_ends_of_contents_is_rendered_without_marks(small: ChatTokenizer) -> None:
     template = (
         "{% for m in messages %}{% if m.content.startswith('!') %}(loud){% endif %}<{{ m.role }}>"
         "{{ m.content[:8] }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -322,7 +322,7 @@ def test_text_that_looks_like_the_prompt_moves_no_boundary(small: ChatTokenizer)
     assert trained_text(encoder, sample_of(encoder, messages)) == " ASSISTANT: c\nUSER: d</s>| ASSISTANT:</s>"
 
 
-def test_texts_with_private_characters_are_located_too(small: ChatTokenizer) -> None:
+def test_contents_with_private_use_characters_are_found_too(small: ChatTokenizer) -> None:
     encoder = encoder_of("chatml", small)
     sample = sample_of(encoder, turn("\ue000 \ue005?", "\ue004!"))
     assert trained_text(encoder, sample) == "\ue004!<|im_end|>"
@@ -344,7 +344,7 @@ def test_turns_of_tool_calls_are_trained_and_results_are_not(small: ChatTokenize
     assert trained_text(encoder, sample_of(encoder, messages)) == 'CALL {"name": "count"}</s>|Three.</s>'
 
 
-def test_two_answers_in_a_row_are_both_trained_where_the_template_takes_them(small: ChatTokenizer) -> None:
+def test_two_answers_in_a_row_are_both_trained_if_the_template_accepts_them(small: ChatTokenizer) -> None:
     messages = [QUESTION, ANSWER, {"role": "assistant", "content": "Or four."}]
     encoder = encoder_of("chatml", small)
     assert trained_text(encoder, sample_of(encoder, messages)) == "Three.<|im_end|>|Or four.<|im_end|>"
@@ -363,7 +363,7 @@ def test_two_answers_in_a_row_are_both_trained_where_the_template_takes_them(sma
         lambda contents: all(content.strip() for content in contents)
     )
 )
-def test_any_text_is_trained_as_it_stands(contents: list[str]) -> None:
+def test_any_text_is_trained_unchanged(contents: list[str]) -> None:
     messages = turn(*contents[: len(contents) // 2 * 2])
     encoder = encoder_of("chatml", BYTES)
     expected = "|".join(message["content"] + "<|im_end|>" for message in messages[1::2])
@@ -380,7 +380,7 @@ BARE = (
 )
 
 
-def test_eos_ends_a_last_turn_that_nothing_ends_and_is_trained(small: ChatTokenizer) -> None:
+def test_eos_is_appended_to_an_open_last_turn_and_trained(small: ChatTokenizer) -> None:
     encoder, counts = encoder_of(BARE, small), ChatCounts()
     (result,) = encoder.encode([Chat(turn("a", "b", "c", "d"))], counts)
     assert isinstance(result, list)
@@ -390,7 +390,7 @@ def test_eos_ends_a_last_turn_that_nothing_ends_and_is_trained(small: ChatTokeni
     assert counts.num_appended_eos == 1
 
 
-def test_eos_is_not_appended_twice_nor_after_a_question(small: ChatTokenizer) -> None:
+def test_eos_is_not_appended_twice_or_after_a_question(small: ChatTokenizer) -> None:
     counts = ChatCounts()
     chats = [Chat(turn("a", "b</s>")), Chat(turn("a", "b", "c"))]
     encoder = encoder_of(BARE, small)
@@ -401,7 +401,7 @@ def test_eos_is_not_appended_twice_nor_after_a_question(small: ChatTokenizer) ->
     assert trained_text(kept, sample_of(kept, turn("a", "b"))) == "b"
 
 
-def test_a_tokenizer_without_eos_is_an_error_only_where_eos_is_needed() -> None:
+def test_a_tokenizer_without_eos_is_an_error_only_if_eos_is_needed() -> None:
     without = tokenizer_of_bytes(eos=None)
     # the known </s> of a tokenizer.json is taken where nothing is named
     assert without.tokens["eos_token"] == "</s>"
@@ -427,7 +427,7 @@ def test_pad_equal_to_eos_changes_nothing() -> None:
 # Lengths
 
 
-def test_too_long_is_dropped_truncated_or_split_and_counted(small: ChatTokenizer) -> None:
+def test_long_samples_are_dropped_truncated_or_split_and_counted(small: ChatTokenizer) -> None:
     chat = Chat(turn("one?", "1", "two?", "2", "three?", "3"))
     whole = sample_of(encoder_of("chatml", small), list(chat.messages))
     one = sample_of(encoder_of("chatml", small), list(chat.messages[:2])).length
@@ -451,7 +451,7 @@ def test_too_long_is_dropped_truncated_or_split_and_counted(small: ChatTokenizer
     assert whole.length > limit
 
 
-def test_pieces_of_a_split_keep_the_systems_message_and_whole_turns(small: ChatTokenizer) -> None:
+def test_pieces_of_a_split_keep_the_system_message_and_whole_turns(small: ChatTokenizer) -> None:
     system = {"role": "system", "content": "Be brief."}
     parts = [[system, *turn(f"question {i}?", f"answer {i}")] for i in range(5)]
     chat = Chat([system, *(message for part in parts for message in part[1:])])
@@ -475,13 +475,13 @@ def test_a_turn_longer_than_the_limit_is_split_by_tokens(small: ChatTokenizer) -
     assert all(piece.mask[0] == 0 for piece in pieces)
 
 
-def test_what_truncation_leaves_without_trained_tokens_is_dropped(small: ChatTokenizer) -> None:
+def test_a_truncated_sample_without_trained_tokens_is_dropped(small: ChatTokenizer) -> None:
     encoder, counts = encoder_of("chatml", small, max_length=10, too_long="truncate"), ChatCounts()
     assert encoder.encode([Chat(turn("a long question", "yes"))], counts) == [[]]
     assert counts.dropped == {"truncated before anything trained": 1}
 
 
-def test_short_samples_are_dropped_where_it_is_asked_for(small: ChatTokenizer) -> None:
+def test_short_samples_are_dropped_below_min_length(small: ChatTokenizer) -> None:
     encoder, counts = encoder_of("chatml", small, min_length=1000), ChatCounts()
     assert encoder.encode([Chat(turn("a", "b"))], counts) == [[]]
     assert counts.dropped == {"shorter than 1000 tokens": 1}
@@ -517,7 +517,7 @@ def test_bad_rows_are_refused_with_the_message_and_the_remedy(row: object, said:
         parse_row(row)
 
 
-def test_other_keys_of_a_row_are_left_alone() -> None:
+def test_other_keys_of_a_row_are_ignored() -> None:
     row = {"messages": [QUESTION, {**ANSWER, "name": "x"}], "source": "y", "unmask": None}
     assert parse_row(row) == Chat([QUESTION, {**ANSWER, "name": "x"}], False)
 
@@ -545,7 +545,7 @@ def test_a_conversation_without_an_answer_is_a_bad_row(small: ChatTokenizer) -> 
     assert "no token of the conversation is trained" in str(result)
 
 
-def test_one_bad_conversation_does_not_take_others_with_it(small: ChatTokenizer) -> None:
+def test_one_bad_conversation_does_not_affect_others(small: ChatTokenizer) -> None:
     strict = (
         "{% for m in messages %}{% if m.content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
         "{{ m.content }}</s>{% endfor %}"

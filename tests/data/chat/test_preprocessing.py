@@ -79,7 +79,7 @@ def samples(job: ChatJob) -> list[tuple[list[int], list[int]]]:
 
 
 def texts(job: ChatJob, tokenizer: ChatTokenizer | None = None) -> list[tuple[str, str]]:
-    """Each sample, and what of it is trained."""
+    """Return the text of each sample, and its trained part."""
     known = tokenizer or load_tokenizer(job.tokenizer)[0]
     return [
         (known.decode(ids), known.decode([i for i, m in zip(ids, mask, strict=True) if m]))
@@ -110,7 +110,7 @@ def test_chats_become_tokens_and_a_mask_of_the_same_lengths(tmp_path: Path, toke
     assert names(tmp_path / "out") == [f"chats{kind}.{end}" for kind in ("", "_loss_mask") for end in endings]
 
 
-def test_the_notes_tell_the_tokenizer_the_template_and_the_rules(tmp_path: Path, tokenizer: Path) -> None:
+def test_the_notes_name_the_tokenizer_the_template_and_the_rules(tmp_path: Path, tokenizer: Path) -> None:
     job = job_of(rows_of(tmp_path / "in.jsonl", chat("a", "b")), tokenizer, too_long="split", max_length=99)
     preprocess_chats(job)
     for prefix in (job.output_prefix, job.output_prefix + "_loss_mask"):
@@ -137,7 +137,7 @@ def test_compressed_files_are_read(name: str, tmp_path: Path, tokenizer: Path) -
     assert preprocess_chats(job).num_samples == 2
 
 
-def test_processes_give_what_one_gives(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_give_the_same_as_one(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preprocessing, "BYTES_WORTH_A_PROCESS", 1 << 10)
     monkeypatch.setattr(preprocessing, "BLOCK_BYTES", 1 << 12)
     rows = [chat(f"question {i} " + "x" * (i % 50), f"answer {i}") for i in range(400)]
@@ -235,7 +235,7 @@ def test_the_first_bad_row_is_an_error_that_names_it_and_nothing_is_written(tmp_
     assert names(tmp_path / "out") == []
 
 
-def test_skipped_rows_are_counted_by_reason_and_told(tmp_path: Path, tokenizer: Path) -> None:
+def test_skipped_rows_are_counted_by_reason_and_listed(tmp_path: Path, tokenizer: Path) -> None:
     source = tmp_path / "in.jsonl"
     bad = [{"messages": []}, chat("a"), {"messages": [{"role": "bot", "content": "x"}]}, chat("a", " ")]
     rows_of(source, chat("a", "b"), *bad)
@@ -272,14 +272,14 @@ def test_a_file_without_conversations_is_an_error(content: str, tmp_path: Path, 
         preprocess_chats(job_of(tmp_path / "in.jsonl", tokenizer))
 
 
-def test_nothing_left_is_an_error_that_says_why(tmp_path: Path, tokenizer: Path) -> None:
+def test_an_empty_output_is_an_error_with_the_reasons(tmp_path: Path, tokenizer: Path) -> None:
     job = job_of(rows_of(tmp_path / "in.jsonl", chat("a", "b"), chat("a")), tokenizer, max_length=5, bad_rows="skip")
     with pytest.raises(DataError, match=r"no sample is left of 2 rows: 1 longer than 5 tokens, 1 nothing trained"):
         preprocess_chats(job)
     assert names(tmp_path / "out") == []
 
 
-def test_a_cut_off_file_is_an_error(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path, tokenizer: Path) -> None:
     content = gzip.compress(
         rows_of(tmp_path / "plain.jsonl", *[chat(f"a {i}", f"b {i}") for i in range(99)]).read_bytes()
     )
@@ -308,9 +308,7 @@ def test_impossible_jobs_are_refused(options: dict[str, int], said: str, tmp_pat
         job_of(tmp_path / "in.jsonl", tokenizer, **options)
 
 
-def test_an_older_dataset_stays_when_the_new_one_fails_and_goes_when_it_succeeds(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_an_older_dataset_is_replaced_only_when_the_new_one_succeeds(tmp_path: Path, tokenizer: Path) -> None:
     old = job_of(rows_of(tmp_path / "in.jsonl", chat("a", "b")), tokenizer)
     preprocess_chats(old)
     before = samples(old)
@@ -350,7 +348,7 @@ def test_an_unknown_preset_is_an_error_with_the_nearest(tmp_path: Path, tokenize
         preprocess_chats(job_of(rows_of(tmp_path / "in.jsonl", chat("a", "b")), tokenizer, chat_template="chat-ml"))
 
 
-def test_a_python_file_is_read_and_not_run_and_its_tokens_are_added(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_python_file_is_read_but_not_run_and_its_tokens_are_added(tmp_path: Path, tokenizer: Path) -> None:
     template = tmp_path / "template.py"
     template.write_text(INSTRUCTLAB)
     source = rows_of(tmp_path / "in.jsonl", chat("a", "b"))
@@ -394,10 +392,10 @@ def test_the_written_tokenizer_loads_in_transformers_and_writes_the_same_ids(tmp
     ("content", "said"),
     [
         ("X = 1", "sets no CHAT_TEMPLATE"),
-        ("CHAT_TEMPLATE = open('x').read()", "is no literal string; the file is read, not run"),
-        ("CHAT_TEMPLATE = (", "is no Python"),
+        ("CHAT_TEMPLATE = open('x').read()", "is not a literal string; the file is read, not run"),
+        ("CHAT_TEMPLATE = (", "is not Python"),
         ("CHAT_TEMPLATE = ''\nSPECIAL_TOKENS = build()\nSPECIAL_TOKENS = 3", "SPECIAL_TOKENS must be SpecialTokens"),
-        ("CHAT_TEMPLATE = CHAT_TEMPLATE + 'x'", "is no literal string"),
+        ("CHAT_TEMPLATE = CHAT_TEMPLATE + 'x'", "is not a literal string"),
     ],
 )
 def test_python_files_with_more_than_literals_are_refused(content: str, said: str, tmp_path: Path) -> None:
@@ -407,14 +405,14 @@ def test_python_files_with_more_than_literals_are_refused(content: str, said: st
         find_template(str(path), tmp_path)
 
 
-def test_a_template_that_is_no_jinja_is_refused_with_its_line(tmp_path: Path, tokenizer: Path) -> None:
+def test_an_invalid_jinja_template_is_refused_with_its_line(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "bad.jinja").write_text("{% for m in messages %}\n{% endif %}")
     job = job_of(rows_of(tmp_path / "in.jsonl", chat("a", "b")), tokenizer, chat_template=str(tmp_path / "bad.jinja"))
-    with pytest.raises(DataError, match=r"bad.jinja:2 is no Jinja"):
+    with pytest.raises(DataError, match=r"bad.jinja:2 is not Jinja"):
         preprocess_chats(job)
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "bad.jinja").write_text("{{ messages.__class__.__base__.__subclasses__() }}")
     job = job_of(rows_of(tmp_path / "in.jsonl", chat("a", "b")), tokenizer, chat_template=str(tmp_path / "bad.jinja"))
     with pytest.raises(DataError, match="unsafe"):
@@ -423,7 +421,10 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, tokenizer: P
 
 def test_tokenizers_of_other_libraries_are_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "x.model").write_bytes(b"x")
-    for path, said in ((tmp_path / "x.model", r"x.model is no tokenizer.json"), (tmp_path, "holds no tokenizer.json")):
+    for path, said in (
+        (tmp_path / "x.model", r"x.model is not a tokenizer.json"),
+        (tmp_path, "holds no tokenizer.json"),
+    ):
         with pytest.raises(DataError, match=said + ".*AutoTokenizer"):
             load_tokenizer(str(path))
     source = rows_of(tmp_path / "in.jsonl", chat("a", "b"))

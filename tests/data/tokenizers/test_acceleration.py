@@ -1,4 +1,4 @@
-"""gigatoken gives the reference's ids where it is let through; where it would not, it is refused with the reason."""
+"""Accepted tokenizers give the reference's ids with gigatoken; others are refused with the reason."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_ids_of_every_document_are_the_references(name: str, test_data: Path) ->
 
 @pytest.mark.parametrize("parse", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_ids_of_nasty_texts_are_the_references(name: str, parse: bool, test_data: Path) -> None:
+def test_ids_of_difficult_texts_are_the_references(name: str, parse: bool, test_data: Path) -> None:
     fast, reference = (made(name, test_data, parse_special_tokens=parse) for made in (accelerated, build))
     check_equal(fast, reference, NASTY)
     for text in NASTY:
@@ -153,7 +153,7 @@ def test_ids_of_any_text_are_the_references(name: str, parse: bool, test_data: P
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_twin_is_its_reference_in_all_but_speed(name: str, test_data: Path) -> None:
+def test_an_accelerated_tokenizer_has_its_references_identity(name: str, test_data: Path) -> None:
     fast, reference = accelerated(name, test_data), build(name, test_data)
     assert (fast.vocab_size, fast.eod, fast.identity) == (reference.vocab_size, reference.eod, reference.identity)
     # what blocks are cut to: the reference does not mind, the twin is slow with little text
@@ -167,7 +167,7 @@ def test_a_twin_is_its_reference_in_all_but_speed(name: str, test_data: Path) ->
     assert [len(part) for part in fast.encode_batch([])] == [0, 0]
 
 
-def test_several_threads_share_a_twin(test_data: Path) -> None:
+def test_several_threads_share_an_accelerated_tokenizer(test_data: Path) -> None:
     texts = corpus(test_data, step=6)
     for name in KINDS:
         fast = accelerated(name, test_data)
@@ -179,10 +179,10 @@ def test_several_threads_share_a_twin(test_data: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_lone_surrogate_is_refused(name: str, test_data: Path) -> None:
+def test_an_unpaired_surrogate_is_refused(name: str, test_data: Path) -> None:
     fast = accelerated(name, test_data)
     for texts in (["fine", "ab\udc80"], ["ab\ud800[REFERENCE_DOC_3]"]):
-        with pytest.raises(DataError, match=r"character 2 of the text is the lone surrogate U\+D"):
+        with pytest.raises(DataError, match=r"character 2 of the text is the unpaired surrogate U\+D"):
             fast.encode_batch(texts)
 
 
@@ -233,7 +233,7 @@ EQUAL_VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EQUAL_VARIANTS)
-def test_a_tokenizer_json_that_is_let_through_gives_equal_ids(name: str, test_data: Path, tmp_path: Path) -> None:
+def test_an_accepted_tokenizer_json_gives_equal_ids(name: str, test_data: Path, tmp_path: Path) -> None:
     tokenizer = variant(test_data, tmp_path, **{"model": {}, **EQUAL_VARIANTS[name]})
     texts = [*NASTY, *MANY_SPACES, *corpus(test_data, step=60), *around(0, 0x20000, 301)]
     check_equal(accelerate(tokenizer), tokenizer, texts)
@@ -264,7 +264,7 @@ REFUSED_VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_VARIANTS)
-def test_a_tokenizer_json_that_it_would_get_wrong_is_refused(name: str, test_data: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_json_with_other_ids_is_refused(name: str, test_data: Path, tmp_path: Path) -> None:
     changes, reason = REFUSED_VARIANTS[name]
     with pytest.raises(NotAccelerated) as caught:
         accelerate(variant(test_data, tmp_path, **{"model": {}, **changes}))
@@ -319,7 +319,7 @@ EQUAL_MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EQUAL_MODELS)
-def test_a_sentencepiece_model_that_is_let_through_gives_equal_ids(
+def test_an_accepted_sentencepiece_model_gives_equal_ids(
     name: str, sentences: list[str], test_data: Path, tmp_path: Path
 ) -> None:
     tokenizer = trained(sentences, tmp_path, **EQUAL_MODELS[name])
@@ -337,15 +337,13 @@ REFUSED_MODELS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_MODELS)
-def test_a_sentencepiece_model_that_it_would_get_wrong_is_refused(
-    name: str, sentences: list[str], tmp_path: Path
-) -> None:
+def test_a_sentencepiece_model_with_other_ids_is_refused(name: str, sentences: list[str], tmp_path: Path) -> None:
     options, reason = REFUSED_MODELS[name]
     with pytest.raises(NotAccelerated, match=reason):
         accelerate(trained(sentences, tmp_path, **options))
 
 
-def test_a_merge_that_spells_a_control_piece_stays_text(sentences: list[str], tmp_path: Path) -> None:
+def test_text_that_merges_to_a_control_piece_stays_text(sentences: list[str], tmp_path: Path) -> None:
     markup = ["as> bs> cs> ds> </a </b </c"] * 300
     tokenizer = trained([*sentences, *markup], tmp_path, split_by_unicode_script=False)
     assert None not in (tokenizer.token_id("</"), tokenizer.token_id("s>"))
@@ -373,7 +371,7 @@ def test_without_gigatoken_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Altered(NullTokenizer):
-    """Ids as they are read, but for one document."""
+    """Tokenizer that gives other ids for one document."""
 
     def __init__(self, document: str, alteration: list[int] | Exception):
         super().__init__(100)
@@ -404,7 +402,7 @@ def test_the_first_text_with_other_ids_is_named(found: list[int], message: str) 
         check_equal(Altered("1 2 3 4", found), reference, texts)
 
 
-def test_ids_that_moved_to_the_next_text_are_seen() -> None:
+def test_ids_shifted_to_the_next_text_are_detected() -> None:
     class Shifted(NullTokenizer):
         def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
             return TokenBatch(np.array([1, 2, 3]), np.array([2, 1]))
@@ -421,7 +419,7 @@ def test_a_long_text_is_shortened() -> None:
     assert len(str(caught.value)) < 250
 
 
-def test_text_that_only_the_twin_refuses_speaks_against_it() -> None:
+def test_text_that_only_the_accelerated_tokenizer_refuses_is_an_error() -> None:
     with pytest.raises(NotAccelerated, match="refuses text that the reference encodes: no"):
         check_equal(Altered("", RuntimeError("no")), NullTokenizer(100), ["1"])
     with pytest.raises(DataError, match="'pi'"):

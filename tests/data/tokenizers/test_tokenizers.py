@@ -1,4 +1,4 @@
-"""Tokenizers give the reference's ids, take documents for plain text, and explain what is wrong with their files."""
+"""Tokenizers give the reference's ids, treat documents as plain text, and report faults of their files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def corpus(test_data: Path, step: int = 1) -> list[str]:
 
 
 def documents(batch: TokenBatch) -> list[list[int]]:
-    """The batch cut into its documents."""
+    """Return the ids of each document in a batch."""
     assert batch.ids.dtype in (np.int32, np.uint32)
     assert batch.ids.ndim == 1
     assert batch.lengths.dtype == np.int64
@@ -100,7 +100,7 @@ def rank_file(tokens: list[bytes]) -> bytes:
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
 
 
-def test_both_file_forms_give_the_same_ids_and_round_trip(files: Path) -> None:
+def test_both_file_formats_give_the_same_ids_and_round_trip(files: Path) -> None:
     bpe = build_tokenizer(
         "GPT2BPETokenizer", vocab_file=str(files / "vocab.json"), merge_file=str(files / "merges.txt")
     )
@@ -121,7 +121,7 @@ def test_both_file_forms_give_the_same_ids_and_round_trip(files: Path) -> None:
 
 
 def reference_of(name: str, test_data: Path) -> Callable[[str], list[int]]:
-    """Ids of the same files by the library that others read them with."""
+    """Ids by the reference library for the same files."""
     folder = test_data / "tokenizers"
     if name in ("gpt2", "gpt2_json", "r50k"):  # one vocabulary in three forms
         transformers = pytest.importorskip("transformers")
@@ -142,7 +142,7 @@ def reference_of(name: str, test_data: Path) -> Callable[[str], list[int]]:
 
 
 def openai_encoding(name: str, path: Path) -> Any:
-    """tiktoken's own definition of an encoding, over a rank file here in place of the one it would download."""
+    """Encoding as tiktoken defines it, with a local rank file instead of a download."""
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
     from tiktoken_ext import openai_public  # type: ignore[import-untyped]
@@ -160,13 +160,13 @@ def check_real(name: str, test_data: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_documents_in_83_languages_equal_the_reference_and_come_back(name: str, test_data: Path) -> None:
+def test_documents_in_83_languages_equal_the_reference_and_round_trip(name: str, test_data: Path) -> None:
     check_real(name, test_data, corpus(test_data, step=12))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
-def test_every_document_in_83_languages_equals_the_reference_and_comes_back(name: str, test_data: Path) -> None:
+def test_every_document_in_83_languages_equals_the_reference_and_round_trips(name: str, test_data: Path) -> None:
     texts = corpus(test_data)
     if name.startswith("mistral"):
         # SentencePiece writes a space as U+2581, so that a document with that very character cannot come back
@@ -265,7 +265,7 @@ def test_null_tokenizer_batches(files: Path) -> None:
         ),
     ],
 )
-def test_the_number_of_ranks_tells_the_encoding(
+def test_the_number_of_ranks_identifies_the_encoding(
     pattern: str, num_ranks: int, eod: int, vocab_size: int, some: dict[str, int], tmp_path: Path
 ) -> None:
     tokens = [bytes([i]) for i in range(256)] + [b"%06d" % i for i in range(256, num_ranks)]
@@ -306,15 +306,15 @@ def test_a_rank_file_of_another_size_needs_its_pattern(files: Path) -> None:
 BYTES = [bytes([i]) for i in range(256)]
 BAD_RANKS = {
     "bad base64": (b"!!!! 0\n", r":1: '!!!! 0' does not begin with base64"),
-    "one field": (rank_file(BYTES) + b"aGU=\n", ":257: 'aGU=' is no token in base64 and its rank"),
-    "a word for a rank": (rank_file(BYTES) + b"aGU= six\n", ":257: 'aGU= six' is no token"),
-    "a negative rank": (rank_file(BYTES) + b"aGU= -1\n", ":257: 'aGU= -1' is no token"),
+    "one field": (rank_file(BYTES) + b"aGU=\n", ":257: 'aGU=' is not a token in base64 and its rank"),
+    "a word for a rank": (rank_file(BYTES) + b"aGU= six\n", ":257: 'aGU= six' is not a token"),
+    "a negative rank": (rank_file(BYTES) + b"aGU= -1\n", ":257: 'aGU= -1' is not a token"),
     "a token twice": (rank_file([*BYTES, b"he", b"A"]), ":258: token b'A' has rank 65 already"),
     "a rank twice": (rank_file(BYTES) + b"aGU= 255\n", ":257: rank 255 where 256 is due"),
     "a gap": (rank_file(BYTES) + b"aGU= 300\n", ":257: rank 300 where 256 is due"),
     "a lost line": (rank_file(BYTES).replace(b"Qg== 66\n", b""), ":67: rank 67 where 66 is due"),
     "cut short": (rank_file(BYTES[:100]), "ends at line 101 and lacks 156 of the 256 single bytes, such as 0x64"),
-    "cut in a line": (rank_file(BYTES)[:-6], ":256: '/w=' is no token"),
+    "cut in a line": (rank_file(BYTES)[:-6], ":256: '/w=' is not a token"),
     "not all bytes": (rank_file([*BYTES[:9], *BYTES[10:], b"he"]), "lacks 1 of the 256 single bytes, such as 0x09"),
 }
 
@@ -348,7 +348,7 @@ def test_a_damaged_rank_file_is_named_with_the_line(case: str, tmp_path: Path) -
 )
 def test_the_end_of_document_can_be_named(name: str, token: str, expected: int | None, test_data: Path) -> None:
     if expected is None:
-        with pytest.raises(DataError, match=f"eod_token '{token}' is no token of this"):
+        with pytest.raises(DataError, match=f"eod_token '{token}' is not a token of this"):
             build_real(name, test_data, eod_token=token)
     else:
         tokenizer = build_real(name, test_data, eod_token=token)
@@ -358,17 +358,17 @@ def test_the_end_of_document_can_be_named(name: str, token: str, expected: int |
 def test_the_end_of_document_of_ids_is_an_id() -> None:
     assert build_tokenizer("NullTokenizer", vocab_size=100, eod_token="7").eod == 7
     for bad in ("100", "-1", "x", "", "9" * 5000):
-        with pytest.raises(DataError, match="is no token of this NullTokenizer"):
+        with pytest.raises(DataError, match="is not a token of this NullTokenizer"):
             build_tokenizer("NullTokenizer", vocab_size=100, eod_token=bad)
 
 
-def test_training_takes_the_end_of_document_that_is_named(files: Path) -> None:
+def test_training_uses_the_named_end_of_document(files: Path) -> None:
     data = {"tokenizer_type": "TikTokenizer", "tokenizer_model": str(files / "ranks.tiktoken")}
     data["tiktoken_pattern"] = "r50k"
     model = {"vocab_size": 259}
     assert end_of_document(from_dict({"data": data, "model": model})) == 258
     assert end_of_document(from_dict({"data": data | {"eod_token": "hel"}, "model": model})) == 257
-    with pytest.raises(DataError, match="eod_token 'absent' is no token of this TikTokenizer"):
+    with pytest.raises(DataError, match="eod_token 'absent' is not a token of this TikTokenizer"):
         end_of_document(from_dict({"data": data | {"eod_token": "absent"}, "model": model}))
 
 
@@ -384,7 +384,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_literal_special_tokens_stay_text_unless_asked(name: str, test_data: Path) -> None:
+def test_literal_special_tokens_stay_text_by_default(name: str, test_data: Path) -> None:
     token, special = SPECIAL[name]
     plain = build_real(name, test_data)
     parsing = build_real(name, test_data, parse_special_tokens=True)
@@ -402,14 +402,14 @@ def test_literal_special_tokens_stay_text_unless_asked(name: str, test_data: Pat
     assert plain.identity["sha256"] != parsing.identity["sha256"]
 
 
-def test_user_defined_pieces_are_never_mere_text(test_data: Path) -> None:
+def test_user_defined_pieces_are_always_parsed(test_data: Path) -> None:
     # SentencePiece itself takes them for themselves, whatever is asked
     for parse in (False, True):
         tokenizer = build_real("mistral_v3", test_data, parse_special_tokens=parse)
         assert 767 in tokenizer.encode("see [REFERENCE_DOC_3]")
 
 
-def test_identity_is_the_contents_and_options_alone(files: Path, tmp_path: Path) -> None:
+def test_identity_depends_on_contents_and_options_only(files: Path, tmp_path: Path) -> None:
     vocab, merges = files / "vocab.json", files / "merges.txt"
 
     def identity(kind: str, *paths: Any, **options: Any) -> dict[str, Any]:
@@ -445,17 +445,17 @@ def test_identity_is_the_contents_and_options_alone(files: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("parse", [False, True])
-def test_a_lone_surrogate_is_refused_and_named(name: str, parse: bool, test_data: Path) -> None:
+def test_an_unpaired_surrogate_is_refused_and_named(name: str, parse: bool, test_data: Path) -> None:
     tokenizer = build_real(name, test_data, parse_special_tokens=parse)
     for bad in ("ab\udc80", f"ab\ud83d{SPECIAL[name][0]}"):
-        with pytest.raises(DataError, match=r"character 2 of the text is the lone surrogate U\+D"):
+        with pytest.raises(DataError, match=r"character 2 of the text is the unpaired surrogate U\+D"):
             tokenizer.encode_batch(["fine", bad])
-        with pytest.raises(DataError, match=r"lone surrogate U\+D"):
+        with pytest.raises(DataError, match=r"unpaired surrogate U\+D"):
             tokenizer.encode(bad)
 
 
 @pytest.mark.parametrize("name", ["mistral_v1", "r50k", "cl100k"])
-def test_ids_that_are_no_tokens_are_refused_or_left_out(name: str, test_data: Path) -> None:
+def test_unknown_ids_are_refused_or_left_out(name: str, test_data: Path) -> None:
     tokenizer = build_real(name, test_data)
     with pytest.raises(DataError, match="id 300000 is outside vocab_size="):
         tokenizer.decode([5, 300000])
@@ -463,13 +463,13 @@ def test_ids_that_are_no_tokens_are_refused_or_left_out(name: str, test_data: Pa
         tokenizer.decode([-1])
 
 
-def test_a_gap_in_the_vocabulary_is_told(test_data: Path) -> None:
-    with pytest.raises(DataError, match="one of the ids is no token's"):
+def test_a_gap_in_the_vocabulary_is_reported(test_data: Path) -> None:
+    with pytest.raises(DataError, match="one of the ids has no token"):
         build_real("cl100k", test_data).decode([100256])
 
 
 @pytest.mark.parametrize("kind", [*TOKENIZER_TYPES, "Nonsense"])
-def test_a_tokenizer_without_its_files_says_what_it_needs(kind: str) -> None:
+def test_a_tokenizer_without_its_files_names_what_it_needs(kind: str) -> None:
     with pytest.raises(DataError, match=r"needs --|unknown; use one of GPT2BPETokenizer"):
         build_tokenizer(kind)
 
@@ -534,7 +534,7 @@ GIVEN_FOR_ANOTHER = {
         if real != right
     ],
 )
-def test_a_file_given_for_another_is_recognized(files: Path, name: str, real: str, test_data: Path) -> None:
+def test_a_file_given_by_mistake_is_recognized(files: Path, name: str, real: str, test_data: Path) -> None:
     source = test_data / "tokenizers" / real
     (files / name).write_bytes(source.read_bytes())
     with pytest.raises(DataError, match=f"{name}.*{GIVEN_FOR_ANOTHER[real]}"):
@@ -550,7 +550,7 @@ def test_a_folder_without_the_file_is_named(kind: str, tmp_path: Path) -> None:
 def test_a_truncated_sentencepiece_model_is_refused(tmp_path: Path, test_data: Path) -> None:
     content = (test_data / "tokenizers" / "mistral" / "tokenizer.model.v1").read_bytes()
     (tmp_path / "cut.model").write_bytes(content[:200_000])
-    with pytest.raises(DataError, match=r"cut\.model is no SentencePiece model"):
+    with pytest.raises(DataError, match=r"cut\.model is not a SentencePiece model"):
         build_tokenizer("SentencePieceTokenizer", str(tmp_path / "cut.model"))
 
 
