@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.data.extension import helpers
 from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths
 from megatron.data.indexed import DataError
 
@@ -129,7 +130,7 @@ def blend_by_weight(
     normalized = normalize(normalize(weights).tolist())
 
     def build_index() -> Arrays:
-        return _named(_helpers().build_blend_index(normalized, sum(due)))
+        return _named(helpers.build_blend_index(normalized, sum(due)))
 
     key = "blend-" + digest("weights", 2, normalized.tolist(), sum(due))
     arrays, paths = _cached(cache_dir, key, sum(due), build_index)
@@ -153,18 +154,12 @@ def blend_by_size(
     size = min(int(sizes.sum()), int(sizes.sum()) if num_samples is None else num_samples)
 
     def build_index() -> Arrays:
-        return _named(_helpers().build_exhaustive_blend_index(sizes, size))
+        return _named(helpers.build_exhaustive_blend_index(sizes, size))
 
     key = "blend-" + digest("sizes", 1, sizes.tolist(), size)
     arrays, paths = _cached(cache_dir, key, size, build_index)
     _count_drawn(arrays, len(sizes), paths)
     return BlendedDataset(datasets, arrays, paths, "sizes")
-
-
-def _helpers() -> Any:
-    from megatron.data import helpers  # late: gpt.py, which makes every blend, reports if it is missing
-
-    return helpers
 
 
 def _named(index: tuple[NDArray[np.int16], NDArray[np.int64]]) -> Arrays:

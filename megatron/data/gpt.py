@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,16 +25,10 @@ from numpy.typing import ArrayLike, NDArray
 from megatron.config.data import parse_data_path, parse_split
 from megatron.config.options import Config, DataConfig
 from megatron.data.blend import TokenDataset, blend_by_size, blend_by_weight, digest
+from megatron.data.extension import helpers
 from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths
 from megatron.data.indexed import DataError, IndexedDataset
 from megatron.planning.schedule import Schedule
-
-try:
-    from megatron.data import helpers
-except ImportError as error:
-    raise ImportError(
-        f"the C++ extension megatron.data.helpers cannot be loaded ({error}); build it with `pip install -e .`"
-    ) from error
 
 logger = logging.getLogger(__name__)
 
@@ -172,24 +167,17 @@ class GPTDataset:
 
         Raises DataError for an id outside the vocabulary, or if the files contradict each other.
         """
-        try:
-            return self._reader.read_one(index)
-        except (ValueError, IndexError) as error:
-            raise self._named(error) from None
+        sample: NDArray[np.int64] = self._read(self._reader.read_one, index)
+        return sample
 
     def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Return several samples: [len(indices), seq_length + 1]. Raises as for one."""
-        try:
-            return self._reader.read(np.asarray(indices, dtype=np.int64))
-        except (ValueError, IndexError) as error:
-            raise self._named(error) from None
+        samples: NDArray[np.int64] = self._read(self._reader.read, np.asarray(indices, dtype=np.int64))
+        return samples
 
     def read_into(self, indices: NDArray[np.int64], out: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         """Write sample indices[i] to row rows[i] of `out`, [any, seq_length + 1]. Raises as for one."""
-        try:
-            self._reader.read_into(indices, out, rows)
-        except (ValueError, IndexError) as error:
-            raise self._named(error) from None
+        self._read(self._reader.read_into, indices, out, rows)
 
     def documents_of(self, index: int) -> tuple[str, list[int]]:
         """Return the dataset's prefix, and the documents from which sample `index` is cut."""
@@ -197,10 +185,14 @@ class GPTDataset:
         first, last = int(self.sample_index[place, 0]), int(self.sample_index[place + 1, 0])
         return str(self._data.prefix), [int(document) for document in self.document_index[first : last + 1]]
 
-    def _named(self, error: ValueError | IndexError) -> DataError | IndexError:
-        """Return the reader's error with the name of this dataset."""
-        kind = IndexError if isinstance(error, IndexError) else DataError
-        return kind(f"{self._data.prefix}: {error}")
+    def _read(self, read: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the reader, and add the name of this dataset to its errors."""
+        try:
+            return read(*arguments)
+        except IndexError as error:
+            raise IndexError(f"{self._data.prefix}: {error}") from None
+        except ValueError as error:
+            raise DataError(f"{self._data.prefix}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.data.extension import helpers
 from megatron.data.indexed import DataError
-
-try:
-    from megatron.data.helpers import bucket_edges as _bucket_edges
-    from megatron.data.helpers import bucket_lengths as _bucket_lengths
-    from megatron.data.helpers import pack_dataset as _pack_dataset
-    from megatron.data.helpers import pack_step as _pack_step
-except ImportError as error:
-    raise ImportError(
-        f"the C++ extension megatron.data.helpers cannot be loaded ({error}); build it with `pip install -e .`"
-    ) from error
 
 LARGEST = 2**63 - 1
 
@@ -85,7 +76,7 @@ def pack_dataset(lengths: ArrayLike, capacity: int, seed: int | None = None) -> 
     Source: Johnson 1974, "Fast algorithms for bin packing"; over a histogram as in Krell et al. 2021
     (arXiv:2107.02027).
     """
-    order, starts = _checked(_pack_dataset, lengths, capacity, seed)
+    order, starts = _checked(helpers.pack_dataset, lengths, capacity, seed)
     return Packs(order, starts)
 
 
@@ -96,7 +87,7 @@ def pack_step(lengths: ArrayLike, max_tokens: int, num_ranks: int) -> StepPlan:
     tokens over all cells and, above all, between the ranks of a microbatch; ranks of similar tokens are balanced by the
     squares of lengths, the cost of attention. The fullest microbatch comes first. Raises DataError.
     """
-    order, starts = _checked(_pack_step, lengths, max_tokens, num_ranks)
+    order, starts = _checked(helpers.pack_step, lengths, max_tokens, num_ranks)
     return StepPlan(order, starts, num_ranks)
 
 
@@ -111,9 +102,9 @@ def bucket_length(length: int | NDArray[np.integer], per_octave: int = 16) -> in
     16; its code has 8. Raises DataError.
     """
     if isinstance(length, np.ndarray):
-        rounded: NDArray[np.int64] = _checked(_bucket_lengths, length.reshape(-1), per_octave)
+        rounded: NDArray[np.int64] = _checked(helpers.bucket_lengths, length.reshape(-1), per_octave)
         return rounded.reshape(length.shape)
-    return int(_checked(_bucket_lengths, [length], per_octave)[0])
+    return int(_checked(helpers.bucket_lengths, [length], per_octave)[0])
 
 
 def bucket_edges(lengths: ArrayLike, num_buckets: int) -> NDArray[np.int64]:
@@ -122,7 +113,7 @@ def bucket_edges(lengths: ArrayLike, num_buckets: int) -> NDArray[np.int64]:
     Exact: no other set of this size gives fewer tokens when each sample is padded to the first edge at or above its
     length. With fewer distinct lengths there are fewer edges. Raises DataError.
     """
-    return _checked(_bucket_edges, lengths, num_buckets)
+    return _checked(helpers.bucket_edges, lengths, num_buckets)
 
 
 def pad_to_edges(lengths: ArrayLike, edges: ArrayLike) -> NDArray[np.int64]:

@@ -104,14 +104,14 @@ def test_text_files_are_taken_by_pattern_alone(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    "broken": (b'{"text": "1"', "no JSON"),
+    "broken": (b'{"text": "1"', "not JSON"),
     "no object": (b'["1"]', "JSON array"),
     "another key": (b'{"body": "1"}', "no key 'text'; the line has 'body'"),
     "null": (b'{"text": null}', "JSON null"),
     "number": (b'{"text": 1}', "JSON number"),
     "bad UTF-8": (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
-    "unpaired surrogate": (b'{"text": "\\ud800"}', "no JSON"),
-    "deep": (b'{"text": ' + b"[" * 5000, "no JSON"),
+    "unpaired surrogate": (b'{"text": "\\ud800"}', "not JSON"),
+    "deep": (b'{"text": ' + b"[" * 5000, "not JSON"),
     "refused by the tokenizer": (b'{"text": "1000"}', "id 1000 is outside"),
 }
 
@@ -250,7 +250,7 @@ USER_FAULTS: dict[str, tuple[Setup, str]] = {
             "--tokenizer-model",
             str(t / "x.txt"),
         ],
-        "no tokenizer.json",
+        "not a tokenizer.json",
     ),
     "keys of text": (
         lambda t: ["--input", str(t / "x.txt"), "--json-keys", "a", "b", *NULL],

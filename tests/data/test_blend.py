@@ -191,7 +191,7 @@ def test_invalid_weights_are_refused(three: list[Path], words: str) -> None:
 
 
 def test_more_datasets_than_16_bits_can_number_are_refused() -> None:
-    with pytest.raises(DataError, match="names 32768 datasets; blend at most 32767"):
+    with pytest.raises(DataError, match="names 32768 datasets; a blend has at most 32767"):
         build(config(*(f"p{d}" for d in range(2**15))), (5, 0, 0))
 
 

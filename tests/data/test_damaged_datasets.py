@@ -81,7 +81,9 @@ REFUSED_AT_OPEN = {
     "idx empty": Case(on(".idx", cut, 0), r"d\.idx is empty"),
     "idx missing": Case(on(".idx", Path.unlink), r"d\.idx does not exist; .*d\.bin does"),
     "idx a folder": Case(on(".idx", folder_instead), r"d\.idx cannot be read: Is a directory"),
-    "idx of text": Case(lambda p: p.with_suffix(".idx").write_text("The quick brown fox\n" * 9), "no Megatron index"),
+    "idx of text": Case(
+        lambda p: p.with_suffix(".idx").write_text("The quick brown fox\n" * 9), "not a Megatron index"
+    ),
     "idx legacy": Case(in_idx(0, "8s", b"TNTIDX\x00\x00"), "legacy TNTIDX"),  # type: ignore[arg-type]
     "no documents": Case(no_documents, "holds no documents"),
     "first pointer": Case(in_idx(POINTERS, "<q", 2), r"d\.idx: the first sequence starts at byte 2"),

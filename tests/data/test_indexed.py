@@ -93,7 +93,7 @@ def overwrite(path: Path, at: int, content: bytes) -> None:
 
 
 IDX_FAULTS = {
-    "no magic": (lambda p: overwrite(p, 0, b"X"), "no Megatron index"),
+    "no magic": (lambda p: overwrite(p, 0, b"X"), "not a Megatron index"),
     "legacy": (lambda p: overwrite(p, 0, b"TNTIDX\x00\x00"), "TNTIDX"),
     "version": (lambda p: overwrite(p, 9, b"\x02"), "version 2"),
     "dtype code": (lambda p: overwrite(p, 17, b"\x09"), "dtype code 9"),
@@ -323,7 +323,7 @@ def test_an_incomplete_work_folder_is_not_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"num_tokens": -1}, {"num_tokens": 1.0}, {"num_tokens": None}, {"more": 1}])
 def test_an_invalid_saved_state_is_refused(change: dict[str, Any]) -> None:
     for content in ({}, BuilderState(1, 1, 1).to_json() | change):
-        with pytest.raises(DataError, match="no saved state"):
+        with pytest.raises(DataError, match="not a saved state"):
             BuilderState.from_json(content)
 
 

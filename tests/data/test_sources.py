@@ -173,7 +173,7 @@ def test_a_damaged_compressed_file_is_a_fault(tmp_path: Path, packing: str) -> N
     whole[len(whole) // 2 : len(whole) // 2 + 64] = bytes(range(64))
     path = tmp_path / f"in.jsonl{packing}"
     path.write_bytes(whole)
-    (fault,) = [f for f in faults(read(path)) if "no JSON" not in f]
+    (fault,) = [f for f in faults(read(path)) if "not JSON" not in f]
     assert "damaged" in fault or "cannot be decompressed" in fault
 
 
@@ -223,8 +223,8 @@ def test_after_damage_reading_resumes_with_the_next_file(tmp_path: Path) -> None
 
 
 FAULTY_LINES = {
-    "broken": (b'{"text": "1"', "no JSON"),
-    "cut off in the middle": (b'{"text": "1', "no JSON"),
+    "broken": (b'{"text": "1"', "not JSON"),
+    "cut off in the middle": (b'{"text": "1', "not JSON"),
     "no object": (b'["1"]', "JSON array, not an object"),
     "a string": (b'"1"', "JSON string, not an object"),
     "another key": (b'{"body": "1"}', "no key 'text'; the line has 'body'"),
@@ -235,21 +235,21 @@ FAULTY_LINES = {
     "list": (b'{"text": ["1"]}', "the value of 'text' is a JSON array"),
     "object": (b'{"text": {"text": "1"}}', "the value of 'text' is a JSON object"),
     "huge integer as text": (b'{"text": ' + b"9" * 30 + b"}", "JSON number"),
-    "integer beyond any number": (b'{"text": "1", "id": ' + b"9" * 400 + b"}", "no JSON (number is infinity"),
+    "integer beyond any number": (b'{"text": "1", "id": ' + b"9" * 400 + b"}", "not JSON (number is infinity"),
     "bad UTF-8": (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
     "Latin-1": ('{"text": "Käse"}'.encode("latin-1"), "byte 11 is not UTF-8"),
     "UTF-8 of a surrogate": (b'{"text": "\xed\xa0\x80"}', "byte 10 is not UTF-8"),
-    "unpaired surrogate": (b'{"text": "\\ud800"}', "no JSON"),
-    "deep nesting": (b'{"text": ' + b"[" * 5000, "no JSON"),
-    "deep and whole": (b'{"text": "1", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "no JSON"),
+    "unpaired surrogate": (b'{"text": "\\ud800"}', "not JSON"),
+    "deep nesting": (b'{"text": ' + b"[" * 5000, "not JSON"),
+    "deep and whole": (b'{"text": "1", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "not JSON"),
     "NaN": (b'{"text": "1", "score": NaN}', "NaN is not a JSON number, write null"),
     "Infinity": (b'{"text": "1", "score": -Infinity}', "Infinity is not a JSON number, write null"),
-    "NUL character": (b'{"text": "1\x00"}', "no JSON"),
+    "NUL character": (b'{"text": "1\x00"}', "not JSON"),
     "NUL bytes": (b"\x00" * 100, "all NUL bytes, as after a crash"),
-    "duplicate key": (b'{"text": "1", "text": "2"}', "the key 'text' stands 2 times"),
-    "trailing comma": (b'{"text": "1",}', "no JSON"),
-    "two objects": (b'{"text": "1"}{"text": "2"}', "no JSON"),
-    "single quotes": (b"{'text': '1'}", "no JSON"),
+    "duplicate key": (b'{"text": "1", "text": "2"}', "the key 'text' occurs 2 times"),
+    "trailing comma": (b'{"text": "1",}', "not JSON"),
+    "two objects": (b'{"text": "1"}{"text": "2"}', "not JSON"),
+    "single quotes": (b"{'text': '1'}", "not JSON"),
     "array over lines": (b"[", "JSON array over several lines"),
 }
 
@@ -328,7 +328,7 @@ def test_damaged_parquet_is_refused_or_a_fault(tmp_path: Path) -> None:
     path = parquet(tmp_path / "in.parquet", [f"{i} {hash(str(i))}" for i in range(200)], compression="gzip")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="no readable Parquet file"):
+    with pytest.raises(DataError, match="not a readable Parquet file"):
         document_blocks.check_columns(find_sources([str(path)]), KEY)
     damaged = bytearray(whole)
     damaged[len(whole) // 3 : len(whole) // 3 + 200] = b"\0" * 200

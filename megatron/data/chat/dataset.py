@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from megatron.config.data import parse_data_path, parse_split
 from megatron.config.options import Config
-from megatron.data import helpers
 from megatron.data.blend import digest
+from megatron.data.extension import helpers
 from megatron.data.gpt import SPLITS, check_vocabulary
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, Tokens
 from megatron.data.packing import Packs, pack_dataset

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -59,7 +60,7 @@ class Tokenizer(Protocol):
         """Return the text. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are left out or a DataError."""
 
 
-class IdentifiedTokenizer:
+class IdentifiedTokenizer(ABC):
     """Base of all tokenizers: their identity and their end-of-document id."""
 
     vocab_size: int
@@ -73,6 +74,14 @@ class IdentifiedTokenizer:
             digest.update(len(content).to_bytes(8, "little") + content)
         self._kind = kind
         self._sha256 = digest.hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.encode_batch([text]).ids.tolist()
+        return ids
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        """Return the ids of all texts. Raises DataError."""
 
     @property
     def identity(self) -> dict[str, Any]:

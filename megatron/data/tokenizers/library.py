@@ -35,13 +35,6 @@ class LibraryTokenizer(IdentifiedTokenizer):
         self.eod = eod
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values())
 
-    def encode(self, text: str) -> list[int]:
-        try:
-            ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # the library raises plain Exception, or TypeError
-            raise refusal([text], error) from error
-        return ids
-
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         try:
             # the fast variant leaves out character offsets; ids are the same

@@ -19,10 +19,6 @@ class NullTokenizer(IdentifiedTokenizer):
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._encode(text).tolist()
-        return ids
-
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         return end_to_end([self._encode(text) for text in texts], np.int32)
 

@@ -51,10 +51,6 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
         """Pieces that are parsed in text."""
         self._special = any_of(self.special_tokens)
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._encode(text).tolist()
-        return ids
-
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         if self._special is not None:
             return end_to_end([self._encode(text) for text in texts], np.int32)

@@ -118,10 +118,6 @@ class TikTokenizer(IdentifiedTokenizer):
         self.vocab_size: int = self._inner.max_token_value + 1
         self.eod = specials[scheme.eod]
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._encode(text).tolist()
-        return ids
-
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         return end_to_end([self._encode(text) for text in texts], np.uint32)
 
