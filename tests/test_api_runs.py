@@ -148,7 +148,7 @@ def test_the_readmes_shorter_examples_are_understood(examples: list[str], folder
         "run_training(TorchrunArgs(), training_args)",
     ]
     said, _ = start(folder, "\n".join(code)).communicate(timeout=60)
-    assert "--node-rank 0 -- --config data/saved_checkpoints/run_training.yaml" in said
+    assert "launch.agent --node-rank 0 --run-id 0 -- --config data/saved_checkpoints/run_training.yaml" in said
     assert "lora.rank=4: LoRA is not built here yet" in said.splitlines()[-1]
 
 

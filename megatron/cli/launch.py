@@ -101,22 +101,10 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
         help="address of the first node, if a scheduler starts this launcher on each node; instead of a hostsfile",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    options = parser.parse_args(own)
-    if options.variables is not None:
-        return from_environment(os.environ, options.variables, train_flags), True
-    return Request(
-        nodes=options.nodes,
-        devices_per_node=options.devices_per_node,
-        data_parallel_size=options.data_parallel_size,
-        hostsfile=options.hostsfile,
-        device=options.device,
-        master_port=options.master_port,
-        max_restarts=options.max_restarts,
-        min_nodes=options.min_nodes,
-        rendezvous=options.rendezvous,
-        dry_run=options.dry_run,
-        train_flags=train_flags,
-    ), False
+    options = vars(parser.parse_args(own))
+    if (script := options.pop("variables")) is not None:
+        return from_environment(os.environ, script, train_flags), True
+    return Request(**options, train_flags=train_flags), False
 
 
 def _count(text: str) -> int:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import IO
 
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
-from megatron.files import IMPORT_ROOT
 from megatron.instructlab.arguments import TorchrunArgs
+from megatron.launch import child_processes
 from megatron.launch.agent import AgentOptions
-from megatron.launch.child_processes import blocked_signals, end_with_parent, kill_tree, noted_signals
 from megatron.resilience.shutdown import SIGNALS
 
 MEANINGS = {
@@ -47,13 +46,8 @@ def agent_command(torch_args: TorchrunArgs, ranks_per_node: int, train_flags: Se
 
 def environment_of_ranks(device: str, ranks_per_node: int) -> dict[str, str]:
     """Return this process's environment, with what the ranks need."""
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    environment["DS_ACCELERATOR"] = device
-    if device == "cpu":
-        # torch takes every core for each rank, and they would compete for them
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
-    return environment
+    threads = {"OMP_NUM_THREADS": child_processes.threads_per_rank(ranks_per_node)} if device == "cpu" else {}
+    return os.environ | threads | {"DS_ACCELERATOR": device, "PYTHONPATH": child_processes.python_path()}
 
 
 def run_to_the_end(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -63,15 +57,15 @@ def run_to_the_end(command: Sequence[str], environment: Mapping[str, str], log: 
     KeyboardInterrupt, a SIGTERM ends the process unless the caller handles it. Raises RuntimeError with the exit status
     and its meaning if the run failed.
     """
-    with noted_signals(SIGNALS) as received:
-        with blocked_signals(SIGNALS):  # until the agent handles them
+    with child_processes.noted_signals(SIGNALS) as received:
+        with child_processes.blocked_signals(SIGNALS):  # until the agent handles them
             process = subprocess.Popen(
                 command,
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C reaches the ranks once, through this process
-                preexec_fn=end_with_parent(signal.SIGTERM),  # the ranks then save and end
+                preexec_fn=child_processes.end_with_parent(signal.SIGTERM),  # the ranks then save and end
             )
         assert process.stdout is not None
         output = _Output(process.stdout, log)
@@ -86,7 +80,7 @@ def run_to_the_end(command: Sequence[str], environment: Mapping[str, str], log: 
                     process.send_signal(number)
             output.join()
         finally:
-            kill_tree(process.pid)
+            child_processes.kill_tree(process.pid)
             process.wait()
     if first is not None:
         signal.raise_signal(first)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import multiprocessing
 import os
@@ -29,9 +30,8 @@ from types import FrameType
 from typing import Any
 
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
-from megatron.files import IMPORT_ROOT
 from megatron.launch import rank
-from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals
+from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
 from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError, TorchRendezvous
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 
@@ -50,19 +50,15 @@ JOIN_SAVE_S = 120
 
 @dataclass(frozen=True)
 class AgentOptions(NodeOptions):
-    """Ranks of a node, and the nodes of their run."""
+    """Ranks of a node, and the nodes of their run. Each field is an option of the agent's command line."""
 
     ranks_per_node: int = 1
 
-    def arguments(self, node_rank: str | None = None) -> list[str]:
-        """Return the command line that `parse` reads. `node_rank` stands in for a number known only on the node."""
-        node_rank = node_rank or (None if self.node_rank is None else str(self.node_rank))
-        return [
-            *("--ranks-per-node", str(self.ranks_per_node), "--max-restarts", str(self.max_restarts)),
-            *(("--nodes", str(self.nodes), "--min-nodes", str(self.min_nodes)) if self.nodes > 1 else ()),
-            *(("--node-rank", node_rank) if node_rank is not None else ()),
-            *(("--rendezvous", self.rendezvous, "--run-id", self.run_id) if self.rendezvous else ()),
-        ]
+    def arguments(self) -> list[str]:
+        """Return the command line that `parse` reads."""
+        given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        known = [(name, value) for name, value in given if value != getattr(AgentOptions, name)]
+        return [word for name, value in known for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
@@ -70,29 +66,18 @@ def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
     place = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
         prog="python -m megatron.launch.agent",
-        description="Start the ranks of this node, and restart them when one fails. tools/launch.py calls it.",
+        description="Start the ranks of this node. tools/launch.py calls it; megatron/launch/rendezvous.py describes "
+        "the options.",
         epilog="After --, the flags of megatron.train.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks-per-node", type=int, required=True)
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that the run starts with")
-    parser.add_argument("--min-nodes", type=int, default=1, help="nodes that suffice to continue")
-    parser.add_argument("--node-rank", type=int, help="place of this node, from 0; default: by addresses")
-    parser.add_argument("--rendezvous", help="HOST:PORT of the first node; needed for several nodes")
-    parser.add_argument("--run-id", default="run", help="equal on all nodes of the run")
-    parser.add_argument("--max-restarts", type=int, default=0)
+    for field in dataclasses.fields(AgentOptions):
+        kind = int if "int" in str(field.type) else str
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     options = AgentOptions(**vars(parser.parse_args(arguments[:place])))
     if options.nodes > 1 and options.rendezvous is None:
         parser.error(f"--nodes {options.nodes} needs --rendezvous HOST:PORT, the address of the first node")
     return options, list(arguments[place + 1 :])
-
-
-class Interrupted(BaseException):
-    """A signal requested a stop while no rank ran that could handle it."""
-
-    def __init__(self, number: int) -> None:
-        self.status = shell_status(-number)
-        super().__init__(number)
 
 
 class NodesChangedError(Exception):
@@ -130,7 +115,7 @@ class Agent:
     def run(self) -> int:
         """Run the ranks to the end; return 0, or the exit status of the rank that failed first in the last attempt.
 
-        Raises Interrupted and RendezvousFailedError.
+        Raises RendezvousFailedError, and SystemExit for a signal before the ranks run.
         """
         try:
             while True:
@@ -144,7 +129,8 @@ class Agent:
                     self._rendezvous.finish()
                 elif self._may_restart(failure):
                     # after a kill the others only wait for the dead rank
-                    self._end_ranks(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
+                    self._wait_for_ranks(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
+                    self._end_ranks()
                     self._restarts += 1
                     report(f"{failure}; restart {self._restarts} of {self._options.max_restarts}")
                     continue
@@ -153,7 +139,7 @@ class Agent:
                 self._rendezvous.close()
                 return DONE if failure is None else shell_status(failure.returncode)
         finally:
-            self._end_ranks(0.0)
+            self._end_ranks()
 
     def _start_ranks(self) -> None:
         """Start the processes, agree with the other nodes, then give each process its environment."""
@@ -228,30 +214,27 @@ class Agent:
             report(str(failure))
         if not self._wait_for_ranks(HUNG_GRACE_S if failure.returncode == HUNG else FAILED_GRACE_S):
             report(f"{failure}; ending the ranks that still run")
-        self._end_ranks(0.0)
+        self._end_ranks()
 
     def _let_ranks_save(self) -> None:
         """Have healthy ranks save and end, because the nodes have changed."""
         report("the nodes have changed; the ranks save and restart")
         for process in self._running():
             send(process, signal.SIGTERM)
-        deadline_s = time.monotonic() + JOIN_SAVE_S
-        while (running := self._running()) and time.monotonic() < deadline_s:
-            if any(process.exitcode for process in self._processes):
-                break
-            wait([process.sentinel for process in running], timeout=WATCH_S)
-        self._end_ranks(0.0)
+        self._wait_for_ranks(JOIN_SAVE_S, or_failure=True)
+        self._end_ranks()
 
-    def _wait_for_ranks(self, timeout_s: float) -> bool:
-        """Return whether all ranks have ended within this time."""
+    def _wait_for_ranks(self, timeout_s: float, *, or_failure: bool = False) -> bool:
+        """Return whether all ranks have ended within this time. `or_failure`: do not wait once one has failed."""
         deadline_s = time.monotonic() + timeout_s
         while (running := self._running()) and (left_s := deadline_s - time.monotonic()) > 0:
+            if or_failure and any(process.exitcode for process in self._processes):
+                break
             wait([process.sentinel for process in running], timeout=left_s)
         return not running
 
-    def _end_ranks(self, grace_s: float) -> None:
-        """Kill what is left of the ranks and their children after a grace period."""
-        self._wait_for_ranks(grace_s)
+    def _end_ranks(self) -> None:
+        """Kill what is left of the ranks and their children."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if process.pid is not None:
@@ -306,8 +289,8 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             threading.Thread(target=importlib.import_module, args=modules, daemon=True).start()
         try:
             return Agent(options, start_method, train_flags, received).run()
-        except Interrupted as interrupted:
-            return interrupted.status
+        except SystemExit as interrupted:
+            return int(interrupted.code or DONE)
         except RendezvousFailedError as error:
             report(str(error))
             return FAILED
@@ -315,7 +298,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
 
 def start_fork_server() -> None:
     """Start the process that ranks are forked from. It imports while the agent goes on, and ignores signals."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = python_path()  # by which alone it finds modules
     forkserver.set_forkserver_preload(["megatron.launch.preload"])
     with blocked_signals(SIGNALS), without_main_module():
         forkserver.ensure_running()
@@ -334,10 +317,10 @@ def without_main_module() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible(received: deque[int]) -> Iterator[None]:
-    """Raise Interrupted for a signal that requests a stop, also for one received before."""
+    """Raise SystemExit for a signal that requests a stop, also for one received before."""
 
     def interrupt(number: int, frame: FrameType | None = None) -> None:
-        raise Interrupted(number)
+        raise SystemExit(shell_status(-number))
 
     if received:
         interrupt(received[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from megatron.accelerator import count_devices
 from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import check
-from megatron.launch.plan import Findings, Request
+from megatron.launch.plan import Request
 from megatron.training.deepspeed_config import deepspeed_config
 
 
@@ -58,19 +59,16 @@ def check_layout(request: Request, tensor: int, pipeline: int, devices_per_node:
     )
 
 
-def check_data_files(config: Config, dry_run: bool) -> Findings:
-    """Find missing or unreadable files of the dataset and the tokenizer; a dry run only warns of them."""
+def check_data_files(config: Config) -> Iterator[str]:
+    """Yield missing and unreadable files of the dataset and the tokenizer."""
     data = config.data
-    try:
-        prefixes = data.prefixes
-    except ValueError:  # the rules of the config report it
-        prefixes = []
-    faults = [fault for prefix in prefixes for fault in _check_dataset(prefix)]
+    with contextlib.suppress(ValueError):  # the rules of the config report it
+        for prefix in data.prefixes:
+            yield from _check_dataset(prefix)
     for option in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(data, option)
         if path is not None and not Path(path).exists():
-            faults.append(f"{option}={path} does not exist; correct the path")
-    return Findings(warnings=faults) if dry_run else Findings(faults)
+            yield f"{option}={path} does not exist; correct the path"
 
 
 def _check_dataset(prefix: str) -> Iterator[str]:
@@ -115,21 +113,18 @@ def check_outputs(config: Config) -> Iterator[str]:
     cache = config.data.data_cache_path
     if cache is not None and not Path(cache).is_dir():  # an existing one may hold all that is needed
         folders["data_cache_path"] = cache
-    reported: set[Path] = set()
+    checked: set[Path] = set()
     for option, folder in folders.items():
         if folder is None:
             continue
         existing = Path(folder).absolute()
         while not os.path.lexists(existing) and existing != existing.parent:
             existing = existing.parent
-        if existing in reported:
-            continue
-        if not existing.is_dir():
-            reported.add(existing)
+        if existing not in checked and not existing.is_dir():
             yield f"{option}={folder} cannot be created: {existing} is not a folder; choose another, or remove it"
-        elif not os.access(existing, os.W_OK | os.X_OK):
-            reported.add(existing)
+        elif existing not in checked and not os.access(existing, os.W_OK | os.X_OK):
             yield f"{option}={folder} cannot be written: no permission in {existing}; choose another, or change it"
+        checked.add(existing)
 
 
 def check_load(config: Config) -> Iterator[str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+
+from megatron.files import IMPORT_ROOT
 
 
 @contextlib.contextmanager
@@ -63,6 +66,16 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], Non
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     set_parent_death_signal = 1
     return lambda: prctl(set_parent_death_signal, number)
+
+
+def python_path() -> str:
+    """Return PYTHONPATH with this package's folder first, for processes that start elsewhere."""
+    return os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def threads_per_rank(ranks_per_node: int) -> str:
+    """Return OMP_NUM_THREADS for CPU ranks: torch takes every core for each, and they would compete for them."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
 
 
 def kill_tree(pid: int) -> None:

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from megatron.exit_codes import shell_status
-from megatron.files import IMPORT_ROOT
 from megatron.launch.agent import FAILED_GRACE_S, AgentOptions, run_agent
-from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals
+from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
 from megatron.launch.plan import LaunchPlan
 from megatron.resilience.shutdown import SIGNALS
 
@@ -35,8 +34,7 @@ RETRY_S = 1.0
 
 def launch(plan: LaunchPlan) -> int:
     """Run the plan; return the exit status of the first rank that failed, 0 if none did."""
-    environment = dict(os.environ) | dict(plan.environment)
-    environment["PYTHONPATH"] = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    environment = os.environ | plan.environment | {"PYTHONPATH": python_path()}
     if not plan.hosts:
         os.environ.update(environment)
         return run_agent(agent_options(plan), plan.train_flags)
@@ -70,7 +68,7 @@ def agent_command(plan: LaunchPlan) -> list[str]:
         return [*command, *agent_options(plan).arguments(), "--", *plan.train_flags]
     command[1:1] = ["-X", f"run={plan.run_id}"]
     # pdsh writes the number of the host for %n
-    command += [*agent_options(plan).arguments(node_rank="%n"), "--", *plan.train_flags]
+    command += [*agent_options(plan).arguments(), "--node-rank", "%n", "--", *plan.train_flags]
     if plan.activate_dir is None:
         return command
     return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate_dir, *command]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.launch.plan import Findings, Host, Request
+from megatron.launch.plan import Host, Request
 
 DEVICES_PER_NODE = 8  # of a Gaudi or DGX server, and Habana's default
 # addresses that no machine has: RFC 5737
@@ -42,64 +43,53 @@ def parse_hostsfile(text: str, source: str) -> tuple[list[Host], list[str]]:
     return hosts, faults
 
 
-def find_hosts(request: Request, devices_per_node: int) -> tuple[list[Host], Findings]:
+def find_hosts(request: Request, devices_per_node: int) -> tuple[list[Host], list[str]]:
     """Return the hosts of a run and their faults; no hosts if the run uses this machine alone."""
-    if request.hostsfile is None:
-        return [], Findings(_faults_without_hostsfile(request))
-    found = Findings()
-    if request.rendezvous is not None:
-        found.faults.append(
-            f"hostsfile {request.hostsfile} and rendezvous {request.rendezvous} exclude each other: this launcher "
-            "starts all hosts, or it is started on each of them; give one"
-        )
+    path, nodes = request.hostsfile, request.nodes
+    if path is None:
+        if nodes == 1 or request.rendezvous is not None:
+            return [], []
+        return [], [
+            f"{nodes} nodes need a hostsfile (HL_HOSTSFILE, --hostsfile) that lists them; give one, or start this on "
+            "each node with HL_RENDEZVOUS (--rendezvous), as scripts/slurm.sbatch does"
+        ]
     try:
-        text = Path(request.hostsfile).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        missing = f"hostsfile {request.hostsfile} does not exist; write one line `<host> slots=<n>` for each node"
-        return [], Findings([missing])
+        return [], [f"hostsfile {path} does not exist; write one line `<host> slots=<n>` for each node"]
     except (OSError, UnicodeDecodeError) as error:
-        unreadable = f"hostsfile {request.hostsfile} cannot be read ({error}); make it a readable text file"
-        return [], Findings([unreadable])
-    hosts, wrong = parse_hostsfile(text, request.hostsfile)
-    found.faults += wrong
-    if len(hosts) < request.nodes and not wrong:
-        found.faults.append(
-            f"{request.hostsfile} lists {len(hosts)} hosts for {request.nodes} nodes; add hosts, or set HL_NUM_NODES "
-            "(--nodes) lower"
+        return [], [f"hostsfile {path} cannot be read ({error}); make it a readable text file"]
+    hosts, faults = parse_hostsfile(text, path)
+    if len(hosts) < nodes and not faults:
+        faults.append(
+            f"{path} lists {len(hosts)} hosts for {nodes} nodes; add hosts, or set HL_NUM_NODES (--nodes) lower"
         )
-    hosts = hosts[: request.nodes]
-    found.add(_check_hosts(hosts, request, devices_per_node))
-    if len(hosts) == 1 and (hosts[0].address in LOOPBACK or hosts[0].name == socket.gethostname()):
-        return [], found
-    return hosts, found
-
-
-def _faults_without_hostsfile(request: Request) -> list[str]:
-    if request.nodes == 1 or request.rendezvous is not None:
-        return []
-    return [
-        f"{request.nodes} nodes need a hostsfile (HL_HOSTSFILE, --hostsfile) that lists them; give one, or start this "
-        "on each node with HL_RENDEZVOUS (--rendezvous), as scripts/slurm.sbatch does"
-    ]
-
-
-def _check_hosts(hosts: list[Host], request: Request, devices_per_node: int) -> Findings:
-    found = Findings()
+    if request.rendezvous is not None:
+        faults.append(
+            f"hostsfile {path} and rendezvous {request.rendezvous} exclude each other: this launcher starts all hosts, "
+            "or it is started on each of them; give one"
+        )
+    hosts = hosts[:nodes]
     for host in hosts:
-        where = f"{request.hostsfile}, line {host.line}: {host.name}"
+        where = f"{path}, line {host.line}: {host.name}"
         if host.slots < devices_per_node:
-            found.faults.append(
+            faults.append(
                 f"{where} has slots={host.slots}, fewer than the {devices_per_node} devices of each node; correct it, "
                 "use another host, or set HL_NGPU_PER_NODE (--devices-per-node) lower"
             )
-        if request.nodes > 1 and host.address in LOOPBACK:
-            found.faults.append(f"{where} means another machine on every node; give the address that all nodes know")
+        if nodes > 1 and host.address in LOOPBACK:
+            faults.append(f"{where} means another machine on every node; give the address that all nodes know")
+    if len(hosts) == 1 and (hosts[0].address in LOOPBACK or hosts[0].name == socket.gethostname()):
+        return [], faults
+    return hosts, faults
+
+
+def check_addresses(hosts: Sequence[Host], hostsfile: str | None) -> Iterator[str]:
+    """Yield a fault if the hosts are those of an example."""
     examples = [host for host in hosts if _is_example(host.address)]
     if examples:
         some = ", ".join(host.name for host in examples[:2]) + (" ..." if len(examples) > 2 else "")
-        text = f"{request.hostsfile}, line {examples[0].line}: {some} are example addresses; replace them by your own"
-        (found.warnings if request.dry_run else found.faults).append(text)
-    return found
+        yield f"{hostsfile}, line {examples[0].line}: {some} are example addresses; replace them by your own"
 
 
 def _is_example(name: str) -> bool:

@@ -96,18 +96,6 @@ class LaunchPlan:
     """Chats to process before the ranks start, and the folder for them."""
 
 
-@dataclass
-class Findings:
-    """Faults that prevent a launch, and warnings that do not."""
-
-    faults: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    def add(self, other: Findings) -> None:
-        self.faults += other.faults
-        self.warnings += other.warnings
-
-
 class RefusedError(ValueError):
     """The run may not start. Carries every fault."""
 

@@ -8,15 +8,16 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.accelerator import detect_device
 from megatron.config.command_line import build_parser, load_config, parse_arguments
 from megatron.config.options import Config, ConfigError
 from megatron.launch import checks
-from megatron.launch.hostsfile import DEVICES_PER_NODE, find_hosts
-from megatron.launch.plan import Findings, LaunchPlan, RefusedError, Request
+from megatron.launch.child_processes import threads_per_rank
+from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
+from megatron.launch.plan import LaunchPlan, RefusedError, Request
 
 # The network interface between the nodes, passed on from this environment: it has one name on every node.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
@@ -37,33 +38,40 @@ class Layout:
 
 def preflight(request: Request) -> LaunchPlan:
     """Validate a request. Starts and writes nothing. Raises RefusedError with every fault found."""
-    found = Findings(list(request.faults))
+    faults, warnings = list(request.faults), list[str]()
     flags = list(request.train_flags)
     config = _parsed(flags)
     given = build_parser().parse_known_args(flags)[0]
     layout = _layout(request, config, given)
     if layout.is_known and request.data_parallel_size is not None:
-        found.faults += checks.check_layout(request, layout.tensor, layout.pipeline, layout.devices_per_node)
+        faults += checks.check_layout(request, layout.tensor, layout.pipeline, layout.devices_per_node)
     lacks_data = request.fine_tuning is None and not (
         config.data.paths[0][1] if config is not None else given.data_path or given.train_data_path
     )
     if lacks_data and request.dry_run:
         flags += ["--data-path", "DATASET"]
-        found.warnings.append("no dataset is given; the run itself will need --data-path")
+        warnings.append("no dataset is given; the run itself will need --data-path")
     if config is not None:
+        faults += _check_results_folder(request, config)
         flags += _output_flags(request, config, layout.world_size // (layout.tensor * layout.pipeline))
     try:
-        complete: Config | None = load_config(flags, layout.world_size)
+        config = load_config(flags, layout.world_size)
     except ConfigError as error:
-        found.faults += error.faults
-        complete = _parsed(flags)
-    found.add(_check_config(request, config, complete, layout, lacks_data))
+        faults += error.faults
+        config = _parsed(flags)
     hosts, of_hosts = find_hosts(request, layout.devices_per_node if layout.is_known else 1)
-    found.add(of_hosts)
-    found.faults += _check_machines(request, flags, layout, is_remote=bool(hosts))
-    if found.faults:
-        raise RefusedError(found.faults, found.warnings)
-    assert config is not None
+    faults += [*of_hosts, *_check_machines(request, flags, layout, is_remote=bool(hosts))]
+    # a plan needs neither data nor hosts
+    unneeded = warnings if request.dry_run else faults
+    unneeded += check_addresses(hosts, request.hostsfile)
+    if config is not None:
+        faults += _check_config(request, config, layout)
+        chats = request.fine_tuning
+        # chats are processed first
+        if not lacks_data and (chats is None or (chats.chats is None and chats.folder is not None)):
+            unneeded += checks.check_data_files(config)
+    if faults or config is None:
+        raise RefusedError(faults, warnings)
 
     flags += ["--device", layout.device] if config.parallel.device != layout.device else []
     config = load_config(flags, layout.world_size)
@@ -80,7 +88,7 @@ def preflight(request: Request) -> LaunchPlan:
         master_port=request.master_port,
         activate_dir=request.activate_dir,
         environment=_rank_environment(request, layout),
-        warnings=tuple(found.warnings),
+        warnings=tuple(warnings),
         run_id=_run_id(request, flags),
         max_restarts=request.max_restarts,
         min_nodes=request.min_nodes or request.nodes,
@@ -142,39 +150,30 @@ def _default_devices(request: Request, device: str, model_ranks: int) -> int:
     return DEVICES_PER_NODE
 
 
-def _check_config(
-    request: Request, given: Config | None, config: Config | None, layout: Layout, lacks_data: bool
-) -> Findings:
-    """Check what the options name. `given`: without the folders that the launcher adds."""
-    found = Findings()
-    lacks_results = given is not None and given.logging.results_dir is None
-    if request.rendezvous is not None and request.results_parent and lacks_results:
-        found.faults.append(
+def _check_results_folder(request: Request, config: Config) -> Iterator[str]:
+    if request.rendezvous is not None and request.results_parent and config.logging.results_dir is None:
+        yield (
             f"rendezvous={request.rendezvous}: each node, and each attempt, would name the results folder after its "
             "own clock; set HL_RESULTS_DIR (--results-dir) to one folder for all"
         )
-    if config is None:
-        return found
+
+
+def _check_config(request: Request, config: Config, layout: Layout) -> Iterator[str]:
+    """Yield the faults of what the options name."""
     if layout.is_known:
-        found.faults += checks.check_restarts(request, config, layout.devices_per_node)
-    chats = request.fine_tuning
-    # chats are processed first
-    if not lacks_data and (chats is None or (chats.chats is None and chats.folder is not None)):
-        found.add(checks.check_data_files(config, request.dry_run))
-    found.faults += checks.check_deepspeed(config, layout.world_size)
-    found.faults += [*checks.check_outputs(config), *checks.check_load(config)]
-    return found
+        yield from checks.check_restarts(request, config, layout.devices_per_node)
+    yield from checks.check_deepspeed(config, layout.world_size)
+    yield from checks.check_outputs(config)
+    yield from checks.check_load(config)
 
 
-def _check_machines(request: Request, flags: Sequence[str], layout: Layout, *, is_remote: bool) -> list[str]:
-    faults: list[str] = []
+def _check_machines(request: Request, flags: Sequence[str], layout: Layout, *, is_remote: bool) -> Iterator[str]:
     if is_remote and not request.dry_run:
-        faults += checks.check_remote(flags, request)
-    elif not is_remote and (request.nodes == 1 or request.rendezvous) and not request.dry_run:
-        faults += checks.check_local_devices(layout.device, layout.devices_per_node)
+        yield from checks.check_remote(flags, request)
+    elif (request.nodes == 1 or request.rendezvous) and not is_remote and not request.dry_run:
+        yield from checks.check_local_devices(layout.device, layout.devices_per_node)
     if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
-        faults.append(f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it to a folder that does")
-    return faults
+        yield f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it to a folder that does"
 
 
 def _run_id(request: Request, flags: Sequence[str]) -> str:
@@ -188,9 +187,7 @@ def _rank_environment(request: Request, layout: Layout) -> dict[str, str]:
     if layout.device != "auto":
         environment["DS_ACCELERATOR"] = layout.device
     if layout.device == "cpu":
-        # torch takes every core for each rank, and they would compete for them
-        threads = str(max(1, (os.cpu_count() or 1) // layout.devices_per_node))
-        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
+        environment["OMP_NUM_THREADS"] = threads_per_rank(layout.devices_per_node)
     return environment
 
 

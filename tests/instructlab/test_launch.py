@@ -19,34 +19,25 @@ from megatron.instructlab.launch import agent_command, meaning, run_to_the_end
 @pytest.mark.parametrize(
     ("given", "nodes"),
     [
-        ({}, ["--node-rank", "0"]),
+        ({}, "--node-rank 0 --run-id 0"),
         (
-            {"nnodes": 2, "node_rank": 1, "rdzv_id": "run", "rdzv_endpoint": "node0:12345"},
-            [
-                *("--nodes", "2", "--min-nodes", "2", "--node-rank", "1"),
-                *("--rendezvous", "node0:12345", "--run-id", "run"),
-            ],
+            {"nnodes": 2, "node_rank": 1, "rdzv_id": "one", "rdzv_endpoint": "node0:12345"},
+            "--nodes 2 --min-nodes 2 --node-rank 1 --rendezvous node0:12345 --run-id one",
         ),
         (
             {"nnodes": 2, "master_addr": "node0", "master_port": 1234},
-            [
-                *("--nodes", "2", "--min-nodes", "2", "--node-rank", "0"),
-                *("--rendezvous", "node0:1234", "--run-id", "0"),
-            ],
+            "--nodes 2 --min-nodes 2 --node-rank 0 --rendezvous node0:1234 --run-id 0",
         ),
         (
             {"nnodes": 2, "master_addr": "node0"},
-            [
-                *("--nodes", "2", "--min-nodes", "2", "--node-rank", "0"),
-                *("--rendezvous", "node0:29500", "--run-id", "0"),
-            ],
+            "--nodes 2 --min-nodes 2 --node-rank 0 --rendezvous node0:29500 --run-id 0",
         ),
     ],
 )
-def test_the_agent_knows_its_node_and_the_first_one(given: dict[str, Any], nodes: list[str]) -> None:
+def test_the_agent_knows_its_node_and_the_first_one(given: dict[str, Any], nodes: str) -> None:
     command = agent_command(TorchrunArgs(**given), 4, ["--config", "file.yaml"])
     assert command[2:] == [
-        *("-m", "megatron.launch.agent", "--ranks-per-node", "4", "--max-restarts", "0", *nodes),
+        *("-m", "megatron.launch.agent", *nodes.split(), "--ranks-per-node", "4"),
         *("--", "--config", "file.yaml"),
     ]
 

@@ -19,6 +19,7 @@ import pytest
 
 from megatron.cli import launch
 from megatron.config.command_line import PRESETS_DIR
+from megatron.files import IMPORT_ROOT
 from megatron.launch import agent, checks, hosts, rank
 from megatron.launch.hl_requests import from_environment
 from megatron.launch.hl_variables import REFUSED, VARIABLES, Script
@@ -523,7 +524,7 @@ print(status, sorted(libraries() - before))
     ],
 )
 def test_a_refused_run_and_a_dry_run_load_no_library_but_those_of_the_options(program: str, status: int) -> None:
-    environment = os.environ | {"PYTHONPATH": str(hosts.IMPORT_ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(IMPORT_ROOT)}
     command = [sys.executable, "-c", LIBRARIES.format(program=program)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.stdout.splitlines()[-1:] == [f"{status} []"], ran.stderr
