@@ -34,7 +34,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     if passed := presets_of(build_parser().parse_known_args(passed_on)[0]):
         given["HL_CONFIG"] = passed[0]  # it names the run; the others override its values
     request = Request(faults=_unknown_or_refused(given, script))
-    reader = _Reader(given, request)
+    reader = _VariableReader(given, request)
 
     preset = _preset(given, script, request)
     request.train_flags += ["--config", preset]
@@ -75,7 +75,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     return request
 
 
-class _Reader:
+class _VariableReader:
     """Converts variables to numbers and switches; a wrong value becomes a fault, reported once."""
 
     def __init__(self, given: Mapping[str, str], request: Request):
@@ -174,7 +174,7 @@ def _run_name(given: Mapping[str, str], script: Script, preset: str) -> str:
     return Path(preset).stem if preset.endswith((".yaml", ".yml")) else preset
 
 
-def _device(given: Mapping[str, str], reader: _Reader) -> str:
+def _device(given: Mapping[str, str], reader: _VariableReader) -> str:
     """Return hpu, cuda, cpu, auto, or `no-hpu`: the first of cuda and cpu that is there."""
     device, use_hpu = given.get("HL_DEVICE"), reader.switch("HL_USE_HPU")
     if device is not None and device not in ("hpu", "cuda", "cpu"):
@@ -187,7 +187,7 @@ def _device(given: Mapping[str, str], reader: _Reader) -> str:
     return "auto" if use_hpu is None else "hpu" if use_hpu else "no-hpu"
 
 
-def _lazy_mode(reader: _Reader) -> None:
+def _lazy_mode(reader: _VariableReader) -> None:
     lazy, compiled = reader.switch("HL_USE_LAZY_MODE"), reader.switch("HL_USE_TORCH_COMPILE")
     if lazy and compiled:
         reader.fault("HL_USE_LAZY_MODE=1 and HL_USE_TORCH_COMPILE=1 exclude each other; set one of them to 0")
@@ -195,7 +195,7 @@ def _lazy_mode(reader: _Reader) -> None:
         reader.request.environment["PT_HPU_LAZY_MODE"] = "1" if lazy else "0"
 
 
-def _fine_tuning(given: Mapping[str, str], reader: _Reader) -> None:
+def _fine_tuning(given: Mapping[str, str], reader: _VariableReader) -> None:
     """Add the model's flags, from its folder, and its training data."""
     request = reader.request
     model, chats, folder = given.get("HL_MODEL"), given.get("HL_DATA"), given.get("HL_DATA_OUTPUT_DIR")
@@ -222,7 +222,7 @@ def _fine_tuning(given: Mapping[str, str], reader: _Reader) -> None:
     request.train_flags += ["--load", model, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", model]
 
 
-def _data(given: Mapping[str, str], script: Script, preset: str, reader: _Reader) -> None:
+def _data(given: Mapping[str, str], script: Script, preset: str, reader: _VariableReader) -> None:
     """Add the flags of dataset, index folder and tokenizer."""
     flags = reader.request.train_flags
     root, prefix = given.get("HL_DATA_DIR_ROOT"), given.get("HL_DATA_FILE_PREFIX")
