@@ -35,7 +35,6 @@ def agent_command(torch_args: TorchrunArgs, ranks_per_node: int, train_flags: Se
         endpoint = f"{torch_args.master_addr}:{torch_args.master_port or 29500}"
     options = AgentOptions(
         nodes=torch_args.nnodes,
-        min_nodes=torch_args.nnodes,
         node_rank=torch_args.node_rank,
         rendezvous=endpoint,
         run_id=str(torch_args.rdzv_id),

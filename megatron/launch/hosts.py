@@ -53,7 +53,7 @@ def agent_options(plan: LaunchPlan) -> AgentOptions:
         rendezvous = f"127.0.0.1:{plan.master_port}"
     return AgentOptions(
         nodes=plan.nodes,
-        min_nodes=plan.min_nodes,
+        min_nodes=plan.min_nodes if plan.min_nodes < plan.nodes else None,
         rendezvous=rendezvous,
         run_id=plan.run_id,
         max_restarts=plan.max_restarts,

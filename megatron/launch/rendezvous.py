@@ -45,8 +45,8 @@ class NodeOptions:
     """Nodes of a run, as each of them knows them beforehand."""
 
     nodes: int = 1
-    min_nodes: int = 1
-    """Number of nodes that suffices to train on."""
+    min_nodes: int | None = None
+    """Number of nodes that suffices to train on. None: all."""
     node_rank: int | None = None
     """Place of this node, from 0; the first serves the rendezvous. None: the node whose address is named is first."""
     rendezvous: str | None = None
@@ -165,7 +165,7 @@ class TorchRendezvous(Rendezvous):
                 backend="c10d",
                 endpoint=options.rendezvous or "",
                 run_id=options.run_id,
-                min_nodes=options.min_nodes,
+                min_nodes=options.min_nodes or options.nodes,
                 max_nodes=options.nodes,
                 local_addr=self._address,
                 is_host=is_host,

@@ -22,15 +22,15 @@ from megatron.instructlab.launch import agent_command, meaning, run_to_the_end
         ({}, "--node-rank 0 --run-id 0"),
         (
             {"nnodes": 2, "node_rank": 1, "rdzv_id": "one", "rdzv_endpoint": "node0:12345"},
-            "--nodes 2 --min-nodes 2 --node-rank 1 --rendezvous node0:12345 --run-id one",
+            "--nodes 2 --node-rank 1 --rendezvous node0:12345 --run-id one",
         ),
         (
             {"nnodes": 2, "master_addr": "node0", "master_port": 1234},
-            "--nodes 2 --min-nodes 2 --node-rank 0 --rendezvous node0:1234 --run-id 0",
+            "--nodes 2 --node-rank 0 --rendezvous node0:1234 --run-id 0",
         ),
         (
             {"nnodes": 2, "master_addr": "node0"},
-            "--nodes 2 --min-nodes 2 --node-rank 0 --rendezvous node0:29500 --run-id 0",
+            "--nodes 2 --node-rank 0 --rendezvous node0:29500 --run-id 0",
         ),
     ],
 )
