@@ -53,7 +53,11 @@ LIGHT = (
     "exit_codes",
     "files",
     "command_names",
+    "planning.progress",
     "planning.schedule",
+    "tasks.pretrain",
+    "tasks.sft",
+    "tasks.task",
 )
 
 

@@ -67,4 +67,8 @@ def load_task(config: Config) -> Any:
 
     Raises ConfigError if it is unknown or its options are wrong.
     """
-    return load_plugin("task", config.training.task)(config)
+    name = config.training.task
+    cls = load_plugin("task", name)
+    if not hasattr(cls, "faults"):
+        raise ConfigError([f"task={name!r} is not a task; give a subclass of megatron.tasks.task.Task"])
+    return cls(config)

@@ -160,6 +160,7 @@ def test_every_layout_learns_the_same(ranks: RankPools, tmp_path: Path) -> None:
         ("--task-options modulus=3", "task=pretrain has no options"),
         ("--task pretrian", "use pretrain, sft, or your own as package.module:"),
         (f"--task {__name__}:Nothing", "cannot be loaded"),
+        (f"--task {__name__}:Numbers", "give a subclass of megatron.tasks.task.Task"),
     ],
 )
 def test_its_faults_are_reported_with_the_others(flags: str, fault: str) -> None:

@@ -262,7 +262,7 @@ def test_the_last_one_alone_counts_where_it_alone_is_kept(ranks: RankPools, tmp_
 def test_what_is_no_export_is_not_replaced(ranks: RankPools, tmp_path: Path, data: Path) -> None:
     (tmp_path / "hf/samples_12").mkdir(parents=True)
     (tmp_path / "hf/samples_12/notes.txt").write_text("mine")
-    assert "no export of a run; move it away" in ranks(1)(runs.train, command(data, tmp_path, "", samples=12))[0]
+    assert "not an export of a run; move it away" in ranks(1)(runs.train, command(data, tmp_path, "", samples=12))[0]
     assert names(tmp_path / "hf/samples_12") == ["notes.txt"]
 
 
