@@ -1,4 +1,4 @@
-"""The README's run in five commands, run as it stands there."""
+"""Run the README's commands as written, and check the links of the documentation."""
 
 from __future__ import annotations
 
@@ -11,50 +11,79 @@ from pathlib import Path
 
 import pytest
 
+from megatron.launch.hl_variables import VARIABLES
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def block_after(heading: str) -> str:
-    """The first bash block under a heading."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split(f"## {heading}\n", 1)[1]
-    return re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1]  # type: ignore[index]
+def blocks_below(heading: str) -> list[str]:
+    """Return the bash blocks of a section."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """What the commands read, in a place of their own to write to."""
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the files that the commands read, in a folder that they may write to."""
+    folder = tmp_path_factory.mktemp("checkout")
     for name in ("docs", "tools", "scripts", "megatron"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
 
 
-def test_run_in_five_commands_works_as_written(checkout: Path) -> None:
-    commands = block_after("A run in five commands")
-    assert len(commands.strip().splitlines()) == 5
+def run(commands: str, folder: Path, **variables: str) -> str:
+    """Run commands in `folder`; return what they print. They must succeed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HL_")}
     environment |= {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHON": sys.executable,
-        "PYTHONPATH": str(checkout),
+        "PYTHONPATH": str(folder),
     }
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
-        cwd=checkout,
-        env=environment,
+        cwd=folder,
+        env=environment | variables,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "iteration       40/      40" in done.stdout
-    assert "validation loss at iteration 40" in done.stdout
+    return done.stdout
+
+
+def test_training_and_converting_work_as_written(checkout: Path) -> None:
+    (commands,) = blocks_below("Train on your own text")
+    assert len(commands.strip().splitlines()) == 5
+    printed = run(commands, checkout)
+    assert "iteration       40/      40" in printed
+    assert "validation loss at iteration 40" in printed
     assert (checkout / "out" / "run.png").stat().st_size > 10_000
     assert (checkout / "out" / "run" / "checkpoints" / "latest").read_text().strip() == "global_step40"
+
+    (command,) = blocks_below("Convert to and from Hugging Face")
+    run(command, checkout)
+    assert (checkout / "out" / "huggingface" / "config.json").is_file()
+
+
+def test_the_commands_for_large_models_print_their_plans(checkout: Path) -> None:
+    commands = "".join(blocks_below("Train BLOOM-13B or Llama"))
+    printed = run(commands, checkout, HL_DRY_RUN="1", HL_DEVICE="hpu")
+    assert printed.count(" 8 hpu devices = 8 ranks") == 2
+    assert "4 nodes x 8 hpu devices = 32 ranks" in printed
+    assert printed.count("memory per rank, GiB") == 3
+
+
+def test_the_scripts_and_variables_of_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {
+        name for name in re.findall(r"(?:scripts|tools|benchmarks)/\w+\.\w+", text) if not (ROOT / name).exists()
+    } == set()
+    assert set(re.findall(r"HL_[A-Z_]+", text)) <= {variable.name for variable in VARIABLES}
 
 
 def test_every_link_of_the_documentation_leads_somewhere() -> None:
     broken = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
             if "://" not in target and not (page.parent / target).exists():
                 broken.append(f"{page.name}: {target}")

@@ -1,0 +1,457 @@
+"""Rules between options: each names the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megatron.config.validation
+from megatron.config.command_line import from_dict, load_config
+from megatron.config.validation import check, divisors
+from tests.config.faults import VALID, faults_of
+
+# One case breaks exactly one rule: (flags, ranks, what is wrong with its value, the remedy)
+BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
+    "ranks": (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        6,
+        "2 x pipeline_model",
+        "multiple of 4",
+    ),
+    "flex dropout": (
+        "--attention-backend flex --attention-dropout 0.1",
+        1,
+        "attention_backend=flex does not support dropout",
+        "set it to 0, or use sdpa",
+    ),
+    "stages": ("--pipeline-model-parallel-size 4 --num-layers 3", 4, "larger than num_layers=3", "use at most 3"),
+    "heads": (
+        "--tensor-model-parallel-size 3 --num-query-groups 1 --kv-channels 48 --ffn-hidden-size 96",
+        3,
+        "tensor_model_parallel_size=3 does not divide num_attention_heads=4",
+        "use 1, 2 or 4",
+    ),
+    "kv heads": (
+        "--tensor-model-parallel-size 4 --num-attention-heads 12 --num-query-groups 6 --hidden-size 96",
+        4,
+        "neither divides num_query_groups=6",
+        "use 1, 2, 3 or 6, or a multiple of 6",
+    ),
+    "kv channels": (
+        "--tensor-model-parallel-size 4 --num-query-groups 2 --kv-channels 3",
+        4,
+        "does not divide num_query_groups x head size = 6",
+        "use 1, 2, 3 or 6",
+    ),
+    "ffn": (
+        "--tensor-model-parallel-size 4 --ffn-hidden-size 90",
+        4,
+        "does not divide ffn_hidden_size=90",
+        "use 1, 2, 3, 5, 6, 9,",
+    ),
+    "sequence parallel": (
+        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 126",
+        4,
+        "to divide seq_length=126",
+        "or turn it off",
+    ),
+    "pipeline without engine": (
+        "--pipeline-model-parallel-size 2 --no-pipeline-parallel",
+        2,
+        "no_pipeline_parallel runs without a pipeline, but pipeline_model_parallel_size=2",
+        "set it to 1",
+    ),
+    "pipeline with zero 2": ("--pipeline-model-parallel-size 2 --zero-stage 2", 2, "zero_stage=2 runs", "set it to 1"),
+    "pipeline with offload": (
+        "--pipeline-model-parallel-size 2 --zero-stage 1 --offload-optimizer",
+        2,
+        "offload_optimizer runs",
+        "set it to 1",
+    ),
+    "offload param": ("--offload-param --zero-stage 2", 1, "needs zero_stage=3, not 2", "turn it off"),
+    "offload optimizer": ("--offload-optimizer", 1, "needs zero_stage 1, 2 or 3, not 0", "turn it off"),
+    "offload sgd": ("--offload-optimizer --zero-stage 1 --optimizer sgd", 1, "optimizer=sgd", "use adamw or adam"),
+    "head size": ("--hidden-size 66", 1, "num_attention_heads=4 does not divide hidden_size=66", "or set kv_channels"),
+    "query groups": ("--num-query-groups 3", 1, "num_query_groups=3 does not divide", "use 1, 2 or 4"),
+    "rope pairs": (
+        "--position-embedding-type rope --kv-channels 15",
+        1,
+        "even head size, not 15",
+        "change hidden_size or kv_channels",
+    ),
+    "rope scaling": ("--rope-scaling-factor 8", 1, "rope_scaling_factor=8.0 needs", "unset it"),
+    "rope factors": (
+        "--position-embedding-type rope --rope-scaling-factor 8 --rope-scaling-low-freq-factor 4",
+        1,
+        "rope_scaling_low_freq_factor=4.0 must be below",
+        "lower it",
+    ),
+    "positions": (
+        "--max-position-embeddings 64",
+        1,
+        "seq_length=128 is larger than max_position_embeddings=64",
+        "enlarge",
+    ),
+    "precisions": ("--bf16 --fp16", 1, "bf16 and fp16 are both on", "turn one of them off"),
+    "accumulation": ("--grad-accum-dtype bf16", 1, "the precision is fp32", "set fp32"),
+    "loss scale": ("--fp16 --min-loss-scale 100000", 1, "min_loss_scale=100000.0 is above", "lower it"),
+    "flex": (
+        "--attention-backend flex --attention-dropout 0 --device cpu",
+        1,
+        "runs on cuda only, but device=cpu",
+        "use auto or sdpa",
+    ),
+    "fused sdpa": ("--attention-backend fused_hpu --device cuda", 1, "runs on hpu only, but device=cuda", "use auto"),
+    "fast softmax": ("--use-fast-softmax --device cpu", 1, "for hpu only, but device=cpu", "turn it off"),
+    "global batch": ("--micro-batch-size 3", 2, "global_batch_size=8 is not a multiple of", "use a multiple of 6"),
+    "ramp-up start": (
+        "--train-iters none --train-samples 999 --rampup-batch-size 16 8 100",
+        1,
+        "16 8 100 starts above global_batch_size=8",
+        "start lower",
+    ),
+    "ramp-up end": (
+        "--train-iters none --train-samples 999 --rampup-batch-size 2 4 100",
+        1,
+        "never reaches global_batch_size=8: the difference 6",
+        "change one of the three",
+    ),
+    "ramp-up steps": (
+        "--train-iters none --train-samples 999 --rampup-batch-size 2 2 100",
+        4,
+        "passes through 2, which is not a multiple of micro_batch_size x data-parallel size = 1 x 4",
+        "use multiples of 4 for start and increment, or a data-parallel size of 1 or 2",
+    ),
+    "ramp-up in steps": ("--rampup-batch-size 2 2 100", 1, "train_samples is not given", "instead of train_iters"),
+    "length twice": ("--train-samples 900", 1, "train_samples=900 and train_iters=100 are both given", "keep one"),
+    "no length": ("--train-iters none", 1, "neither train_samples nor train_iters is given", "give one"),
+    "no length of sft": (
+        "--task sft --train-iters none",
+        1,
+        "none of train_samples, train_iters, num_epochs is given",
+        "give one",
+    ),
+    "length of sft thrice": (
+        "--task sft --train-samples 9 --num-epochs 2",
+        1,
+        "train_samples=9 and train_iters=100 and num_epochs=2 are all given",
+        "keep one",
+    ),
+    "few chats": (
+        "--task sft --global-batch-size 2",
+        4,
+        "global_batch_size=2 is less than the data-parallel",
+        "4 or more",
+    ),
+    "short rows": ("--task sft --max-batch-len 64", 1, "max_batch_len=64 is less than seq_length=128", "raise it"),
+    "rows of a step": ("--task sft --micro-batch-size 2", 1, "packing=step makes each microbatch one row", "use 1"),
+    "rows cut": (
+        "--task sft --max-batch-len 129 --tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "to divide max_batch_len=129",
+        "use 1, 3 or 43",
+    ),
+    "ramp of chats": (
+        "--task sft --rampup-batch-size 2 2 100 --train-samples 100 --train-iters none",
+        1,
+        "rampup_batch_size is for task=pretrain",
+        "leave it out",
+    ),
+    "ends of chats": (
+        "--task sft --reset-position-ids --eod-token-id 0",
+        1,
+        "reset_position_ids has no effect with task=sft",
+        "leave it out",
+    ),
+    "weighted chats": ("--task sft --data-path 1 a 2 b", 1, "1 a 2 b' has weights", "give prefixes alone"),
+    "short training": ("--train-iters none --train-samples 7", 1, "train_samples=7 is less than", "train longer"),
+    "warm-up twice": ("--lr-warmup-samples 8 --lr-warmup-iters 1", 1, "lr_warmup_samples=8 and", "keep one"),
+    "decay twice": ("--lr-decay-samples 80 --lr-decay-iters 10", 1, "lr_decay_samples=80 and", "keep one"),
+    "wsd twice": (
+        "--lr-decay-style WSD --lr-wsd-decay-samples 80 --lr-wsd-decay-iters 10",
+        1,
+        "lr_wsd_decay_samples=80 and lr_wsd_decay_iters=10",
+        "keep one",
+    ),
+    "warm-up in steps": (
+        "--train-iters none --train-samples 999 --rampup-batch-size 2 2 100 --lr-warmup-iters 2",
+        1,
+        "lr_warmup_iters=2 cannot be combined with rampup_batch_size",
+        "use lr_warmup_samples",
+    ),
+    "min lr": ("--min-lr 1", 1, "min_lr=1.0 is above lr=0.0001", "lower it"),
+    "long warm-up": (
+        "--lr-warmup-iters 100",
+        1,
+        "warm-up of 800 samples must be shorter than the decay of 800",
+        "shorten",
+    ),
+    "wsd part": ("--lr-decay-style WSD", 1, "lr_decay_style=WSD needs", "give one"),
+    "long wsd part": (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 60 --lr-warmup-iters 50",
+        1,
+        "the warm-up of 400 samples and WSD's last part of 480 do not fit into 800",
+        "shorten lr_wsd_decay_*",
+    ),
+    "split": ("--split 0,0", 1, "split='0,0'", "such as 949,50,1"),
+    "split of four": ("--split 1,1,1,1", 1, "split='1,1,1,1'", "such as 949,50,1"),
+    "split of nothing": ("--split nan", 1, "split='nan'", "such as 949,50,1"),
+    "no data": ("--data-path", 1, "data_path is not given", "tools/preprocess_data.py"),
+    "odd blend": ("--data-path 1 a 2", 1, "data_path='1 a 2'", "WEIGHT PREFIX pairs"),
+    "weights for some": ("--data-path 1 a b c", 1, "data_path='1 a b c'", "weights above 0"),
+    "a split's odd blend": ("--train-data-path 1 a 2", 1, "train_data_path='1 a 2'", "WEIGHT PREFIX"),
+    "two kinds of paths": (
+        "--data-path d --valid-data-path v",
+        1,
+        "data_path and valid_data_path are both given",
+        "keep data_path and split",
+    ),
+    "no training data": ("--test-data-path t", 1, "is given without train_data_path", "give it"),
+    "weight of nothing": ("--data-path 0 a 1 b", 1, "data_path='0 a 1 b'", "weights above 0"),
+    "no end of document": ("--reset-attention-mask", 1, "reset_attention_mask needs", "give eod_token_id"),
+    "gpt2 files": (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file v",
+        1,
+        "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file",
+        "give both",
+    ),
+    "hf file": ("--tokenizer-type HFTokenizer", 1, "tokenizer_type=HFTokenizer needs tokenizer_model", "give the file"),
+    "tiktoken pattern": ("--tiktoken-pattern r50k", 1, "is for tokenizer_type=TikTokenizer", "leave it out"),
+    "eod of nothing": ("--eod-token E", 1, "eod_token=E needs a tokenizer", "give tokenizer_type"),
+    "eod twice": (
+        "--tokenizer-type Llama2Tokenizer --tokenizer-model m --eod-token E --eod-token-id 2",
+        1,
+        "eod_token=E and eod_token_id=2",
+        "give one of them",
+    ),
+    "eod": ("--eod-token-id 50257", 1, "eod_token_id=50257 is outside vocab_size=50257", "below 50257"),
+    "profile": ("--profile", 1, "results_dir, which is not given", "turn profile off"),
+    "universal step": (
+        "--load runs --universal-checkpoint --ckpt-step 20",
+        1,
+        "ckpt_step=20 selects one of our own checkpoints",
+        "set load to the folder of that iteration",
+    ),
+    "one export": (
+        "--save runs --save-hf models --save-hf-last-only --save-hf-keep-last 2",
+        1,
+        "save_hf_keep_last=2 has no effect with save_hf_last_only",
+        "leave one",
+    ),
+    "exports alone": (
+        "--save-hf models",
+        1,
+        "save_hf=models is exported from the checkpoints in save",
+        "give a folder",
+    ),
+    "exports among checkpoints": (
+        "--save runs --save-hf ./runs/",
+        1,
+        "save_hf=./runs/ is the same folder as save",
+        "use another",
+    ),
+    "save alone": ("--keep-last 3", 1, "keep_last=3 has no effect without save", "give the folder to save in"),
+    "profile steps": (
+        "--profile --results-dir out --profile-steps 4 3",
+        1,
+        "profile_steps=4 3 ends before it starts",
+        "give FIRST LAST",
+    ),
+    "profile late": (
+        "--profile --results-dir r --profile-steps 200 201",
+        1,
+        "profile_steps=200 201 begins after train_iters=100",
+        "start earlier",
+    ),
+    "profile ranks": (
+        "--profile --results-dir r --profile-ranks 0 2",
+        2,
+        "profile_ranks=0 2 must name ranks of this",
+        "use 0 to 1",
+    ),
+    "ranks of no profile": ("--profile-ranks 1", 2, "has no effect without profile", "turn it on"),
+    "stack of no profile": (
+        "--pytorch-profiler-collect-callstack",
+        1,
+        "pytorch_profiler_collect_callstack=True has no effect without profile",
+        "turn it on",
+    ),
+    "wandb": ("--wandb-exp-name n", 1, "wandb_exp_name=n has no effect without wandb_project", "give one"),
+    "rollback unsaved": ("--spike-action rollback", 1, "but save is not given", "give a folder"),
+    "rollback of weights": (
+        "--spike-action rollback --save runs --no-save-optim",
+        1,
+        "needs the optimizer's state",
+        "turn one of them off",
+    ),
+    "long watch": (
+        "--watchdog-timeout-s 90 --distributed-timeout-minutes 1",
+        1,
+        "watchdog_timeout_s=90 is above distributed_timeout_minutes=1 (60 s)",
+        "lower it, or raise",
+    ),
+    "short watch": ("--watchdog-timeout-s 0.5", 1, "watchdog_timeout_s=0.5 leaves no time", "use 1 or more"),
+    "straggler of zero 3": ("--log-straggler --zero-stage 3", 1, "with zero_stage=3 every layer waits", "turn it off"),
+    "compiled straggler": (
+        "--log-straggler --torch-compile --tensor-model-parallel-size 2",
+        2,
+        "tensor_model_parallel_size=2 is above 1, which it cannot",
+        "turn one of the two off",
+    ),
+}
+
+
+def faults_of_case(name: str) -> list[str]:
+    words, world_size, _, _ = BROKEN_RULES[name]
+    if words == "--data-path":
+        return check(from_dict({"training": {"train_iters": 100}}), world_size)
+    given = VALID if "data-path" not in words else VALID[2:]
+    return faults_of([*given, *words.split()], world_size)
+
+
+@pytest.mark.parametrize("name", BROKEN_RULES)
+def test_a_broken_rule_is_named_with_value_and_remedy(name: str) -> None:
+    _, _, wrong, remedy = BROKEN_RULES[name]
+    faults = faults_of_case(name)
+    assert len(faults) == 1, faults
+    assert wrong in faults[0]
+    assert remedy in faults[0]
+
+
+# flags that do nothing alone -> what they need, and the flags that give it
+IDLE: dict[str, tuple[str, str]] = {
+    "--save-interval-in-mins 5": ("save", "--save runs"),
+    "--no-async-save": ("save", "--save runs"),
+    "--keep-last 3": ("save", "--save runs"),
+    "--save-samples 100": ("save", "--save runs"),
+    "--save-at-epoch": ("save", "--save runs --task sft"),
+    "--save runs --save-at-epoch": ("a task that counts epochs, such as task=sft", "--task sft"),
+    "--save-hf-keep-last 2": ("save_hf", "--save runs --save-hf models"),
+    "--save-hf-last-only": ("save_hf", "--save runs --save-hf models"),
+    "--no-save-optim": ("save", "--save runs"),
+    "--verify-checkpoint": ("save", "--save runs"),
+    "--save-retain-interval 500": ("keep_last", "--save runs --keep-last 3"),
+    "--ckpt-step 20": ("load", "--load runs"),
+    "--ckpt-step 0": ("load", "--load runs"),
+    "--no-load-fallback": ("load", "--load runs"),
+    "--universal-checkpoint": ("load", "--load runs"),
+    "--finetune": ("load", "--load runs"),
+    "--no-load-optim": ("load", "--load runs"),
+    "--no-load-rng": ("load", "--load runs"),
+    "--allow-data-change": ("load", "--load runs"),
+    "--initial-loss-scale 1024": ("fp16", "--fp16"),
+    "--min-loss-scale 2": ("fp16", "--fp16"),
+    "--loss-scale-window 100": ("fp16", "--fp16"),
+    "--hysteresis 1": ("fp16", "--fp16"),
+    "--lr-wsd-decay-samples 80": ("lr_decay_style=WSD", "--lr-decay-style WSD"),
+    "--lr-wsd-decay-iters 10": ("lr_decay_style=WSD", "--lr-decay-style WSD"),
+    "--lr-wsd-decay-style linear": ("lr_decay_style=WSD", "--lr-decay-style WSD --lr-wsd-decay-iters 10"),
+    "--sgd-momentum 0.5": ("optimizer=sgd", "--optimizer sgd"),
+    "--rotary-base 500000": ("position_embedding_type=rope", "--position-embedding-type rope"),
+    "--rope-scaling-low-freq-factor 2": (
+        "rope_scaling_factor",
+        "--position-embedding-type rope --rope-scaling-factor 8",
+    ),
+    "--rope-scaling-high-freq-factor 8": (
+        "rope_scaling_factor",
+        "--position-embedding-type rope --rope-scaling-factor 8",
+    ),
+    "--rope-scaling-original-length 64": (
+        "rope_scaling_factor",
+        "--position-embedding-type rope --rope-scaling-factor 8",
+    ),
+    "--vocab-file v": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --merge-file m"),
+    "--merge-file m": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --vocab-file v"),
+    "--tokenizer-model m": ("tokenizer_type", "--tokenizer-type HFTokenizer"),
+    "--num-epochs 2": ("a task that counts epochs, such as task=sft", "--task sft --train-iters none"),
+    "--packing none": ("task=sft", "--task sft"),
+    "--max-batch-len 256": ("task=sft", "--task sft"),
+    "--task sft --packing none --max-batch-len 256": ("packing=step", "--packing step"),
+    "--task sft --packing dataset --bucketing octave": ("packing=step or none", "--packing step"),
+    "--task sft --bucketing off --buckets-per-octave 4": ("bucketing=octave", "--bucketing octave"),
+    "--task sft --num-buckets 4": ("bucketing=optimal", "--bucketing optimal"),
+    "--profile-steps 10 12": ("profile", "--profile --results-dir out"),
+}
+
+
+@pytest.mark.parametrize("flags", IDLE)
+def test_an_option_that_would_do_nothing_is_refused(flags: str) -> None:
+    needed, given = IDLE[flags]
+    faults = faults_of([*VALID, *flags.split()])
+    assert len(faults) == 1, faults
+    assert f" has no effect without {needed}; " in faults[0]
+    assert faults[0].endswith(", or leave it out")
+    load_config([*VALID, *flags.split(), *given.split()], 1)
+
+
+def test_every_rule_is_broken_by_a_case() -> None:
+    rules = {
+        node.lineno
+        for function in ast.walk(ast.parse(Path(megatron.config.validation.__file__).read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("_check_")
+        for node in ast.walk(function)
+        if isinstance(node, ast.Yield)
+    }
+    reached: set[int] = set()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != megatron.config.validation.__file__:
+            return None
+        reached.add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for name in BROKEN_RULES:
+            faults_of_case(name)
+    finally:
+        sys.settrace(before)
+    assert len(rules) > 40
+    assert sorted(rules - reached) == [], "lines of rules.py that no case of BROKEN_RULES reaches"
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "num_layers": st.integers(1, 12),
+            "num_attention_heads": st.integers(1, 16),
+            "num_query_groups": st.none() | st.integers(1, 16),
+            "ffn_hidden_size": st.none() | st.integers(1, 300),
+        }
+    ),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(1, 64),
+)
+def test_check_accepts_exactly_the_layouts_that_divide(
+    model: dict[str, Any], tp: int, pp: int, world_size: int
+) -> None:
+    config = from_dict(
+        {
+            "model": {"hidden_size": 16 * model["num_attention_heads"], **model},
+            "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
+            "training": {"global_batch_size": 64 * 63 * 61, "train_samples": 10**9},
+            "data": {"data_path": ["corpus"]},
+        }
+    )
+    heads, kv = config.model.num_attention_heads, config.model.num_kv_heads
+    fits = world_size % (tp * pp) == 0 and pp <= config.model.num_layers
+    fits &= heads % kv == 0 and heads % tp == 0 and config.model.ffn_size % tp == 0
+    fits &= kv % tp == 0 or (tp % kv == 0 and kv * 16 % tp == 0)
+    fits &= config.training.global_batch_size % max(1, world_size // (tp * pp)) == 0
+    assert (check(config, world_size) == []) == fits
+
+
+@given(st.integers(1, 2000), st.integers(1, 64))
+def test_divisors_divide(number: int, up_to: int) -> None:
+    offered = [int(word) for word in re.findall(r"\d+", divisors(number, up_to))]
+    assert offered == [d for d in range(1, up_to + 1) if number % d == 0 and d <= number]

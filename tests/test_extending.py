@@ -1,0 +1,107 @@
+"""Run the examples of CONTRIBUTING.md and docs/extending.md."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron import accelerator
+from tests import runs
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def blocks(page: str, heading: str) -> list[str]:
+    """Return the Python blocks below a heading of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    section = re.split(rf"^##+ {re.escape(heading)}$", text, flags=re.MULTILINE)[1].split("\n## ", 1)[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with `folder` as the first place of imports."""
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env={"PYTHONPATH": f"{folder}:{ROOT}"}, capture_output=True, text=True
+    )
+
+
+def test_the_example_of_a_new_option_works(tmp_path: Path) -> None:
+    for name in ("megatron", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    field, rule = blocks("CONTRIBUTING.md", "Add an option")
+    outputs, validation = (tmp_path / "megatron" / "config" / f"{name}.py" for name in ("outputs", "validation"))
+    outputs.write_text(outputs.read_text() + field)  # the file ends with LoggingConfig
+    head, tail = validation.read_text().split("def _check_logging", 1)
+    body, rest = tail.split("\n\n\n", 1)
+    validation.write_text(f"{head}def _check_logging{body}\n{rule}\n\n{rest}")
+
+    read = "from megatron.config.command_line import load_config; print(load_config(__import__('sys').argv[1:], 1))"
+    words = ["--data-path", "corpus", "--train-iters", "1", "--log-loss-digits"]
+    assert "log_loss_digits=9" in python(tmp_path, "-c", read, *words, "9").stdout
+    assert "less than or equal to 12" in python(tmp_path, "-c", read, *words, "13").stderr
+    assert (
+        "log_loss_digits=9 needs fp32, not bf16; use 8 or less"
+        in python(tmp_path, "-c", read, *words, "9", "--bf16").stderr
+    )
+    page = python(tmp_path, "tools/document_config.py").stdout
+    assert "| `--log-loss-digits` | int ≥ 1 and ≤ 12 | 6 | Number of digits of the loss in the log line. |" in page
+
+
+@pytest.fixture
+def extensions(tmp_path: Path) -> Path:
+    """Return a folder with the examples of docs/extending.md as modules, and a dataset."""
+    for heading, module in [
+        ("Add a model family", "my_family"),
+        ("Add a task", "my_task"),
+        ("A linear layer", "my_kernel"),
+    ]:
+        (tmp_path / f"{module}.py").write_text(blocks("docs/extending.md", heading)[0])
+    runs.write_dataset(tmp_path / "text")
+    return tmp_path
+
+
+def test_the_examples_of_a_family_a_task_and_a_kernel_train(extensions: Path) -> None:
+    words = f"{runs.TINY} --data-path text --train-iters 2 --position-embedding-type rope --results-dir out"
+    words += " --architecture my_kernel:FAMILY --task my_task:SkipTask --task-options below=4"
+    done = python(extensions, "-m", "megatron.train", *words.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = runs.rows(extensions / "out")
+    assert len(rows) == 2
+    # three of 127 labels, and the ends of documents, are below 4
+    assert all(0.9 < row["metrics"]["trained_share"] < 1 for row in rows)
+
+
+def test_the_example_of_a_family_computes_its_product_in_float32_and_the_kernels_in_bfloat16(extensions: Path) -> None:
+    losses = []
+    for family in ("my_family", "my_kernel"):
+        words = f"{runs.TINY} --data-path text --train-iters 1 --position-embedding-type rope --results-dir {family}"
+        done = python(extensions, "-m", "megatron.train", *words.split(), "--architecture", f"{family}:FAMILY")
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append(runs.rows(extensions / family)[0]["lm_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] != losses[1]
+
+
+def test_the_example_of_a_family_refuses_what_it_does_not_support(extensions: Path) -> None:
+    words = f"{runs.TINY} --data-path text --train-iters 1 --position-embedding-type alibi"
+    done = python(extensions, "-m", "megatron.train", *words.split(), "--architecture", "my_family:FAMILY")
+    assert done.returncode == 2
+    assert "position_embedding_type=alibi is not supported by my_family; use rope or learned" in done.stderr
+
+
+def test_the_example_of_a_device_is_found_if_it_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace: dict[str, Any] = {}
+    compiled = compile(blocks("docs/extending.md", "Add a device")[0], "docs/extending.md", "exec")
+    types.FunctionType(compiled, namespace)()
+    monkeypatch.setitem(accelerator._MISSING, "xpu", namespace["missing_xpu"])
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    with pytest.raises(accelerator.DeviceError, match="torch sees no XPU; install a build of torch with XPU support"):
+        accelerator.choose_device("xpu")
