@@ -159,7 +159,7 @@ class Checkpoint:
                     raise CheckpointError("its size has changed since the checkpoint was opened")
                 mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the tensor is read-only; nobody writes to it
+                warnings.simplefilter("ignore")  # the tensor is read-only, and no code writes to it
                 tensor = torch.frombuffer(mapped, dtype=torch.float32, count=len(mapped) // ITEM_BYTES)
             self._maps[file] = (mapped, tensor)
         return self._maps[file][1]

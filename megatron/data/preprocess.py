@@ -58,7 +58,7 @@ class Report(Protocol):
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """What to preprocess, and how."""
+    """Input, tokenizer and output of a preprocessing run."""
 
     sources: list[SourceFile]
     keys: tuple[str, ...]
