@@ -14,7 +14,7 @@ from megatron.files import replacing, sync_folder, write_durably
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What reaches the disk, in its order: `sync` of a file or folder by its name, `replace` by the old one."""
+    """Order of what reaches the disk: `sync` of a file or folder by its name, `replace` by the old one."""
     made: list[str] = []
     sync, replace = os.fsync, os.replace
 

@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.command_names import command_name
+
 Tokens = NDArray[Any]
 """Token ids in the file's integer type."""
 
@@ -97,7 +99,7 @@ class IndexedDataset:
         if idx[: len(MAGIC)] != MAGIC:
             raise DataError(
                 f"{path} starts with {bytes(idx[: len(MAGIC)])!r}, not {MAGIC!r}: it is not a Megatron index; "
-                "write it with tools/preprocess_data.py"
+                f"write it with {command_name('preprocess_data')}"
             )
         if size < HEADER_BYTES:
             raise DataError(
@@ -232,4 +234,4 @@ def _missing_hint(path: Path, prefix: str) -> str:
         return f"{prefix} is a folder, " + (
             f"give a dataset in it, such as {Path(prefix, names[0])}" if names else "without datasets"
         )
-    return "give PREFIX for PREFIX.bin and PREFIX.idx, as tools/preprocess_data.py prints it"
+    return f"give PREFIX for PREFIX.bin and PREFIX.idx, as {command_name('preprocess_data')} prints it"

@@ -15,6 +15,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike
 
+from megatron.command_names import command_name
 from megatron.data.checksums import (
     ReportBytes,
     checksum_line,
@@ -211,8 +212,8 @@ class IndexedDatasetBuilder:
             if dataset.pointers[start] != end or len(wrong) or lengths.min() < 0:
                 raise DataError(
                     f"{dataset.prefix}.idx: lengths and pointers disagree within its sequences {start} to "
-                    f"{start + len(lengths)}; the file is damaged, copy it again (tools/inspect_dataset.py --verify "
-                    "says more)"
+                    f"{start + len(lengths)}; the file is damaged; copy it again "
+                    f"({command_name('inspect_dataset')} --verify reports details)"
                 )
             self._write_lengths(lengths)
             end = int(ends[-1])

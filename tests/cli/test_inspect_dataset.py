@@ -1,4 +1,4 @@
-"""tools/inspect_dataset.py: its figures against NumPy's, what it prints of documents, and what it verifies.
+"""tools/inspect_dataset.py: statistics against NumPy's, printed documents, and verification.
 
 Damaged files are in tests/data/test_damaged_datasets.py.
 """
@@ -267,7 +267,7 @@ def test_numbers_that_are_no_ids_are_found(tmp_path: Path, capsys: pytest.Captur
         ("--tiktoken-pattern x", "--tiktoken-pattern needs --tokenizer-type"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+def test_contradictory_flags_are_refused(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     with pytest.raises(SystemExit) as stop:
         inspect("d", *flags.split())
     assert stop.value.code == 2

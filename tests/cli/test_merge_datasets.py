@@ -1,4 +1,4 @@
-"""tools/merge_datasets.py: its result against concatenation in NumPy, its order, and what it refuses.
+"""tools/merge_datasets.py: the result against concatenation in NumPy, the order, and refused inputs.
 
 Damaged inputs and full disks are in tests/data/test_damaged_datasets.py.
 """
@@ -28,7 +28,7 @@ def merge(*arguments: str | Path) -> int:
 
 
 def write(prefix: Path, value: int, dtype: DTypeLike = np.uint16, **notes: Any) -> Path:
-    """One document of that token, so that order can be told from the result."""
+    """One document of that token, so that the result shows the order."""
     prefix.parent.mkdir(exist_ok=True)
     with IndexedDatasetBuilder(prefix, dtype, notes=notes) as builder:
         builder.add_document([value])
@@ -165,7 +165,7 @@ def test_an_index_with_modes_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert names(tmp_path) == ["a.bin", "a.idx"]
 
 
-def test_what_reads_back_otherwise_is_not_published(
+def test_a_difference_on_reading_back_prevents_publication(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "in" / "a", 1)

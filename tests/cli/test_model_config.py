@@ -64,7 +64,7 @@ def test_tokens_may_be_added_but_not_taken(tmp_path: Path, capsys: pytest.Captur
         preset_of(folder, 122)
 
 
-def test_what_is_no_such_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert model_config.main(["--load", str(tmp_path)]) == 1
     assert "config.json is missing" in capsys.readouterr().err
     write("llama_gqa", tmp_path, model_type="mamba")

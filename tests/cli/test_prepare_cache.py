@@ -1,4 +1,4 @@
-"""tools/prepare_cache.py: what it builds is what the run then finds."""
+"""tools/prepare_cache.py: a run finds every array that it built."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_second_call_finds_everything(
     assert {path: path.stat().st_mtime_ns for path in (data / "cache").glob("*.npy")} == stamps
 
 
-def test_the_table_tells_documents_tokens_epochs_and_samples(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_documents_tokens_epochs_and_samples(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--data-path", str(data / "a"), *RUN.split()]) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     # 40 documents of 11 tokens hold 54 samples of 8; 160 take three epochs, which hold 164

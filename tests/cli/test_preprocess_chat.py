@@ -1,4 +1,4 @@
-"""The chat tool end to end: its summary, the samples it shows, and what it says of wrong flags."""
+"""tools/preprocess_chat.py end to end: summary, printed samples, and messages about wrong flags."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_an_error_is_one_line_and_status_1(tmp_path: Path, tokenizer: Path, caps
         (("--output-prefix", "x", "--max-length", "0"), "--max-length must be at least 1"),
     ],
 )
-def test_wrong_flags_are_told(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_reported(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         preprocess("--input", "x.jsonl", "--tokenizer-model", "x", *flags)
     assert said in capsys.readouterr().err

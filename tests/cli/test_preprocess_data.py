@@ -1,4 +1,4 @@
-"""The text tools end to end: what they write, what they refuse, and that nothing half-done is left."""
+"""tools/preprocess_data.py and train_tokenizer.py end to end: output, refused input, and no partial results."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_bad_line_fails_with_its_number_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("bad", BAD_LINES)
-def test_a_bad_line_is_skipped_and_counted_when_asked(
+def test_a_bad_line_is_skipped_and_counted_on_request(
     tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "1"}\n\n' + BAD_LINES[bad][0] + b'\n{"text": "2"}\n')
@@ -143,7 +143,7 @@ def test_a_bad_line_is_skipped_and_counted_when_asked(
     assert "skipped 1 bad documents and 1 blank ones" in said.out
 
 
-def test_a_text_file_that_is_no_utf8_is_a_bad_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_file_that_is_not_utf8_is_a_bad_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_bytes(b"12 \xe9")
     assert preprocess("--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "out", *NULL) == 1
     assert "in.txt: byte 3 is not UTF-8" in capsys.readouterr().err
@@ -337,7 +337,7 @@ def train(*arguments: str | Path) -> int:
     return train_tokenizer.main([str(a) for a in arguments])
 
 
-def test_a_trained_tokenizer_has_the_size_asked_for_and_loads_in_both_forms(tmp_path: Path, corpus: Path) -> None:
+def test_a_trained_tokenizer_has_the_requested_size_and_loads_in_both_forms(tmp_path: Path, corpus: Path) -> None:
     folder = tmp_path / "tokenizer"
     assert train("--input", corpus, "--vocab-size", "400", "--output-dir", folder) == 0
     assert names(folder) == ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]

@@ -1,4 +1,4 @@
-"""Whatever befalls tools/preprocess_data.py, nothing half-done looks finished, and --resume gives the same bytes."""
+"""Failures of tools/preprocess_data.py: nothing partial looks finished, and --resume gives the same bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def outputs(folder: Path) -> dict[str, bytes]:
 
 
 def whole_pairs(folder: Path) -> int:
-    """How many datasets look finished. Raises if one of them is not."""
+    """Number of datasets that look finished. Raises if one of them is not."""
     indexes = list(folder.glob("*.idx"))
     for index in indexes:
         prefix = str(index.with_suffix(""))
@@ -198,7 +198,7 @@ def data_files(folder: Path) -> list[bytes]:
     return [content for name, content in outputs(folder).items() if not name.endswith(".sha256")]
 
 
-def test_a_bad_line_can_be_mended_and_the_run_resumed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_line_can_be_repaired_and_the_run_resumed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (stopped / "in.jsonl").write_bytes((stopped / "good.jsonl").read_bytes())
     status, said = run_main(command(stopped, "--resume"), capsys)
     assert status == 0
@@ -213,7 +213,7 @@ def test_a_bad_line_can_be_skipped_and_the_run_resumed(stopped: Path, capsys: py
     assert data_files(stopped) == finished(stopped, "in.jsonl", capsys, "--on-bad-line", "skip")
 
 
-def test_unfinished_work_is_not_thrown_away_unasked(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_work_is_not_discarded_without_a_request(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(path for path in (stopped / "out.unfinished").rglob("*"))
     status, said = run_main(command(stopped), capsys)
     assert status == 1
@@ -325,7 +325,7 @@ def test_an_early_failure_leaves_no_folder(tmp_path: Path, capsys: pytest.Captur
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_a_difference_that_shows_late_begins_anew_with_the_reference(
+def test_a_late_difference_restarts_with_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The accelerated tokenizer agrees on the first sample and the first blocks, then no more."""

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.command_names import command_name
 from megatron.config.data import parse_data_path, parse_split
 from megatron.config.options import Config
 from megatron.data.blend import digest
@@ -53,7 +54,7 @@ class ChatDataset:
         if not self.loss_tokens.any():
             raise DataError(
                 f"{said}: none of the {len(self)} chats has a token to train on; look at the roles and the chat "
-                "template with tools/preprocess_chat.py --show"
+                f"template with {command_name('preprocess_chat')} --show"
             )
         identity = [
             (file.tokens.fingerprint, file.mask.fingerprint, hashlib.sha256(file.chats.tobytes()).hexdigest())
@@ -190,8 +191,8 @@ def _open(prefix: str, vocab_size: int) -> tuple[IndexedDataset, IndexedDataset]
         mask = IndexedDataset(prefix + LOSS_MASK_SUFFIX)
     except DataError as error:
         raise DataError(
-            f"{prefix} has no loss mask, which task=sft needs ({error}); write both with tools/preprocess_chat.py, or "
-            "train with task=pretrain"
+            f"{prefix} has no loss mask, which task=sft needs ({error}); write both with "
+            f"{command_name('preprocess_chat')}, or train with task=pretrain"
         ) from None
     check_vocabulary(tokens, vocab_size)
     if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, tokens.lengths):
