@@ -1,8 +1,7 @@
-"""What `deepspeed.accelerator.get_accelerator()` lacks: the choice of device, memory under one set of keys, HPU steps
-and recompilations, peak arithmetic.
+"""Additions to DeepSpeed's accelerator: choice of device, memory under one set of keys, HPU steps, peak TFLOP/s.
 
-Imports torch, deepspeed and habana_frameworks inside the functions only: `choose_device` must speak before deepspeed is
-imported, and a rejected config must not wait for any of them.
+torch, deepspeed and habana_frameworks are imported inside the functions: `choose_device` must be called before
+deepspeed is imported, and a rejected config must not wait for any of them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# How Habana's Optimum names them, for every device. Its "GB" are 2^30 bytes.
+# names of Habana's Optimum, for every device; its "GB" are 2^30 bytes
 ALLOCATED = "memory_allocated (GB)"
 MAX_ALLOCATED = "max_memory_allocated (GB)"
 TOTAL = "total_memory_available (GB)"
@@ -31,8 +30,8 @@ HOST_RSS = "host_rss (GB)"
 HOST_AVAILABLE = "host_memory_available (GB)"
 GB = 2**30
 
-# Dense bfloat16 matrix TFLOP/s by device name, the first match counting. NVIDIA quotes most figures with sparsity,
-# which doubles them.
+# Dense bfloat16 matrix TFLOP/s by device name; the first match counts. NVIDIA quotes most figures with sparsity, which
+# doubles them.
 PEAK_TFLOPS = (
     (r"\bGB200\b", 2500.0),  # GB200 NVL72 datasheet: 360 PFLOP/s sparse over 72
     (r"\bB200\b", 2250.0),  # HGX B200 datasheet: 36 PFLOP/s sparse over 8
@@ -53,7 +52,7 @@ PEAK_TFLOPS = (
 
 
 class DeviceError(RuntimeError):
-    """The device asked for is not there."""
+    """The requested device is not available."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,26 +60,25 @@ class DeviceError(RuntimeError):
 
 
 def choose_device(device: str) -> str:
-    """Settle on 'hpu', 'cuda' or 'cpu' for this process and tell DeepSpeed (DS_ACCELERATOR). Call it before the first
-    import of deepspeed.
+    """Choose 'hpu', 'cuda' or 'cpu' for this process, and set DS_ACCELERATOR. Call it before deepspeed is imported.
 
-    'auto' is DS_ACCELERATOR where that is set already, else the first of hpu, cuda, cpu that is there.
-    Raises DeviceError if the device asked for is absent, or deepspeed has settled on another one.
+    'auto' is DS_ACCELERATOR if that is set, else the first available one of hpu, cuda and cpu.
+    Raises DeviceError if the device is not available, or deepspeed already uses another one.
     """
-    asked = device
+    requested = device
     if device == "auto":
         device = os.environ.get("DS_ACCELERATOR") or next(name for name in _MISSING if not _MISSING[name]())
-        asked = f"DS_ACCELERATOR={device}" if "DS_ACCELERATOR" in os.environ else f"auto, that is {device}"
+        requested = f"DS_ACCELERATOR={device}" if "DS_ACCELERATOR" in os.environ else f"auto, that is {device}"
     if device not in _MISSING:
-        raise DeviceError(f"device {asked} is unknown; use {', '.join(_MISSING)} or auto")
+        raise DeviceError(f"device {requested} is unknown; use {', '.join(_MISSING)} or auto")
     missing = _MISSING[device]()
     if missing:
-        raise DeviceError(f"device {asked} is not there: {missing}; or use --device cpu, or --device auto")
-    # looked up, not imported: an import would settle DeepSpeed on a device of its own choice
-    settled = getattr(sys.modules.get("deepspeed.accelerator.real_accelerator"), "ds_accelerator", None)
-    if settled is not None and settled.device_name() != device:
+        raise DeviceError(f"device {requested} is not there: {missing}; or use --device cpu, or --device auto")
+    # looked up, not imported: an import would let DeepSpeed choose the device
+    used = getattr(sys.modules.get("deepspeed.accelerator.real_accelerator"), "ds_accelerator", None)
+    if used is not None and used.device_name() != device:
         raise DeviceError(
-            f"device {asked} comes too late: deepspeed was imported before and settled on {settled.device_name()}; "
+            f"device {requested} comes too late: deepspeed was imported before and uses {used.device_name()}; "
             f"call choose_device first, or set DS_ACCELERATOR={device}"
         )
     os.environ["DS_ACCELERATOR"] = device
@@ -109,19 +107,19 @@ def _missing_cuda() -> str:
     return ""
 
 
-# What is missing to run on a device ('': nothing), in the order in which 'auto' tries them.
+# what a device lacks ('': nothing), in the order in which 'auto' tries them
 _MISSING = {"hpu": _missing_hpu, "cuda": _missing_cuda, "cpu": lambda: ""}
 
 
 def detect_device(*, allow_hpu: bool = True) -> str:
-    """The first of hpu, cuda and cpu that is there, judged by device files and installed packages: without torch."""
+    """Return the first available one of hpu, cuda and cpu by device files and installed packages, without torch."""
     if allow_hpu and count_devices("hpu") and importlib.util.find_spec("habana_frameworks") is not None:
         return "hpu"
     return "cuda" if count_devices("cuda") and _torch_has_cuda() else "cpu"
 
 
 def count_devices(device: str) -> int:
-    """Accelerators of a kind that this machine shows to us."""
+    """Return the number of accelerators of a kind that are visible on this machine."""
     visible = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}[device]
     if visible in os.environ:
         return len([name for name in os.environ[visible].split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
@@ -141,18 +139,18 @@ def _torch_has_cuda() -> bool:
 
 
 def _device() -> str:
-    """The device DeepSpeed runs on."""
+    """Return the device that DeepSpeed uses."""
     from deepspeed.accelerator import get_accelerator
 
     return str(get_accelerator().device_name())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a device can do
+# Capabilities of a device
 
 
 def peak_tflops() -> float | None:
-    """Dense bfloat16 peak of one device in TFLOP/s. None on CPU, on unknown devices, and on MIG slices."""
+    """Return the dense bfloat16 peak of one device in TFLOP/s; None on CPU, unknown devices and MIG slices."""
     device = _device()
     if device == "hpu":
         name = importlib.import_module("habana_frameworks.torch.hpu").get_device_name()
@@ -166,24 +164,10 @@ def peak_tflops() -> float | None:
 
 
 def named_peak_tflops(device_name: str) -> float | None:
-    """`peak_tflops` of the device that torch calls by this name."""
+    """Return `peak_tflops` of the device with this name in torch."""
     if re.search(r"\bMIG\b", device_name):
         return None  # a slice's share of the chip is not in its name
     return next((tflops for pattern, tflops in PEAK_TFLOPS if re.search(pattern, device_name, re.IGNORECASE)), None)
-
-
-def bf16_supported() -> bool:
-    """Whether bfloat16 runs natively (on CPU: at all).
-
-    DeepSpeed's accelerator answers True for CUDA devices that only emulate it, many times slower than float16.
-    """
-    if _device() == "cuda":
-        import torch
-
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().is_bf16_supported())
 
 
 def check_precision(device: str, precision: str) -> None:
@@ -200,9 +184,9 @@ def check_precision(device: str, precision: str) -> None:
 
 
 def set_deterministic(device: str) -> None:
-    """Ask for algorithms that repeat bit for bit; an operator that has none raises from now on.
+    """Select algorithms that repeat bit for bit; an operator without one raises from here on.
 
-    Call it before the first CUDA operation: cuBLAS reads its setting once. habana_frameworks heeds torch's switch too
+    Call it before the first CUDA operation: cuBLAS reads its setting once. habana_frameworks follows torch's switch
     (its own, hpu.setDeterministic, is deprecated).
     """
     import torch
@@ -217,14 +201,14 @@ def set_deterministic(device: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a device is doing
+# State of a device
 
 
 def memory_stats() -> dict[str, float]:
-    """Memory of this process now, its peak, and all there is, in units of 2^30 bytes.
+    """Return allocated, peak and total memory in units of 2^30 bytes.
 
-    On HPU and CUDA of the device, as the allocator counts it; on CPU the resident set, and the host's whole memory,
-    which all ranks of the host share.
+    HPU and CUDA: memory of the device, as its allocator counts it. CPU: the resident set of this process, and the
+    memory of the host, which its ranks share.
     """
     device = _device()
     if device == "hpu":
@@ -245,7 +229,7 @@ def memory_stats() -> dict[str, float]:
 
 @functools.lru_cache(maxsize=1)
 def _process(pid: int) -> Any:
-    """Making one costs more than what is asked of it each step. Anew in a forked process."""
+    """Return the process, cached: to create one costs more than its queries in a step. `pid`: a fork has another."""
     import psutil
 
     return psutil.Process(pid)
@@ -253,15 +237,16 @@ def _process(pid: int) -> Any:
 
 @functools.cache
 def _host_memory() -> int:
-    """Bytes that the host has in all."""
+    """Return the host's memory in bytes."""
     import psutil
 
     return int(psutil.virtual_memory().total)
 
 
 def memory_details() -> dict[str, float]:
-    """`memory_stats`, what more the device's allocator counts, and the host's memory: this process's resident set, and
-    what is left to all processes of the host. Keys depend on the device alone. Waits for no device.
+    """Return `memory_stats`, further counts of the allocator, and the resident set and free memory of the host.
+
+    The keys depend on the device only. Does not wait for the device.
     """
     import psutil
 
@@ -291,7 +276,7 @@ def memory_details() -> dict[str, float]:
 
 
 def software() -> dict[str, str]:
-    """The device's name and the versions of what stands between torch and it. Empty on CPU."""
+    """Return the device's name and the versions of the software between torch and it; {} on CPU."""
     device = _device()
     if device == "hpu":
         hpu = importlib.import_module("habana_frameworks.torch.hpu")
@@ -313,7 +298,7 @@ def software() -> dict[str, str]:
 
 
 def mark_step() -> None:
-    """In HPU's lazy mode: launch what was recorded. Elsewhere nothing waits to be launched."""
+    """Launch the recorded operators in HPU's lazy mode. No effect elsewhere."""
     if _device() == "hpu" and _is_lazy():
         importlib.import_module("habana_frameworks.torch.core").mark_step()
 
@@ -324,7 +309,7 @@ def _is_lazy() -> bool:
 
 
 def recompile_count() -> int | None:
-    """Graphs that HPU has compiled since the start of this process; None elsewhere. It stands still once shapes do."""
+    """Return the number of graphs that HPU has compiled in this process; None elsewhere. It grows with new shapes."""
     if _device() != "hpu":
         return None
     metric: Any = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global("graph_compilation")
@@ -332,14 +317,14 @@ def recompile_count() -> int | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What DeepSpeed says
+# DeepSpeed's output
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back what DeepSpeed prints while it builds an engine (its topology, its whole config, a line a rank).
+    """Suppress DeepSpeed's output while it builds an engine (topology, config, a line a rank).
 
-    MEGATRON_VERBOSE=1 lets it speak. Its warnings on logic, and all exceptions, come through.
+    MEGATRON_VERBOSE=1 shows it. Python warnings and exceptions are not suppressed.
     """
     if os.environ.get("MEGATRON_VERBOSE") == "1":
         yield

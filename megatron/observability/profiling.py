@@ -1,4 +1,4 @@
-"""A torch.profiler trace of a few iterations."""
+"""Trace of a few iterations by torch.profiler."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 def trace_file(rank: int) -> str:
-    """In the results folder; for a trace viewer such as Perfetto."""
+    """Return the name of a rank's trace in the results folder, for a viewer such as Perfetto."""
     return f"profile_rank{rank}.json.gz"
 
 
 class Profile:
     """Records iterations profile_steps[0] to profile_steps[1], on the host and the device, and writes them to the
-    results folder. Does nothing unless `profile` is on and `rank` among its ranks.
+    results folder. Does nothing unless `profile` is set and `rank` is among profile_ranks.
 
-    `iteration`: how many the run has behind it. Of a run that resumes among the steps to record, the rest is.
+    `iteration`: iterations done so far. A run that resumes within the steps to record records the rest.
     """
 
     def __init__(self, logging: LoggingConfig, *, rank: int, iteration: int) -> None:
@@ -42,14 +42,14 @@ class Profile:
         return self
 
     def step(self, iteration: int) -> None:
-        """Call after each iteration."""
+        """Start or stop as due after this iteration."""
         if self._wanted and iteration == self._first - 1:
             self._start()
         elif self._profiler is not None and iteration == self._last:
             self._stop()
 
     def _start(self) -> None:
-        # unasked, torch records what it can find a device for: on HPU only once Habana's plugin is imported
+        # by default torch records the devices it finds: HPU only once Habana's plugin is imported
         activities = [torch.profiler.ProfilerActivity.CPU]
         device = get_accelerator().device_name().upper()
         if device != "CPU":
@@ -70,7 +70,7 @@ class Profile:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(part))
             part.replace(self._file)
-        except OSError as error:  # a full disk; the run goes on
+        except OSError as error:  # a full disk does not end the run
             part.unlink(missing_ok=True)
             logger.warning("%s was not written: %s", self._file, error)
 

@@ -1,4 +1,4 @@
-"""A number that each rank has, as all of them together: its least, its mean, its most, and who has that."""
+"""Minimum, mean and maximum over the ranks of a number that each of them has."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankStats:
-    """Over the ranks that have the number."""
+    """Statistics over the ranks that have the number."""
 
     min: float
     mean: float
     max: float
     max_rank: int
-    """The first that has the most."""
+    """First rank that has the maximum."""
 
 
 def gather_stats(mine: Mapping[str, float], ctx: ParallelContext) -> dict[str, RankStats]:
-    """What all ranks have under each key, on rank 0; nothing on the others. NaN: this rank has no such number.
+    """Return the statistics of each key on rank 0, and {} on the others. NaN: this rank has no such number.
 
-    Collective, over the host's network: it waits for no device. Every rank passes the same keys in the same order. A
-    key that no rank has a number for is left out.
+    Every rank passes the same keys in the same order. A key that no rank has a number for is left out. Collective over
+    the host's network: it does not wait for a device.
     """
     import torch
 

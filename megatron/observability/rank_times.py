@@ -1,4 +1,4 @@
-"""How far the ranks' own times lie apart. See straggler.py, which measures them."""
+"""Times of the ranks' own work, measured by straggler.py, and their statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 
 @dataclasses.dataclass(frozen=True)
 class StragglerStats:
-    """Over all ranks, seconds a step. Ranks are compared within their pipeline stage, which have the same to do."""
+    """Seconds a step over all ranks. Ranks are compared within their pipeline stage, where all have the same work."""
 
     own_time_min_s: float
     own_time_median_s: float
@@ -16,7 +16,7 @@ class StragglerStats:
     slowest_rank: int
     slowest_host: str
     slowest_ratio: float
-    """Its own time by the median of its stage. Another rank may have own_time_max_s: its stage may have more to do."""
+    """Its own time divided by the median of its stage. own_time_max_s may be of another stage, which has more work."""
     data_wait_max_s: float
     data_wait_rank: int
     data_wait_host: str
@@ -34,7 +34,7 @@ class StragglerStats:
 
 @dataclasses.dataclass(frozen=True)
 class RankTimes:
-    """Seconds a step of one rank."""
+    """Seconds a step of a single rank."""
 
     stage: int
     host: str
@@ -43,7 +43,7 @@ class RankTimes:
 
 
 def straggler_stats(times: list[RankTimes]) -> StragglerStats:
-    """Of all ranks' times, in order of rank."""
+    """Return the statistics of all ranks' times, given in order of rank."""
     own = [each.own_s for each in times]
     medians = {
         stage: statistics.median(each.own_s for each in times if each.stage == stage)

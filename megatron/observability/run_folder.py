@@ -1,10 +1,10 @@
-"""What the results folder says of a run beside its metrics: config.yaml, run.json and summary.txt.
+"""Files of the results folder that describe a run: config.yaml, run.json and summary.txt.
 
-    config.yaml   the resolved config of the last start: a preset that repeats the run
-    run.json      each start: when, by which command, on which hosts, with which versions; and how it ended
-    summary.txt   what the run came to and why it ended, for people
+    config.yaml   resolved config of the last start: a preset that repeats the run
+    run.json      time, command, hosts and versions of each start, and how it ended
+    summary.txt   results of the run and the reason of its end, for people
 
-Each is replaced in one piece. One that cannot be written, as on a full disk, is told and ends nothing.
+Each is replaced in one piece. A failed write, as on a full disk, is reported and does not end the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.config.command_line import to_yaml
 from megatron.config.options import Config
 from megatron.files import IMPORT_ROOT, replacing
 from megatron.observability.metrics import MetricsLog
-from megatron.observability.run_totals import Best, RunTotals
+from megatron.observability.run_totals import LossAt, RunTotals
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
 from megatron.resilience.errors import is_lost_peer
@@ -45,19 +45,19 @@ DONE = "trained to the end"
 
 
 class RunFolder:
-    """Writes them on rank 0: the first two on entering, which is collective, all as they are then on leaving.
+    """Writes the first two files on entering, which is collective, and all of them on leaving; on rank 0.
 
-    Without a results_dir nothing is written; the end is printed anyway. `progress` is the run's own, and counts on.
+    Without a results_dir no file is written, but the end is printed. `progress` is the run's own, which changes.
     """
 
     def __init__(self, config: Config, ctx: ParallelContext, log: MetricsLog, progress: Progress) -> None:
         self._config, self._ctx, self._log, self._progress = config, ctx, log, progress
         self._folder = None if config.logging.results_dir is None else Path(config.logging.results_dir)
-        # of the process: importing and building are part of what was waited for
+        # start of the process: users wait for imports and the build too
         self._began_s = psutil.Process().create_time()
         self._starts: list[dict[str, Any]] = []
         self.stopped: str | None = None
-        """Why the run ended before its end, where that was wanted."""
+        """Reason of a requested stop."""
 
     def __enter__(self) -> RunFolder:
         hosts = self._ctx.gather_objects(socket.gethostname())
@@ -73,15 +73,16 @@ class RunFolder:
     ) -> None:
         reason = self.stopped or DONE
         if error is not None and is_lost_peer(error):
-            reason = "another rank was lost"  # the transport's own words name a socket
+            reason = "another rank was lost"  # the transport's message names a socket
         elif kind is not None:
-            told = " ".join(str(error).split())
-            reason = f"{kind.__name__}: {told}" if told else kind.__name__
+            text = " ".join(str(error).split())
+            reason = f"{kind.__name__}: {text}" if text else kind.__name__
         self.end(reason)
 
     def end(self, reason: str) -> None:
-        """Tell why the run ended, and what it came to. For whoever ends the process without leaving this context; the
-        first call counts. Not collective: where a rank failed, the others may never come here.
+        """Write and print the reason of the end, and the summary. Only the first call has an effect.
+
+        Not collective: where a rank failed, the others may never get here.
         """
         if self._ctx.rank != 0 or "ended" in self._starts[-1]:
             return
@@ -99,7 +100,7 @@ class RunFolder:
         self._log.message(summary.core())
 
     def _earlier_starts(self) -> list[dict[str, Any]]:
-        """Those of run.json, for a run that resumes. One that begins anew, or cannot read it, keeps it aside."""
+        """Return the starts in run.json for a run that resumes. Otherwise, or if it is damaged, the file is renamed."""
         path = None if self._folder is None else self._folder / RUN_FILE
         if path is None or not path.exists():
             return []
@@ -108,11 +109,11 @@ class RunFolder:
             if self._progress.iteration > 0 and all(isinstance(start, dict) for start in starts):
                 return list(starts)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._log.message(f"WARNING: {path} is not readable and kept aside: {error!r}")
+            self._log.message(f"WARNING: {path} cannot be read and is renamed: {error!r}")
         try:
             path.replace(path.with_name(f"run.{int(time.time())}.json"))
         except OSError as error:
-            self._log.message(f"WARNING: {path} is replaced: {error}")
+            self._log.message(f"WARNING: {path} cannot be renamed and is replaced: {error}")
         return []
 
     def _write_starts(self) -> None:
@@ -129,7 +130,7 @@ class RunFolder:
 
 
 class Summary:
-    """What a run came to, from its starts, its counters and its rows."""
+    """Results of a run, from its starts, its counters and its rows."""
 
     def __init__(
         self, config: Config, starts: list[dict[str, Any]], progress: Progress, consumed_tokens: int, totals: RunTotals
@@ -138,7 +139,7 @@ class Summary:
         self._tokens = consumed_tokens
 
     def text(self) -> str:
-        """All of it: a name and a value a line."""
+        """Return all of it, a name and a value a line."""
         start = self._starts[-1]
         layout, hosts = start["layout"], start["hosts"]
         sizes = ", ".join(f"{name} {size}" for name, size in layout.items())
@@ -151,13 +152,13 @@ class Summary:
             ("checkpoints", self._checkpoints()),
             ("layout", f"{sizes}; {_counted(start['world_size'], 'rank')} on {_counted(len(hosts), 'host')}"),
             ("versions", ", ".join(f"{name} {version}" for name, version in start["versions"].items())),
-            ("code", _said_of_project(start["project"])),
+            ("code", _project_text(start["project"])),
         ]
         width = max(len(name) for name, _ in lines) + 2
         return "".join(f"{name.ljust(width)}{value}\n" for name, value in lines)
 
     def core(self) -> str:
-        """Its first lines, for the end of the log."""
+        """Return the main lines, for the end of the log."""
         lines = [
             ("run ended", self._reason()),
             *self._progress_lines()[:1],
@@ -176,7 +177,7 @@ class Summary:
         lost = len(self._starts) - len(known_s)
         all_starts = f", {_duration(sum(known_s))} in {len(known_s)} starts" if len(self._starts) > 1 else ""
         if lost:
-            all_starts += f" and {lost} more that ended without a word"
+            all_starts += f" and {lost} more without a recorded end"
         since = (
             f" ({progress.iteration - start['resumed_iteration']} of them in this start)"
             if len(self._starts) > 1
@@ -249,7 +250,7 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
 
 
 def _project() -> dict[str, Any]:
-    """Version and commit of this code; None what cannot be told, as without git or outside of a checkout."""
+    """Return version and commit of this code; None where they are unknown, as without git or outside of a checkout."""
     try:
         version: str | None = metadata.version(PROJECT)
     except metadata.PackageNotFoundError:
@@ -264,7 +265,7 @@ def _project() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> list[str] | None:
-    """The lines that git answers; None if it does not."""
+    """Return the output lines of a git command; None if it fails."""
     try:
         answer = subprocess.run(
             ["git", "-C", str(IMPORT_ROOT), *arguments],
@@ -279,7 +280,7 @@ def _git(*arguments: str) -> list[str] | None:
     return answer.stdout.splitlines() if answer.returncode == 0 else None
 
 
-def _said_of_project(project: dict[str, Any]) -> str:
+def _project_text(project: dict[str, Any]) -> str:
     commit = project["commit"] or "commit unknown"
     return f"{PROJECT} {project['version'] or 'not installed'}, {commit}" + (
         ", with changes" if project["dirty"] else ""
@@ -290,12 +291,12 @@ def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
-def _loss(best: Best) -> str:
+def _loss(best: LossAt) -> str:
     return f"{best.loss:.4f} at iteration {best.iteration:,}"
 
 
 def _duration(seconds: float) -> str:
-    """1 day, 2:03:04"""
+    """Return a duration such as 1 day, 2:03:04."""
     return str(timedelta(seconds=round(seconds)))
 
 

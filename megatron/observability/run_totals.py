@@ -1,4 +1,4 @@
-"""What a run adds up to, from the rows of its metrics.jsonl as they are written or found."""
+"""Totals of a run over the rows of its metrics.jsonl, those of earlier starts included."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from megatron.accelerator import MAX_ALLOCATED, TOTAL
 
 
 @dataclass(frozen=True)
-class Best:
-    """A loss, and where it was met."""
+class LossAt:
+    """Loss of an iteration."""
 
     loss: float
     iteration: int
 
 
 class RunTotals:
-    """Sums and extremes over every logged step. Steps after the last log line are in none of them."""
+    """Sums and extremes over all logged steps; steps after the last log line are not included."""
 
     def __init__(self, flops_per_token: float, peak_tflops: float | None, world_size: int) -> None:
         self._flops_per_token, self._peak_tflops, self._world_size = flops_per_token, peak_tflops, world_size
         self.training_s = 0.0
-        """Time of the steps alone, without saves and evaluations."""
+        """Time of the steps, without saves and evaluations."""
         self.tokens = 0.0
-        """Trained on in that time."""
-        self.last: dict[str, Best] = {}
-        """By kind of row: train, valid, test."""
-        self.lowest: dict[str, Best] = {}
+        """Tokens trained on in that time."""
+        self.last: dict[str, LossAt] = {}
+        """Last loss by kind of row: train, valid, test."""
+        self.lowest: dict[str, LossAt] = {}
         self.peak_memory_gb: float | None = None
-        """Of the rank that held the most."""
+        """Peak of the rank with the most."""
         self.total_memory_gb: float | None = None
-        """Of that device, or the host."""
+        """Memory of that device, or of the host."""
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """A row of any kind; one that an earlier version wrote may lack values."""
+        """Add a row of any kind; one of an earlier version may lack values."""
         kind = row.get("kind")
         if kind in ("train", "valid", "test"):
             self._add_loss(str(kind), row.get("lm_loss"), row["iteration"])
@@ -51,7 +51,7 @@ class RunTotals:
     def _add_loss(self, kind: str, loss: float | None, iteration: int) -> None:
         if loss is None or not math.isfinite(loss):
             return
-        self.last[kind] = Best(loss, iteration)
+        self.last[kind] = LossAt(loss, iteration)
         if kind not in self.lowest or loss < self.lowest[kind].loss:
             self.lowest[kind] = self.last[kind]
 

@@ -1,9 +1,9 @@
-"""Which rank is slow, where all of them take equally long because they wait for each other.
+"""Measurement of each rank's own work, which shows a slow rank: the whole step takes equally long on all of them.
 
-What counts is what a rank does by itself: its forward passes, and the wait for its own data. Where tensor-parallel
-ranks wait for each other inside a forward pass, only the parts between their collectives count: from the output of a
-column-parallel layer to the input of the row-parallel one after it. On accelerators the times come from events, which
-are read with the log line: no step waits for the host.
+Own work is the forward passes and the wait for the rank's own data. Where tensor-parallel ranks wait for each other
+inside a forward pass, only the parts between their collectives count: from the output of a column-parallel layer to the
+input of the row-parallel one after it. On accelerators the times come from events, which are read with the log line: no
+step waits for the host.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class Straggler:
-    """Measures this rank's training steps from its making on."""
+    """Measures this rank's training steps once it is created."""
 
     def __init__(self, ctx: ParallelContext, module: nn.Module):
-        """`module`: the one whose call is the forward pass of a microbatch."""
+        """`module`: the module whose call is the forward pass of a microbatch."""
         self._ctx = ctx
         self._steps = 0
         self._data_wait_s = self._own_s = 0.0
@@ -39,7 +39,7 @@ class Straggler:
             (last.register_forward_pre_hook if at_input else last.register_forward_hook)(finish)
 
     def add_data_wait(self, seconds: float) -> None:
-        """Call it once a step."""
+        """Add the time that a step waited for its data."""
         self._data_wait_s += seconds
 
     def count_step(self) -> None:
@@ -61,7 +61,10 @@ class Straggler:
             self._own_s += end - begin
 
     def read(self) -> StragglerStats:
-        """The spread over all ranks since the last call. Collective; the device must have come to the last step."""
+        """Return the statistics over all ranks since the previous call. Collective.
+
+        The device must have ended the last step.
+        """
         for begin, end in self._pairs:
             self._own_s += begin.elapsed_time(end) / 1000
         steps = max(1, self._steps)
@@ -87,7 +90,7 @@ class _Finish(_Begin):
 
 
 def _sections(ctx: ParallelContext, whole: nn.Module) -> Iterator[tuple[nn.Module, bool, nn.Module, bool]]:
-    """Where no rank waits for another: from a module's input (True: output) to another's output (True: input)."""
+    """Yield sections without a wait for others: from a module's input (True: output) to one's output (True: input)."""
     if ctx.tensor_size == 1:
         yield whole, False, whole, False
         return

@@ -1,11 +1,11 @@
-"""What the time of a step goes to: data, forward, backward, communication, optimizer; and of saves and evaluations.
+"""Timers of a step's phases (data, forward, backward, communication, optimizer), of saves and of evaluations.
 
-A moment counts for the innermost phase it lies in, so phases never overlap: a reduction of gradients inside the
-backward pass is communication, and is taken from the backward pass's time. On CPU a phase is timed by the host's clock,
-which is what it took. On a device, events are put into its stream between the phases and compared when the log interval
-reads the loss anyway: nothing waits for the device for a timer's sake, and what the device did is what is told.
+A moment counts for the innermost phase that it is in, so phases never overlap: a reduction of gradients inside the
+backward pass is communication, and is subtracted from the backward pass. On CPU a phase is timed by the host's clock.
+On a device, events are recorded in its stream between the phases and compared when the log interval reads the loss: no
+step waits for the device because of a timer, and the times are those of the device.
 
-Megatron's names. `batch-generator` is what the step waits for its data, and what it takes to move it to the device.
+The names are Megatron's. `batch-generator` is the wait for the data, and its transfer to the device.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ COMMUNICATION = (
     "grads-all-reduce",
     "embedding-grads-all-reduce",
 )
-"""At level 1 these are one, `communication`."""
+"""Timers that level 1 adds up as `communication`."""
 PER_STEP = ("batch-generator", "forward-compute", "backward-compute", "communication", *COMMUNICATION, "optimizer")
-"""Told in seconds a step."""
+"""Timers in seconds a step."""
 PER_CALL = ("evaluate", "save-checkpoint")
-"""Told in seconds an evaluation, and a save; the part of it that training waits for."""
+"""Timers in seconds an evaluation, and a save: the part of it that training waits for."""
 
 
 class StepTimers:
-    """The timers of a rank. At level 0 nothing is timed, and nothing is done."""
+    """Timers of a rank. Level 0: no timing, and no cost."""
 
     def __init__(self, level: int, device: torch.device) -> None:
         self.level = level
@@ -48,13 +48,13 @@ class StepTimers:
         self._calls = dict.fromkeys(PER_CALL, 0)
 
     def __call__(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A phase of the training step, on the device; not counted inside an evaluation."""
+        """Time a phase of the training step on the device. Not counted inside an evaluation."""
         if self.level == 0 or not self._is_training:
             return contextlib.nullcontext()
         return self._device.phase(self._named(name))
 
     def on_host(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A phase of the host's alone: waiting for data, saving, evaluating."""
+        """Time a phase of the host only: waiting for data, saving, evaluating."""
         if self.level == 0:
             return contextlib.nullcontext()
         return self._on_host(name)
@@ -74,7 +74,7 @@ class StepTimers:
         return "communication" if self.level == 1 and name in COMMUNICATION else name
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, as a phase."""
+        """Return the function, timed as a phase."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             with self(name):
@@ -102,9 +102,9 @@ class StepTimers:
             engine.allreduce_gradients = self.timed("grads-all-reduce", engine.allreduce_gradients)
 
     def read(self, num_steps: int, ctx: ParallelContext) -> dict[str, RankStats]:
-        """Seconds of each phase since the last call, on rank 0; nothing on the others, or at level 0. Collective.
+        """Return the seconds of each phase since the previous call on rank 0; {} elsewhere or at level 0. Collective.
 
-        Waits for the device to come to the end of the last step. Phases that no rank went through are left out.
+        Waits for the device to end the last step. Phases that no rank went through are left out.
         """
         if self.level == 0:
             return {}
@@ -118,7 +118,7 @@ class StepTimers:
         return {name + TIMER_SUFFIX: spread for name, spread in gather_stats(mine, ctx).items()}
 
 
-# What DeepSpeed's pipeline schedule is made of (deepspeed.runtime.pipe.schedule), by the names of its instructions.
+# phases by the names of the instructions of DeepSpeed's pipeline schedule (deepspeed.runtime.pipe.schedule)
 _PHASES = {
     "LoadMicroBatch": "batch-generator",
     "ForwardPass": "forward-compute",
@@ -134,7 +134,7 @@ _PHASES = {
 
 
 class _HostTicks:
-    """Moments of the host."""
+    """Clock of the host."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -144,7 +144,7 @@ class _HostTicks:
 
 
 class _DeviceTicks:
-    """Moments of the device's current stream, known once it has come to them. Events are used again."""
+    """Events of the device's current stream, reused. Their times are known once the device has reached them."""
 
     def __init__(self) -> None:
         from deepspeed.accelerator import get_accelerator
@@ -167,7 +167,7 @@ class _DeviceTicks:
 
 
 class _Clock:
-    """Cuts time into spans, each of the innermost phase at that time."""
+    """Divides time into spans, each of the innermost phase at that time."""
 
     def __init__(self, ticks: _HostTicks | _DeviceTicks) -> None:
         self._ticks = ticks
@@ -192,7 +192,7 @@ class _Clock:
         self._since = now
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase since the last call, which must be outside all of them."""
+        """Return the seconds of each phase since the previous call. Call it outside all phases."""
         spans, self._spans = self._spans, []
         totals_s: dict[str, float] = {}
         for (name, _, _), seconds in zip(spans, self._ticks.seconds(spans), strict=True):

@@ -1,7 +1,7 @@
-"""Weights & Biases, where wandb_project asks for it: the values that TensorBoard gets, under its tags.
+"""Weights & Biases log, if wandb_project is set: the values of TensorBoard under the same tags.
 
-wandb is not required: it is imported here alone. It takes its account from `wandb login` or WANDB_API_KEY;
-WANDB_MODE=offline needs none, and `wandb sync` sends the run later.
+wandb is optional and imported only here. It takes its account from `wandb login` or WANDB_API_KEY; WANDB_MODE=offline
+needs no account, and `wandb sync` uploads the run later.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from megatron.config.options import Config, ConfigError
 
 RUN_ID_FILE = "wandb_run_id.txt"
-"""In the results folder: a resumed run goes on in the same run of wandb's."""
+"""File in the results folder: a resumed run continues the same run of wandb."""
 
 logger = logging.getLogger(__name__)
 
 
 def check_wandb(config: Config) -> None:
-    """Raise ConfigError if wandb is asked for and not installed."""
+    """Raise ConfigError if wandb is requested and not installed."""
     if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             [
@@ -34,7 +34,7 @@ def check_wandb(config: Config) -> None:
 
 
 class WandbLog:
-    """One run of wandb's. `resumes`: go on in that of the results folder, if it has one.
+    """Run of wandb. `resumes`: continue that of the results folder, if it has one.
 
     Raises ConfigError if wandb cannot start.
     """
@@ -69,18 +69,18 @@ class WandbLog:
             ) from error
 
     def log(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int | None) -> None:
-        """Hand values over. The first fault of wandb's ends its log, not the run."""
+        """Log values. The first error of wandb ends its log, not the run."""
         if self._run is None:
             return
         samples = {} if consumed_samples is None else {"consumed_samples": consumed_samples}
         try:
             self._run.log({**scalars, "iteration": iteration, **samples})
-        except Exception as error:  # whatever it is, it is no reason to stop training
-            logger.warning("wandb gets nothing more from iteration %d on: %s", iteration, error)
+        except Exception as error:  # no error of wandb is a reason to stop training
+            logger.warning("wandb: logging ended at iteration %d: %s", iteration, error)
             self._run = None
 
     def close(self, *, failed: bool) -> None:
-        """Wait until everything is sent, or written. A second call does nothing."""
+        """Wait until everything is sent or written. A second call does nothing."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -91,7 +91,7 @@ class WandbLog:
 
 
 def _run_id(results: Path | None, *, resumes: bool) -> str:
-    """The id of the run to go on in, or a new one, which is kept for the next start."""
+    """Return the id of the run to continue, or a new one, which is stored for the next start."""
     if results is None:
         return secrets.token_hex(4)
     file = results / RUN_ID_FILE

@@ -1,4 +1,4 @@
-"""A fault that one rank meets ends the run on all of them, at once, with its message."""
+"""Errors that end a run: raised by one rank, they end all ranks at once, with its message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank met a fault, and says which. `status`: what that one ends with."""
+    """Error of another rank, which it names. `status`: the exit status of that rank."""
 
     def __init__(self, message: str, status: int = FAILED) -> None:
         super().__init__(message)
@@ -28,20 +28,20 @@ class OtherRankFailed(RuntimeError):
 
 
 class TrainingAborted(RuntimeError):
-    """The guard ends the run, on every rank alike: going on would waste the machine or spoil the checkpoints."""
+    """Raised by the guard on every rank alike: to continue would waste time or spoil the checkpoints."""
 
 
 class PeerLostError(RuntimeError):
-    """A collective failed because another rank has gone. An empty message: all there is to say has been said."""
+    """A collective failed because another rank has ended. The message is empty where the verdict is printed already."""
 
 
 USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, DeviceError, OSError, OtherRankFailed)
-# Of a file system or a network, not of what the user asked for.
+# errors of a file system or a network, which a restart may not see again
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 
 
 def exit_status(error: Exception) -> int:
-    """What a process ends with that met this fault: REFUSED where another try would meet it too."""
+    """Return the exit status of a process that ends by this error: REFUSED where a restart would fail again."""
     if isinstance(error, OtherRankFailed):
         return error.status
     if isinstance(error, TrainingAborted):
@@ -52,9 +52,9 @@ def exit_status(error: Exception) -> int:
 
 
 def raise_on_all_ranks(ctx: ParallelContext, action: Callable[[], T]) -> T:
-    """action() on every rank; if it raises on any, it raises on all. Collective, not for inside `action`.
+    """Return action() of every rank; if it raises on any rank, raise on all. Collective; `action` must not be.
 
-    The ranks that met no fault raise OtherRankFailed, which names the first that did.
+    Ranks whose action succeeded raise OtherRankFailed, which names the first that failed.
     """
     result, fault = None, None
     try:
@@ -64,20 +64,20 @@ def raise_on_all_ranks(ctx: ParallelContext, action: Callable[[], T]) -> T:
     mine = None
     if fault is not None:
         mine = f"rank {ctx.rank} on {socket.gethostname()} failed: {fault}", exit_status(fault)
-    told = ctx.gather_objects(mine)
+    gathered = ctx.gather_objects(mine)
     if fault is not None:
         raise fault
-    if faults := [one for one in told if one is not None]:
+    if faults := [one for one in gathered if one is not None]:
         raise OtherRankFailed(*faults[0])
     return result  # type: ignore[return-value]
 
 
-# the words of gloo's transport and of NCCL's and HCCL's watchdogs; their errors have no type of their own
+# messages of gloo's transport and of NCCL's and HCCL's watchdogs, whose errors have no type of their own
 _LOST = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|NCCL|HCCL|Broken pipe")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed, as it does where another rank has ended."""
+    """Return True for the error of a collective that failed, as it does where another rank has ended."""
     import torch.distributed as dist
 
     if isinstance(error, OSError):  # of a file or a pipe

@@ -1,8 +1,7 @@
-"""What must be alike on every host: options, data, and the folders that ranks save to and resume from together.
+"""Checks that all hosts agree on the options, the data, and the folders to save to and resume from.
 
-Each host finds them by paths of its own, and the same path leads to other files where a disk is not shared, or not
-mounted. Told at the start, with the names of the hosts: later it would be a wrong loss, or ranks that wait for each
-other. All functions are collective, and raise the same on every rank.
+The same path leads to other files where a disk is not shared, or not mounted. These checks at the start name the hosts;
+later it would be a wrong loss, or ranks that wait for each other. All are collective and raise the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import raise_on_all_ranks
 
 SEEN_TIMEOUT_S = 10.0
-"""How long what one host writes may take to be seen by another: network file systems remember what they looked up."""
+"""Time until a file of one host must be visible on another: network file systems cache their lookups."""
 SHOWN_HOSTS = 8
 
 
 def check_same_config(ctx: ParallelContext, config: Config) -> None:
-    """Raise ConfigError where hosts have other options: of a YAML file of their own, or another version of the code."""
+    """Raise ConfigError if hosts differ in their options, by another YAML file or another version of the code."""
     sections = config.to_dict().items()
     own = {f"{section}.{name}": value for section, options in sections for name, value in options.items()}
     expected = ctx.broadcast_object(own)
@@ -40,29 +39,29 @@ def check_same_config(ctx: ParallelContext, config: Config) -> None:
 
 
 def check_same_data(ctx: ParallelContext, config: Config, datasets: Sequence[Any]) -> None:
-    """Raise DataError where hosts have other contents in the training, validation or test data. None: no such data."""
+    """Raise DataError if hosts differ in the content of the training, validation or test data (None: no such data)."""
     places, found = _gathered(ctx, [None if dataset is None else dataset.fingerprint for dataset in datasets])
     for (option, words), *fingerprints in zip(config.data.paths, *found, strict=True):
         if apart := _apart(places, fingerprints):
             raise DataError(
-                f"{option}={' '.join(words)}: the data on {apart} is not that on {places[0]}; copy it anew to where it "
-                "is wrong, or put it on a file system that all hosts share"
+                f"{option}={' '.join(words)}: the data on {apart} differs from that on {places[0]}; copy it again to "
+                "where it is wrong, or put it on a file system that all hosts share"
             )
 
 
 def check_same_start(ctx: ParallelContext, load: Path, chosen: Path | None) -> None:
-    """Raise CheckpointError where a host does not find in `load` the checkpoint that rank 0 found. None: there is none.
+    """Raise CheckpointError if a host does not find in `load` the checkpoint that rank 0 found (None: it found none).
 
-    `chosen` is this rank's own where each has looked for itself.
+    `chosen` is this rank's own choice where each has searched.
     """
     found = None
     if chosen is None:
         found = LATEST if os.path.lexists(load / LATEST) else None
     else:
         found = chosen.name
-        with contextlib.suppress(OSError):  # DeepSpeed's have none
+        with contextlib.suppress(OSError):  # DeepSpeed's checkpoints have no manifest
             found += hashlib.sha256((chosen / MANIFEST).read_bytes()).hexdigest()
-        with contextlib.suppress(OSError):  # Hugging Face's alone have this; their weights have no checksums
+        with contextlib.suppress(OSError):  # only Hugging Face's have this file; their weights have no checksums
             found += hashlib.sha256((chosen / "config.json").read_bytes()).hexdigest()
             found += str(sorted((path.name, path.stat().st_size) for path in chosen.glob("*.safetensors")))
     places, all_found = _gathered(ctx, found)
@@ -78,10 +77,9 @@ def check_same_start(ctx: ParallelContext, load: Path, chosen: Path | None) -> N
 def check_shared(ctx: ParallelContext, save: Path, token: str) -> None:
     """Raise CheckpointError unless `save` is one folder on all hosts, and every rank may write to it.
 
-    A save would else wait for files that never come, from a rank that cannot even say so. `token` is equal on all
-    ranks, and no other run's.
+    Otherwise a save would wait for files that never come. `token` is equal on all ranks and unique to this run.
     """
-    # should we be killed just now: the first save of a later run removes what is called like that
+    # if this process is killed now, the first save of a later run removes a file of this name
     sign = save / f".shared.partial-{token}"
     raise_on_all_ranks(ctx, lambda: sign.touch() if ctx.rank == 0 else None)
     seen, fault = _is_seen(sign), None
@@ -92,8 +90,8 @@ def check_shared(ctx: ParallelContext, save: Path, token: str) -> None:
             own.unlink()
         except OSError as error:
             fault = error.strerror
-    places, told = _gathered(ctx, (seen, fault))
-    all_seen, faults = zip(*told, strict=True)
+    places, checked = _gathered(ctx, (seen, fault))
+    all_seen, faults = zip(*checked, strict=True)
     if ctx.rank == 0:
         sign.unlink(missing_ok=True)
     if apart := _apart(places, all_seen):
@@ -109,7 +107,7 @@ def check_shared(ctx: ParallelContext, save: Path, token: str) -> None:
 
 
 def _is_seen(path: Path) -> bool:
-    """Whether it is there, or soon will be."""
+    """Return True if the file exists, or appears within SEEN_TIMEOUT_S."""
     deadline_s = time.monotonic() + SEEN_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline_s:
@@ -119,13 +117,13 @@ def _is_seen(path: Path) -> bool:
 
 
 def _gathered(ctx: ParallelContext, mine: Any) -> tuple[list[str], list[Any]]:
-    """Host and rank, in words, and what each rank has; in order of rank."""
-    told = ctx.gather_objects((f"{socket.gethostname()} (rank {ctx.rank})", mine))
-    return [place for place, _ in told], [thing for _, thing in told]
+    """Return `host (rank N)` and the value of each rank, in order of rank."""
+    gathered = ctx.gather_objects((f"{socket.gethostname()} (rank {ctx.rank})", mine))
+    return [place for place, _ in gathered], [thing for _, thing in gathered]
 
 
 def _apart(places: Sequence[str], seen: Sequence[Any]) -> str:
-    """Where another thing was seen than on rank 0, in words: the first rank of each such host. "": nowhere."""
+    """Return the first rank of each host that has another value than rank 0, as text; "" if all agree."""
     first: dict[str, str] = {}
     for place, thing in zip(places, seen, strict=True):
         if thing != seen[0]:

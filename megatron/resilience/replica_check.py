@@ -1,8 +1,8 @@
-"""Whether the ranks' copies of a parameter are still equal, bit by bit; and which rank holds the odd one.
+"""Bit-by-bit comparison of the ranks' copies of each parameter.
 
-Copies are: every parameter over the data-parallel ranks (not under ZeRO-3, which cuts it up over them), those that are
-not cut over the tensor-parallel ranks over these too, and tied ones over their stages. Data-parallel ranks that drift
-apart keep training, each on a model of its own; nothing else would tell.
+Data-parallel ranks hold copies of every parameter (except under ZeRO-3, which cuts it over them), tensor-parallel ranks
+of those that are not sharded, pipeline stages of tied ones. Ranks whose copies differ continue to train, each its own
+model, and no other check notices.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
 
 SHOWN = 4
-"""Copies that a message describes."""
+"""Number of copies that a message describes."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COLUMNS = 1 << 12
 ABSENT = torch.iinfo(torch.int64).min
 
 
 class Copy(NamedTuple):
-    """What is held more than once."""
+    """Identity of a tensor that several ranks may hold."""
 
     name: str
     tensor_rank: int
-    """0 for what every tensor-parallel rank holds."""
+    """0 for a parameter that every tensor-parallel rank holds whole."""
     grad_rank: int
-    """Of ZeRO-3's stretches; 0 where every data-parallel rank holds the whole."""
+    """Rank of a stretch of ZeRO-3's; 0 where every data-parallel rank holds the whole."""
 
 
 class ReplicaCheck:
-    """Compares copies as often as it is asked. Made and used by all ranks together."""
+    """Compares the copies. Created and used by all ranks together."""
 
     def __init__(self, ctx: ParallelContext, held: Mapping[Copy, Tensor]) -> None:
-        """`held`: what this rank holds, whole or a stretch, a tensor each."""
+        """`held`: the tensors of this rank, whole or stretches. Collective."""
         self._ctx, self._held = ctx, held
         holders = Counter(copy for held in ctx.gather_objects(list(held)) for copy in held)
         self._copies = sorted(copy for copy, count in holders.items() if count > 1)
@@ -51,7 +51,7 @@ class ReplicaCheck:
         """Raise TrainingAborted on every rank if copies differ. Collective."""
         if not self._copies:
             return
-        # largest and smallest of all copies' checksums: one sum for all ranks, whatever each of them holds
+        # largest and smallest checksum of every copy, in one reduction over all ranks, whichever of them each holds
         mine = torch.full((2, len(self._copies)), ABSENT)
         if places := [index for index, copy in enumerate(self._copies) if copy in self._held]:
             sums = torch.stack([checksum(self._held[self._copies[index]]) for index in places]).cpu()
@@ -71,13 +71,13 @@ class ReplicaCheck:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise TrainingAborted(
             f"the ranks' copies are not equal after iteration {iteration}: {'; '.join(faults[:SHOWN])}{more}. Nothing "
-            "was saved since they were last found equal. A device that computes wrongly does this, or a change of the "
-            "code that sums gradients; resume from the last checkpoint, without that host if it happens again"
+            "was saved since they were last equal. The cause is a device that computes wrongly, or code that does "
+            "not sum a gradient over the ranks; resume from the last checkpoint, without that host if it happens again"
         )
 
     def _difference(self, copy: Copy, odd: int, holder: int) -> str:
-        """By how much rank `odd`'s differs from rank `holder`'s: they compare, and rank `odd` tells all. Collective."""
-        ctx, told = self._ctx, None
+        """Return the difference between the copies of two ranks, as text. Collective."""
+        ctx, text = self._ctx, None
         tensor = self._held.get(copy)
         if tensor is not None and ctx.rank in (odd, holder):
             flat = tensor.detach().reshape(-1).to("cpu", copy=True)
@@ -90,12 +90,12 @@ class ReplicaCheck:
                     (flat.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, flat.element_size()).any(1).sum()
                 )
                 largest = float((flat.double() - theirs.double()).abs().max())
-                told = f": {count} of {flat.numel()} numbers, by up to {largest:.3g}"
-        return next((text for text in ctx.gather_objects(told) if text is not None), "")
+                text = f": {count} of {flat.numel()} numbers, by up to {largest:.3g}"
+        return next((each for each in ctx.gather_objects(text) if each is not None), "")
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 scalar on the tensor's device, equal for equal bits.
+    """Return an int64 scalar on the tensor's device, equal for equal bits.
 
     Sums of the bits over rows and over columns, each with a weight of its own, modulo 2^64: changes that cancel each
     other in one of the two do not in the other.
@@ -111,11 +111,11 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def odd_ones(sums: dict[int, int]) -> list[tuple[int, int, str]]:
-    """(rank, rank to compare it with, what is wrong) for each rank whose checksum is not that of most."""
+    """Return (rank, rank to compare with, description) for each rank whose checksum differs from that of most."""
     (common, count), *_ = Counter(sums.values()).most_common()
     holder = next(rank for rank, value in sums.items() if value == common)
     others = [rank for rank, value in sums.items() if value != common]
     if count * 2 > len(sums):
         return [(odd, holder, f"differs from its copies on {count} other ranks, such as {holder}") for odd in others]
-    # as many for either: nothing tells which is right
+    # as many for either: which one is right is unknown
     return [(odd, holder, f"differs from its copy on rank {holder}") for odd in others]

@@ -1,9 +1,9 @@
-"""When a run ends before its last sample: a kill switch, a signal, a limit of time or of iterations.
+"""End of a run before its last sample: a kill switch, a signal, a limit of time or of iterations.
 
-No rank decides alone. Once a step each rank says what it sees, the largest counts, and all leave after the same step.
-(Were each rank to act on what it sees itself, a lag of a shared file system would leave some of them waiting in a
-collective for those that left.) What any rank sees counts: a scheduler may signal one rank alone, and a kill switch may
-lie on the disk of one node.
+All ranks decide together. Once a step each contributes the reason that it sees, the largest counts, and all stop after
+the same step. (If each rank acted alone, a lag of a shared file system would leave some of them waiting in a collective
+for those that ended.) A reason on a single rank is enough: a scheduler may signal one rank only, and a kill switch may
+be on the disk of one node.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a rank may see, by priority: of several reasons the largest is told. A signal is its number on top of SIGNAL.
+# Reasons by priority: of several, the largest is reported. A signal is its number on top of SIGNAL.
 GO_ON = 0
 TIME_OVER = 1
 SIGNAL = 100
-KILL_SWITCH = 200  # above all others: it also keeps the next start from training, so it must be known
+KILL_SWITCH = 200  # above all others: it also prevents the next start from training, so it must be reported
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 # One request may come as several signals: a terminal's Ctrl-C reaches the ranks of torchrun or DeepSpeed directly and
 # once more, at once or as a SIGTERM 0.1 s later, through their launcher.
 REPEAT_S = 1.0
-# How long a step waits for a file system to say whether the kill switch is there. A sound one answers in milliseconds.
+# Time that a step waits for the file system of the kill switch. A healthy one answers in milliseconds.
 LOOK_S = 5.0
 
 
 class Signals:
-    """Notes the signals that ask for a stop, from where this context is entered on. Not collective.
+    """Receives the signals that request a stop, while this context is active. Not collective.
 
-    The first one is noted for `Shutdown`. A second, the same or another, `REPEAT_S` or more after it ends the
-    process at once, with the status 128 + n that a shell gives one that signal n killed. Not SIGXCPU: the kernel
-    repeats it every second of processor time. What is ignored on entry (nohup, a job in the background) stays ignored.
+    `Shutdown` acts on the first one. A second one, `REPEAT_S` or more after it, ends the process at once with the
+    status 128 + n of a process that signal n killed. Not SIGXCPU: the kernel repeats it every second of processor time.
+    Signals that are ignored on entry (nohup, a background job) stay ignored.
     """
 
     def __init__(self) -> None:
         self.first = 0
-        """The number of the first signal, 0 before there is one."""
+        """Number of the first signal; 0: none yet."""
         self._previous: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
 
@@ -58,8 +58,8 @@ class Signals:
         # Python runs signal handlers in the main thread only, and refuses to install them elsewhere
         if threading.current_thread() is not threading.main_thread():
             return self
-        # Handlers wait while the main thread is inside C++, such as a collective whose other side hangs. The number of
-        # a signal is written here at once, and read by a thread.
+        # Python's handlers do not run while the main thread is inside C++, such as a collective that hangs. The number
+        # of a signal is written to this pipe at once, and a thread reads it.
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
@@ -76,7 +76,7 @@ class Signals:
         if self._watcher is None:
             return
         for signum, handler in self._previous.items():
-            # None: a handler that C code installed; Python cannot put it back
+            # None: a handler that C code installed, which Python cannot restore
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_fd)
         os.write(self._write_fd, b"\0")  # no signal has this number
@@ -96,7 +96,7 @@ class Signals:
                 if signum == 0:
                     return
                 if signum not in self._previous:
-                    continue  # another handler's
+                    continue  # it has another handler
                 now_s = time.monotonic()
                 if first_s is None:
                     first_s = now_s
@@ -106,19 +106,20 @@ class Signals:
 
 
 def end_at_once(signum: int) -> None:
+    """End this process with the status of one that the signal killed."""
     rank = os.environ.get("RANK", "0")
-    # past Python's buffers: the main thread may hold their locks for ever
+    # not through Python's buffers: the main thread may hold their locks forever
     with contextlib.suppress(OSError):
         os.write(2, f"rank {rank}: received {signal.Signals(signum).name}, the second signal; ends at once\n".encode())
     os._exit(128 + signum)
 
 
 class KillSwitch:
-    """Looks for a file, without ever holding a run up for long.
+    """Checks for a file without blocking the run.
 
-    A file system that does not answer (a hard mount of a server that is down) holds the thread that asks it, in a sleep
-    that nothing ends. So each look has a thread of its own. The first one that takes longer than `LOOK_S` is reported,
-    and from then on none is waited for: a look counts when its answer comes.
+    A file system that does not answer (a hard mount of a server that is down) blocks the calling thread forever. So
+    each check has its own thread. The first one that takes longer than `LOOK_S` is reported, and later ones are not
+    waited for: their answer counts when it comes.
     """
 
     def __init__(self, path: str) -> None:
@@ -130,7 +131,7 @@ class KillSwitch:
         self._patience_s = LOOK_S
 
     def is_there(self) -> bool:
-        """Whether the file is there; where that cannot be told, says so once, and takes it for absent."""
+        """Return True if the file exists. A failed check is reported once and counts as absence."""
         if self._look is None:
             self._fault = None
             self._look = threading.Thread(target=self._stat, name="kill switch", daemon=True)
@@ -159,23 +160,23 @@ class KillSwitch:
         if not self._reported:
             self._reported = True
             logger.warning(
-                "rank %s on %s cannot see whether there is a kill switch at %s: %s. Training goes on, and it keeps "
-                "looking; until it can see, stop the run by a signal, or by the file on another node",
+                "rank %s on %s cannot check the kill switch %s: %s. Training continues, and each step checks again; "
+                "until then, stop the run by a signal or by the file on another node",
                 *(os.environ.get("RANK", "0"), socket.gethostname(), self.path, fault),
             )
 
 
-class _Left(BaseException):
+class _Exit(BaseException):
     """Leaves the block of a Shutdown."""
 
 
 class Shutdown:
-    """Whether all ranks stop now. A context manager: signals are heeded inside it, unless they are noted already.
+    """Decision of all ranks to stop. A context manager that receives signals, unless `signals` does already.
 
-    Every rank must enter, or a signal would tear it out of a step that the others finish.
+    Every rank must enter it: a signal would otherwise end a rank within a step that the others finish.
 
-    `signals`: those noted since the process began. `looks`: whether this rank looks for the kill switch; by default one
-    on each node does, since each look asks the file system.
+    `signals`: those received since the process began. `checks_kill_switch`: on this rank; None: on one rank of each
+    node, since each check queries the file system.
     """
 
     def __init__(
@@ -184,16 +185,16 @@ class Shutdown:
         ctx: ParallelContext,
         signals: Signals | None = None,
         *,
-        looks: bool | None = None,
+        checks_kill_switch: bool | None = None,
     ) -> None:
         self.reason: str | None = None
-        """Why all ranks stop, once that is decided. The same on every rank."""
+        """Reason of the stop, once it is decided; the same on every rank."""
         self._ctx = ctx
         self._exit_interval = training.exit_interval
         self._kill_switch: KillSwitch | None = None
-        if looks is None:
-            looks = os.environ.get("LOCAL_RANK", "0") == "0"
-        if looks and training.kill_switch_path is not None:
+        if checks_kill_switch is None:
+            checks_kill_switch = os.environ.get("LOCAL_RANK", "0") == "0"
+        if checks_kill_switch and training.kill_switch_path is not None:
             self._kill_switch = KillSwitch(training.kill_switch_path)
         self._kill_switch_path = training.kill_switch_path
         self._limit_mins = training.exit_duration_in_mins
@@ -212,26 +213,26 @@ class Shutdown:
     ) -> bool:
         if self._own_signals is not None:
             self._own_signals.__exit__(kind, error, trace)
-        return isinstance(error, _Left)
+        return isinstance(error, _Exit)
 
     def exit_if_requested(self) -> None:
-        """Leave the `with` block, on every rank, if any is asked to stop. Collective; for before the training."""
+        """Leave the `with` block on every rank if any rank has a reason to stop. Collective."""
         if self.decide():
             if self._ctx.rank == 0:
                 print(self.reason, flush=True)
-            raise _Left
+            raise _Exit
 
     def decide(self, progress: Progress | None = None) -> bool:
-        """Whether all ranks stop for what any of them sees. Collective until the answer is yes, which stands."""
+        """Return True if any rank has a reason to stop. Collective until then; the decision is final."""
         if self.reason is not None:
             return True
-        # the rank goes along, so that a signal to one alone can be explained; of several ranks the lowest is told
+        # with the rank, so that a signal to a single one can be explained; of several ranks the lowest is reported
         size = self._ctx.world_size
         code, place = divmod(self._ctx.largest(self._seen() * size + size - 1 - self._ctx.rank), size)
         if code == GO_ON:
             return False
         where = "before the first iteration" if progress is None else f"iteration={progress.iteration}"
-        if code == KILL_SWITCH:  # in the words of Habana's scripts, for those who look for them in logs
+        if code == KILL_SWITCH:  # the words of Habana's scripts, which users search logs for
             self.reason = f"Detected kill switch at {self._kill_switch_path}, {where}. Exiting"
             return True
         if progress is not None:
@@ -243,7 +244,7 @@ class Shutdown:
         return True
 
     def check_exit_interval(self, progress: Progress) -> bool:
-        """Whether all ranks stop, be it for the exit interval. Not collective: every rank counts alike."""
+        """Return True if all ranks stop, also for the exit interval. Not collective: every rank counts alike."""
         if self.reason is None and self._exit_interval and progress.iteration % self._exit_interval == 0:
             self.reason = (
                 f"Reached exit_interval={self._exit_interval}, iteration={progress.iteration}, "
@@ -252,12 +253,12 @@ class Shutdown:
         return self.reason is not None
 
     def _seen(self) -> int:
-        """What this rank has to say."""
+        """Return the reason that this rank sees."""
         if self._kill_switch is not None and self._kill_switch.is_there():
             return KILL_SWITCH
         if self._signals is not None and self._signals.first:
             return SIGNAL + self._signals.first
-        # by one clock: those of the others began at other times
+        # by one clock: the other processes began at other times
         is_timed = self._ctx.rank == 0 and self._limit_mins is not None
         if is_timed and time.monotonic() - self._began_s >= self._limit_s:
             return TIME_OVER
@@ -265,7 +266,7 @@ class Shutdown:
 
 
 def process_age_s() -> float:
-    """Since this process began."""
+    """Return the seconds since this process began."""
     import psutil
 
     began_s: float = psutil.Process().create_time()

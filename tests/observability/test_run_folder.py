@@ -15,7 +15,7 @@ from megatron.config.options import CheckpointConfig, Config, LoggingConfig, Tra
 from megatron.observability import run_folder
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.run_folder import RunFolder
-from megatron.observability.run_totals import Best, RunTotals
+from megatron.observability.run_totals import LossAt, RunTotals
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
 from tests import runs
@@ -71,7 +71,7 @@ def test_a_start_that_was_killed_stays_without_an_end(tmp_path: Path) -> None:
     assert "ended" not in starts(tmp_path)[0], "it is on disk as soon as the run starts"
     live(config_of(tmp_path), Progress(iteration=4), 6)
     assert ["ended" in start for start in starts(tmp_path)] == [False, True]
-    assert "1 more that ended without a word" in (tmp_path / "summary.txt").read_text()
+    assert "1 more without a recorded end" in (tmp_path / "summary.txt").read_text()
 
 
 def test_a_fault_is_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +186,7 @@ def test_totals_weigh_by_time_and_keep_the_lowest_loss() -> None:
     assert totals.tokens_per_second == (5 * 1000 + 15 * 2000) / 20
     assert totals.tflops_per_device == pytest.approx(1750 * 1e9 / 2 / 1e12)
     assert totals.mfu == pytest.approx(1750 * 1e9 / 2 / 1e12 / 10)
-    assert (totals.last, totals.lowest) == ({"train": Best(2.5, 20)}, {"train": Best(2.0, 10)})
+    assert (totals.last, totals.lowest) == ({"train": LossAt(2.5, 20)}, {"train": LossAt(2.0, 10)})
 
 
 def test_totals_know_the_fullest_rank() -> None:

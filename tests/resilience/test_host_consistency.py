@@ -40,8 +40,8 @@ def test_other_data_on_a_host_is_refused(ranks: RankPools, disks: list[str]) -> 
     runs.write_dataset(Path(disks[1], "text"), seed=1)
     for said in ranks(2)(runs.train_apart, disks, f"--train-iters 3 {DATA}"):
         assert said.startswith("DataError: data_path=text: the data on ")
-        assert "(rank 1) is not that on " in said
-        assert "copy it anew" in said
+        assert "(rank 1) differs from that on " in said
+        assert "copy it again" in said
 
 
 def saved_once(ranks: RankPools, disks: list[str], tmp_path: Path) -> Path:

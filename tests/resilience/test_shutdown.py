@@ -38,7 +38,7 @@ NAMES = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 
 
 def alone(**options: Any) -> Shutdown:
-    return Shutdown(TrainingConfig(**options), ParallelContext.single(), looks=True)
+    return Shutdown(TrainingConfig(**options), ParallelContext.single(), checks_kill_switch=True)
 
 
 def at(iteration: int) -> Progress:
@@ -72,7 +72,10 @@ def ask_all(decisions: list[Shutdown], progress: Progress | None = None) -> list
 
 def of_world(world: World, **options: Any) -> list[Shutdown]:
     size = len(world.numbers)
-    return [Shutdown(TrainingConfig(**options), world.context(rank), Signals(), looks=True) for rank in range(size)]
+    return [
+        Shutdown(TrainingConfig(**options), world.context(rank), Signals(), checks_kill_switch=True)
+        for rank in range(size)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from megatron.config.options import Config, GuardConfig, LoggingConfig, Parallel
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import watchdog as module
 from megatron.resilience.errors import PeerLostError, is_lost_peer
-from megatron.resilience.watchdog import FAILED, LOST, STUCK, Channel, Report, Watchdog, verdict
+from megatron.resilience.rank_reports import FAILED, LOST, SHOWN, STUCK, Channel, Report, verdict
+from megatron.resilience.watchdog import Watchdog
 from tests.ranks import RankPools
 
 
@@ -23,11 +24,11 @@ def report(rank: int, phase: str = "train", step: int = 7, **changes: Any) -> Re
     return Report(rank, f"node{rank // 2}", 100 + rank, phase, step, **{**fields, **changes})
 
 
-def test_the_rank_that_waits_for_nobody_is_named_and_the_others_are_counted() -> None:
+def test_the_rank_that_does_not_wait_is_named_and_the_others_are_counted() -> None:
     answers = {rank: report(rank) for rank in range(12)} | {3: report(3, waits=False)}
     lines = verdict(STUCK, 12, answers, {}).splitlines()
     assert lines[0] == (
-        "  rank 3 on node1 (process 103) waits for nobody: in step 7, train, since 60.0 s, in f (x.py:1)"
+        "  rank 3 on node1 (process 103) does not wait for others: in step 7, train, since 60.0 s, in f (x.py:1)"
     )
     assert lines[1:] == ["  ranks 0, 1, 2, 4, 5, 6, 7, 8 and 3 more waited for others in step 7, train"]
 
@@ -39,16 +40,16 @@ def test_where_all_wait_the_one_that_is_elsewhere_is_named() -> None:
     assert told.startswith("  rank 2 on node1 (process 102) is elsewhere than most: in step 6, log")
 
 
-def test_without_a_majority_nobody_is_blamed() -> None:
+def test_without_a_majority_no_rank_is_blamed() -> None:
     told = verdict(STUCK, 2, {0: report(0), 1: report(1, "log")}, {})
-    assert "waits for nobody" not in told
+    assert "does not wait for others" not in told
     assert "than most" not in told
 
 
-def test_a_rank_alone_is_told_with_the_line_that_it_is_stuck_in() -> None:
+def test_a_single_rank_is_named_with_the_line_that_it_is_stuck_in() -> None:
     told = verdict(STUCK, 1, {0: report(0, waits=False)}, {})
     assert told.endswith(
-        "rank 0 on node0 (process 100) waits for nobody: in step 7, train, since 60.0 s, in f (x.py:1)"
+        "rank 0 on node0 (process 100) does not wait for others: in step 7, train, since 60.0 s, in f (x.py:1)"
     )
 
 
@@ -59,8 +60,8 @@ def test_silent_ranks_come_first_and_many_are_counted() -> None:
     assert lines[0].startswith("  rank 0 on node0 (process 100) does not answer: it ended, is stopped, or is stuck")
     assert "last heard of 61.5 s ago, in step 7, train" in lines[0]
     assert lines[4] == "  rank 4 on node2 was never heard of"
-    assert lines[module.SHOWN] == f"  and {20 - module.SHOWN} more such ranks"
-    assert len(lines) == module.SHOWN + 2
+    assert lines[SHOWN] == f"  and {20 - SHOWN} more such ranks"
+    assert len(lines) == SHOWN + 2
 
 
 def test_a_rank_that_failed_is_named_with_its_message_though_it_has_ended() -> None:
@@ -142,7 +143,7 @@ def exchange() -> tuple[list[int], str, bool]:
     channel = Channel(ctx, "127.0.0.1")
     state = STUCK if ctx.rank == 1 else "running"
     mine = Report(ctx.rank, "here", os.getpid(), "train", 1, 0.0, state)
-    forged = json.dumps({"token": "guessed", "told": True, "call": STUCK}).encode()
+    forged = json.dumps({"token": "guessed", "verdict": True, "call": STUCK}).encode()
     for address in channel._collectors.values():
         channel._socket.sendto(forged, address)
         channel._socket.sendto(b"\xff no json", address)
@@ -155,7 +156,7 @@ def exchange() -> tuple[list[int], str, bool]:
         channel.wait(0.05)
     ctx.broadcast(0)
     channel.close()
-    return sorted(channel.reports), channel.call, channel.verdict_is_told
+    return sorted(channel.reports), channel.call, channel.has_verdict
 
 
 def test_a_call_reaches_every_rank_and_the_reports_both_collectors(ranks: RankPools) -> None:

@@ -37,7 +37,7 @@ class Case:
 
 
 FAILS = r"rank 1 on \S+ \(process \d+\) failed in step 3, train:\n(.*\n)*ArithmeticError"
-HANG = r"rank {rank} on \S+ \(process \d+\) waits for nobody: in step 3, "
+HANG = r"rank {rank} on \S+ \(process \d+\) does not wait for others: in step 3, "
 SILENT = r"rank {rank} on \S+ \(process \d+\) does not answer: .* last heard of [\d.]+ s ago, "
 CASES = {
     "exception": Case("exception", FAILED, FAILS),

@@ -1,0 +1,225 @@
+"""Reports that the ranks' watchdogs exchange, and the verdict on a run that they lead to.
+
+They travel as datagrams to two collectors, rank 0 and the last rank, which usually are on different hosts. (torch's
+TCPStore blocks forever where its server is stopped.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import select
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.parallel.context import ParallelContext, address_towards
+
+SHOWN = 8
+"""Number of ranks that a verdict names one by one."""
+
+RUNNING, FAILED, LOST, STUCK = "running", "failed", "lost", "stuck"
+"""States of a rank: `failed` by an error of its own, `lost` when a collective failed, `stuck` without progress."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """State of a rank."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    since_s: float
+    """Time since its last progress."""
+    state: str = RUNNING
+    fault: str = ""
+    where: str = ""
+    """Innermost call of its main thread."""
+    waits: bool = False
+    """It waits for other ranks in a collective."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
+
+    @property
+    def at(self) -> str:
+        return f"in step {self.step}, {self.phase}" if self.step else f"before the first step, {self.phase}"
+
+
+def verdict(
+    call: str, world_size: int, answers: Mapping[int, Report], silent: Mapping[int, tuple[Report | str, float]]
+) -> str:
+    """Return the state of every rank when the run ended, the ranks that caused it first.
+
+    `answers`: reports of the ranks that answered the call. `silent`: for each other rank its last report, or its host
+    if there is none, and how many seconds ago it came.
+    """
+    lines = []
+    for rank, (last, ago_s) in sorted(silent.items()):
+        if isinstance(last, str):
+            lines.append(f"rank {rank} on {last} was never heard of")
+        elif last.state == FAILED:
+            lines.append(f"{last.name} failed {last.at}: {last.fault}")
+        else:
+            lines.append(
+                f"{last.name} does not answer: it ended, is stopped, or is stuck in native code; last heard of "
+                f"{ago_s:.1f} s ago, {last.at}"
+            )
+    others = [report for _, report in sorted(answers.items())]
+    lines += [f"{report.name} failed {report.at}: {report.fault}" for report in others if report.state == FAILED]
+    left = [report for report in others if report.state not in (FAILED, LOST)]
+    if call == STUCK:
+        odd, description = _odd_ones(left)
+        lines += [f"{one.name} {description}: {one.at}, since {one.since_s:.1f} s, {one.where}" for one in odd]
+        left = [report for report in left if report not in odd]
+    head = lines[:SHOWN] + ([f"and {len(lines) - SHOWN} more such ranks"] if len(lines) > SHOWN else [])
+    for description, those in (
+        ("lost touch with another rank", [report for report in others if report.state == LOST]),
+        ("waited for others", [report for report in left if report.waits]),
+        ("came no further" if call == STUCK else "ran on", [report for report in left if not report.waits]),
+    ):
+        for at in dict.fromkeys(report.at for report in those):
+            ranks = [report.rank for report in those if report.at == at]
+            head.append(f"{_numbered(ranks, world_size)} {description} {at}")
+    return "\n".join(f"  {line}" for line in head)
+
+
+def _odd_ones(reports: Sequence[Report]) -> tuple[list[Report], str]:
+    """Return the ranks that probably hang, and in which respect they differ.
+
+    Those that do not wait, if others do; else, since waiting for an accelerator does not show, those at another step or
+    phase than most.
+    """
+    busy = [report for report in reports if not report.waits]
+    if busy and (len(busy) < len(reports) or len(reports) == 1):
+        return busy, "does not wait for others"
+    places = [report.at for report in reports]
+    counts = {place: places.count(place) for place in places}
+    most = max(counts.values(), default=0)
+    odd = [] if 2 * most <= len(reports) else [report for report in reports if counts[report.at] < most]
+    return odd, "is elsewhere than most"
+
+
+def _numbered(ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == world_size > 1:
+        return "all ranks"
+    shown = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+class Channel:
+    """Datagrams between the watchdogs of all ranks. Used by their threads; `send` also by the main one."""
+
+    def __init__(self, ctx: ParallelContext, address: str):
+        """Exchange the addresses. Collective."""
+        addresses = ctx.gather_objects(address)
+        elsewhere = [other for other in addresses if not _is_loopback(other)]
+        if _is_loopback(address) and elsewhere:  # the first host's own name often resolves to such an address
+            address = address_towards(elsewhere[0]) or address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.bind((address, 0))
+        self._socket.setblocking(False)
+        gathered = ctx.gather_objects((socket.gethostname(), *self._socket.getsockname()[:2]))
+        self.hosts = [host for host, _, _ in gathered]
+        self._collectors = {rank: gathered[rank][1:] for rank in (0, ctx.world_size - 1)}
+        # ignores datagrams of other programs and other runs
+        self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
+        self._rank = ctx.rank
+        self.collects = ctx.rank in self._collectors
+        self._addresses: dict[int, Any] = {}
+        self.reports: dict[int, tuple[Report, float]] = {}
+        """On a collector: the last report of each rank, and when it came."""
+        self.call = ""
+        """LOST or STUCK once a rank has called all others."""
+        self.call_s = 0.0
+        self.has_verdict = False
+        """A collector has printed the verdict."""
+
+    def send(self, report: Report) -> None:
+        """Send a report to the collectors."""
+        if self.collects:
+            self._take(report)
+        for rank, address in self._collectors.items():
+            if rank != self._rank:
+                self._send(address, {"report": dataclasses.asdict(report)})
+
+    def wait(self, timeout_s: float) -> bool:
+        """Receive until something has come or the time is over. Return True if that was a call to answer."""
+        if not select.select([self._socket], [], [], max(0.0, timeout_s))[0]:
+            return False
+        called = False
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                try:
+                    content, sender = self._socket.recvfrom(65536)
+                except ConnectionError:  # an ICMP answer to an earlier datagram: that collector has ended
+                    continue
+                called |= self._read(content, sender)
+        return called
+
+    def _read(self, content: bytes, sender: Any) -> bool:
+        try:
+            message = json.loads(content)
+            if message.pop("token") != self._token:
+                return False
+            if "report" in message:
+                report = Report(**message["report"])
+                self._addresses[report.rank] = sender
+                self._take(report)
+                if self.call or self.has_verdict:
+                    self._send(sender, {"call": self.call, "verdict": self.has_verdict})
+                return False
+            self.has_verdict |= message["verdict"]
+            return self._note_call(message["call"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+
+    def _take(self, report: Report) -> None:
+        self.reports[report.rank] = report, time.monotonic()
+        if report.state in (LOST, STUCK) and self._note_call(report.state):
+            self._call_all()
+
+    def _note_call(self, call: str) -> bool:
+        """Return True if the call is a new one. A rank that is stuck outweighs one that lost another."""
+        if not call or call == self.call or self.call == STUCK:
+            return False
+        self.call, self.call_s = call, time.monotonic()
+        return True
+
+    def end(self) -> None:
+        """Inform all ranks that the verdict is printed: none needs to wait for it."""
+        self.has_verdict = True
+        for _ in range(3):  # datagrams may get lost
+            self._call_all()
+
+    def _call_all(self) -> None:
+        for address in self._addresses.values():
+            self._send(address, {"call": self.call, "verdict": self.has_verdict})
+
+    def _send(self, address: Any, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a full buffer, no route: it is sent again
+            self._socket.sendto(json.dumps({"token": self._token, **message}).encode(), address)
+
+    def sorted_reports(self, world_size: int) -> tuple[dict[int, Report], dict[int, tuple[Report | str, float]]]:
+        """Return `answers` and `silent` of `verdict`: the ranks that answered the call, and those that did not."""
+        now_s = time.monotonic()
+        answers = {rank: report for rank, (report, came_s) in self.reports.items() if came_s >= self.call_s}
+        silent: dict[int, tuple[Report | str, float]] = {}
+        for rank in set(range(world_size)) - set(answers):
+            report, came_s = self.reports.get(rank, (self.hosts[rank], now_s))
+            silent[rank] = report, now_s - came_s
+        return answers, silent
+
+    def close(self) -> None:
+        self._socket.close()
