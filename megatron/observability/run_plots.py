@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-METRICS_FILE = "metrics.jsonl"
-ALLOCATED, PEAK = "memory_allocated (GB)", "max_memory_allocated (GB)"
-TIMER_SUFFIX = "-time"
+from megatron.accelerator import ALLOCATED, MAX_ALLOCATED
+from megatron.observability.lines import TIMER_SUFFIX
+from megatron.observability.metrics_file import METRICS_FILE
+
 SINGLE_EVENTS = ("evaluate", "save-checkpoint")
 """Timers that are not part of a step."""
 
@@ -202,7 +203,7 @@ def draw_run(panels: Sequence[Panel], rows: Sequence[Row], color: str, name: str
     draw_loss_of(loss, rows, color, name)
     for panel, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_second")):
         panel.line(curve(rows, "train", key), color)
-    memory.line(memory_curve(rows, PEAK), color, None if name else "peak so far")
+    memory.line(memory_curve(rows, MAX_ALLOCATED), color, None if name else "peak so far")
     memory.line(memory_curve(rows, ALLOCATED), second, None if name else "now", "--")
     iterations, seconds = curve(rows, "train", "iteration_time_s")
     step.line((iterations, [1e3 * value for value in seconds]), color, None if name else "whole step")
