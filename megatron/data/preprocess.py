@@ -39,7 +39,7 @@ PROOF_SOURCES = 16
 PROOF_CHARACTERS = 1 << 15
 
 
-class Report(Protocol):
+class PreprocessReport(Protocol):
     """Receiver of what a run reports while it works."""
 
     def note(self, text: str) -> None: ...
@@ -217,7 +217,7 @@ class GrowingDatasets:
 
 
 def encode_input(
-    job: PreprocessJob, work: UnfinishedWork, datasets: GrowingDatasets, tokenizer: Tokenizer, report: Report
+    job: PreprocessJob, work: UnfinishedWork, datasets: GrowingDatasets, tokenizer: Tokenizer, report: PreprocessReport
 ) -> None:
     """Add the rest of the input to the datasets.
 
@@ -273,7 +273,7 @@ def is_finished(job: PreprocessJob) -> bool:
     return all(checksums is not None and checksums.notes == job.notes for checksums in found)
 
 
-def preprocess(job: PreprocessJob, report: Report) -> TextTotals | None:
+def preprocess(job: PreprocessJob, report: PreprocessReport) -> TextTotals | None:
     """Write the datasets of a job. Returns None if `resume` finds them finished.
 
     Raises DataError or OSError, with no final file written.
