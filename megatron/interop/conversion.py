@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megatron.checkpoint.format import CheckpointError, Fragment
+from megatron.checkpoint.format import MANIFEST, CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config.command_line import from_dict, read_preset
@@ -72,7 +72,7 @@ def recognise(path: Path) -> str:
     """Return the kind of checkpoint in `path`: see `ModelWeights.kind`. Raises CheckpointError."""
     if not path.is_dir():
         raise CheckpointError(f"--load {path} is {'a file' if path.exists() else 'not there'}; give a folder")
-    has_native = (path / "checkpoint.json").exists() or any(path.glob("*/checkpoint.json"))
+    has_native = _holds_native(path)
     foreign = None if has_native else deepspeed_checkpoint.recognise(path)
     has_hf = (path / "config.json").exists()
     if has_hf and (has_native or foreign):
@@ -93,13 +93,17 @@ def open_any(path: Path, preset: str | None = None) -> Checkpoint | DeepSpeedChe
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is {'a file' if path.exists() else 'not there'}; give a checkpoint's folder")
-    if not (path / "checkpoint.json").exists() and not any(path.glob("*/checkpoint.json")):
+    if not _holds_native(path):
         return deepspeed_checkpoint.read(path, None if preset is None else from_dict(read_preset(preset)))
     _refuse_preset(path, preset)
     checkpoint = open_checkpoint(path)
     if checkpoint is None:
         raise CheckpointError(f"{path} holds no checkpoint")
     return checkpoint
+
+
+def _holds_native(path: Path) -> bool:
+    return (path / MANIFEST).exists() or any(path.glob(f"*/{MANIFEST}"))
 
 
 def _refuse_preset(path: Path, preset: str | None) -> None:

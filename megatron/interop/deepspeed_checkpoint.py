@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +34,8 @@ from megatron.interop.deepspeed_files import (
 )
 from megatron.interop.deepspeed_origins import Origin, is_megatron, megatron_origins, our_origins
 from megatron.interop.native import matched
-from megatron.parallel.shards import Shard
+from megatron.models.family import family_of
+from megatron.parallel.shards import Shard, declared_shards
 
 log = logging.getLogger(__name__)
 
@@ -44,32 +45,44 @@ Layout = Literal["universal", "deepspeed", "megatron-deepspeed"]
 class DeepSpeedCheckpoint:
     """Checkpoint of DeepSpeed or Megatron-DeepSpeed, read as a `reader.Checkpoint` is, in our names and row order.
 
-    `parameters` describes each full tensor, without padding. `kinds` are those that every parameter has: `weight`, and
-    the optimizer's `exp_avg`, `exp_avg_sq` or `momentum_buffer`. `facts`, each where the checkpoint has it:
-    `iteration`, `consumed_samples`, `step` (the optimizer's), `args` (Megatron's arguments), `metadata` (ours).
+    `parameters` describes each full tensor, without padding. `kinds` are `weight` and the optimizer's `exp_avg`,
+    `exp_avg_sq` or `momentum_buffer`; every parameter has all of them, but those in `frozen` may lack moments. `facts`
+    are, each where the checkpoint has it: `iteration`, `consumed_samples`, `step` (the optimizer's), `args` (Megatron's
+    arguments), `metadata` (ours).
     """
 
     def __init__(
-        self, folder: Path, layout: Layout, source: RankTensors, origins: Mapping[str, Origin], facts: dict[str, Any]
+        self,
+        folder: Path,
+        layout: Layout,
+        source: RankTensors,
+        origins: Mapping[str, Origin],
+        facts: dict[str, Any],
+        frozen: Collection[str] = (),
     ) -> None:
         self.folder, self.layout, self.facts = folder, layout, facts
         self.parameters: Mapping[str, Shard] = {ours: origin.shard for ours, origin in origins.items()}
         self._source, self._origins = source, origins
-        found = {ours: source.kinds(origin.theirs[0]) for ours, origin in origins.items()}
-        self.kinds = tuple(kind for kind in FILE_OF_KIND if any(kind in kinds for kinds in found.values()))
-        for ours, kinds in found.items():
-            if kinds != self.kinds:
+        self._kinds = {ours: source.kinds(origin.theirs[0]) for ours, origin in origins.items()}
+        self.kinds = tuple(kind for kind in FILE_OF_KIND if any(kind in kinds for kinds in self._kinds.values()))
+        for ours, kinds in self._kinds.items():
+            if kinds != self.kinds and not (ours in frozen and kinds == ("weight",)):
                 lacking = next(kind for kind in self.kinds if kind not in kinds)
                 raise CheckpointError(
-                    f"{folder} lacks {lacking} of {ours}, which its other parameters have; copy the whole checkpoint"
+                    f"{folder} lacks {lacking} of {ours}, which its other parameters have; copy the whole checkpoint, "
+                    "or freeze the parameter if it was frozen"
                 )
+
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        """Kinds of a parameter, `weight` first."""
+        return self._kinds[name]
 
     def read_full(self, name: str, kind: str = "weight") -> Tensor:
         """Return the full tensor in float32, without padding; a view of the mapped file where nothing is converted.
 
         Raises CheckpointError if the parameter or kind is missing, or its copies differ.
         """
-        if name not in self._origins or kind not in self.kinds:
+        if name not in self._origins or kind not in self._kinds[name]:
             has = f"kinds {', '.join(self.kinds)} of {len(self._origins)} parameters"
             raise CheckpointError(f"{self.folder} has no {kind} of {name}, only {has}; give the model's own config")
         origin = self._origins[name]
@@ -177,12 +190,15 @@ def read(path: Path, config: Config | None = None) -> DeepSpeedCheckpoint:
             facts["metadata"] = {"config": config.to_dict(), **facts.get("metadata", {})}
         megatron = is_megatron(source.names)
         origins = (megatron_origins if megatron else our_origins)(source, config, folder)
+        frozen: set[str] = set()
         if config is not None:
             matched(folder, config, {name: origin.shard for name, origin in origins.items()})
+            declared = declared_shards(family_of(config).layers(config))
+            frozen = {name for name, shard in declared.items() if not shard.trained}
         layout: Layout = "megatron-deepspeed" if megatron else "deepspeed"
         if isinstance(source, UniversalFolder):
             layout = "universal"
-        return DeepSpeedCheckpoint(folder, layout, source, origins, facts)
+        return DeepSpeedCheckpoint(folder, layout, source, origins, facts, frozen)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def matched(folder: Path, config: Config, found: Mapping[str, Shard]) -> dict[st
         name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
         raise CheckpointError(
             f"{folder} does not hold the model that its config describes: {name} is {shapes.get(name, 'not there')}, "
-            f"but {wanted.get(name, 'not there')} in the config's model; give the config of its own model"
+            f"but {wanted.get(name, 'not there')} in the config's model; give its own model's config"
         )
     return expected
 

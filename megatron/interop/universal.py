@@ -44,10 +44,10 @@ def write(checkpoint: Checkpoint | DeepSpeedCheckpoint, folder: Path) -> None:
         for name, shard in checkpoint.parameters.items():
             place = partial / "zero" / names.theirs(name)
             place.mkdir()
-            for kind in checkpoint.kinds:
+            for kind in checkpoint.kinds_of(name):
                 tensor = checkpoint.read_full(name, kind).contiguous()
                 _save({"param": tensor, **_cut(name, place.name, shard)}, place / f"{FILE_OF_KIND[kind]}.pt")
-            if len(checkpoint.kinds) > 1:
+            if len(checkpoint.kinds_of(name)) > 1:
                 _save(torch.tensor(float(facts.get("step", facts.get("iteration", 0)))), place / "step.pt")
         _write_states(partial, universal_info(checkpoint.parameters, 1, names), facts)
         for parent, _, _ in os.walk(partial):

@@ -1,23 +1,12 @@
-"""Checkpoints on disk: what is written is what is read, under any layout, by us and by the safetensors library."""
+"""Reading checkpoints: tensors under any layout, by us and by the safetensors library; which checkpoint is found."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,100 +17,19 @@ from safetensors import safe_open
 from megatron.checkpoint import reader, writer
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
-from megatron.checkpoint.saver import Saver, SaveResult
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.parallel.shards import Shard
-
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
-
-# each way of being cut: replicated, rows in pieces, columns, padded vocabulary, a vector in pieces
-MODEL = {
-    "0.norm.weight": Shard((12,)),
-    "1.qkv.weight": Shard((48, 12), dim=0, pieces=(24, 12, 12)),
-    "1.qkv.bias": Shard((48,), dim=0, pieces=(24, 12, 12)),
-    "1.out.weight": Shard((12, 24), dim=1, pieces=(24,)),
-    "10.rows.weight": Shard((3, 12, 2), dim=1, pieces=(12,)),
-    "tied_modules.word_embedding.weight": Shard((50, 12), dim=0, pieces=(50,)),
-}
-
-
-def padded(name: str, size: int) -> Shard:
-    """Shard of a run on `size` tensor-parallel ranks, its vocabulary padded to a multiple of 4 * size."""
-    shard = MODEL[name]
-    return replace(shard, padding=-50 % (4 * size)) if "embedding" in name else shard
-
-
-def full(name: str, kind: str, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed * 1000 + KINDS.index(kind) * 100 + list(MODEL).index(name))
-    return torch.randn(MODEL[name].shape, generator=generator)
-
-
-def local(name: str, kind: str, rank: int, size: int, seed: int = 0) -> torch.Tensor:
-    return padded(name, size).take(full(name, kind, seed), rank, size).flatten()
-
-
-def fragments_of(rank: int, tensor_size: int, data_size: int, seed: int = 0) -> Iterator[Fragment]:
-    """Fragments of a rank where ZeRO cuts the concatenated parameters over the data-parallel ranks."""
-    tensor_rank, data_rank = rank % tensor_size, rank // tensor_size
-    numels = {name: math.prod(padded(name, tensor_size).local_shape(tensor_size)) for name in MODEL}
-    share = -(-sum(numels.values()) // data_size)
-    position = 0
-    for name, numel in numels.items():
-        start, stop = (min(max(edge * share - position, 0), numel) for edge in (data_rank, data_rank + 1))
-        position += numel
-        if start == stop:
-            continue
-        for kind in KINDS:
-            if MODEL[name].dim is None:
-                if tensor_rank == 0:
-                    yield Fragment(name, kind, MODEL[name], 0, 1, start, local(name, kind, 0, 1, seed)[start:stop])
-            else:
-                tensor = local(name, kind, tensor_rank, tensor_size, seed)[start:stop]
-                shard = padded(name, tensor_size)
-                yield Fragment(name, kind, shard, tensor_rank, tensor_size, start, tensor, "bfloat16")
-
-
-def saver(folder: Path, rank: int = 0, world_size: int = 1, **options: Any) -> Saver:
-    defaults = {"asynchronous": False, "keep_last": None, "retain_interval": None, "timeout_s": 20.0}
-    return Saver(folder, rank=rank, world_size=world_size, **(defaults | options))
-
-
-def save_by_threads(
-    folder: Path, tag: str, tensor_size: int, data_size: int, *, seed: int = 0, token: str = "token", **options: Any
-) -> list[Saver]:
-    """Each rank a thread, as they agree by nothing but files."""
-    savers = [saver(folder, rank, tensor_size * data_size, **options) for rank in range(tensor_size * data_size)]
-
-    def run(rank: int) -> None:
-        owned = fragments_of(rank, tensor_size, data_size, seed)
-        savers[rank].save(tag, token, owned, {"progress": {"iteration": seed}})
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(savers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for each in savers:
-        each.wait()
-    return savers
-
-
-def write(folder: Path, tag: str, seed: int = 0) -> Path:
-    return write_checkpoint(folder, tag, fragments_of(0, 1, 1, seed), {"progress": {"iteration": seed}})
-
-
-def assert_holds(checkpoint: Checkpoint, seed: int = 0) -> None:
-    checkpoint.verify()
-    assert checkpoint.metadata["progress"] == {"iteration": seed}
-    for name in MODEL:
-        for kind in KINDS:
-            assert torch.equal(checkpoint.read_full(name, kind), full(name, kind, seed)), (name, kind)
-
-
-def newest(folder: Path, **options: Any) -> Checkpoint:
-    found = newest_checkpoint(folder, **options)
-    assert found is not None
-    return found
+from tests.checkpoint.states import (
+    KINDS,
+    MODEL,
+    assert_holds,
+    fragments_of,
+    local,
+    newest,
+    padded,
+    save_by_threads,
+    write,
+)
 
 
 @pytest.fixture(scope="module")
@@ -236,57 +144,31 @@ print(peak() - before)
     assert int(run.stdout) < 48_000
 
 
-def test_memory_can_be_changed_once_an_asynchronous_save_has_returned(tmp_path: Path) -> None:
-    one = saver(tmp_path, asynchronous=True)
-    owned = list(fragments_of(0, 1, 1))
-    one.reserve(owned)
-    addresses = {one._buffer.data_ptr()}
-    for iteration in (1, 2, 3):
-        one.save(f"global_step{iteration}", f"token{iteration}", owned, {"progress": {"iteration": 0}})
-        addresses.add(one._buffer.data_ptr())
-        for fragment in owned:
-            fragment.tensor.add_(1.0)
-        one.wait()
-        for fragment in owned:
-            fragment.tensor.sub_(1.0)
-        owned = list(fragments_of(0, 1, 1))
-    assert [outcome.tag for outcome in one.finished()] == ["global_step1", "global_step2", "global_step3"]
-    assert one.finished() == []
-    assert len(addresses) == 1, "the host buffer is allocated once"
-    for iteration in (1, 2, 3):
-        assert_holds(newest(tmp_path, tag=f"global_step{iteration}"))
+def test_a_fragment_that_cannot_be_is_refused() -> None:
+    shard = MODEL["1.qkv.weight"]
+    with pytest.raises(CheckpointError, match=r"is torch\.bfloat16 \(48, 12\); a fragment must be float32 and flat"):
+        Fragment("a", "weight", shard, 0, 1, 0, torch.zeros(48, 12, dtype=torch.bfloat16))
+    with pytest.raises(CheckpointError, match=r"\[280, 290\) is outside its 288 local elements"):
+        Fragment("a", "weight", shard, 0, 2, 280, torch.zeros(10))
+    with pytest.raises(CheckpointError, match="is not sharded; it must be saved once"):
+        Fragment("a", "weight", Shard((3,)), 0, 2, 0, torch.zeros(3))
+    with pytest.raises(CheckpointError, match="tensor rank 2 is outside the 2 ranks"):
+        Fragment("a", "weight", shard, 2, 2, 0, torch.zeros(3))
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way = threading.Event()
-    go_on = threading.Event()
-    sync = os.fsync
-
-    def slow_sync(file: int) -> None:
-        under_way.set()
-        assert go_on.wait(20)
-        sync(file)
-
-    monkeypatch.setattr(os, "fsync", slow_sync)
-    one = saver(tmp_path, asynchronous=True)
-    one.save("global_step1", "a", fragments_of(0, 1, 1, 1), {"progress": {"iteration": 1}})
-    assert under_way.wait(20)
-    assert one.finished() == []
-    threading.Timer(0.1, go_on.set).start()
-    one.save("global_step2", "b", fragments_of(0, 1, 1, 2), {"progress": {"iteration": 2}})
-    assert newest(tmp_path, tag="global_step1").tag == "global_step1"
-    one.wait()
-    assert_holds(newest(tmp_path), 2)
-
-
-def test_metadata_is_that_of_the_call(tmp_path: Path) -> None:
-    one = saver(tmp_path, asynchronous=True)
-    metadata = {"progress": {"iteration": 0}, "nested": [1, {"a": None}], "text": "ü\n", "float": 0.1, "large": 2**100}
-    one.save("global_step1", "a", fragments_of(0, 1, 1), metadata)
-    expected = json.loads(json.dumps(metadata))
-    metadata["progress"] = {"iteration": 5}
-    one.wait()
-    assert newest(tmp_path).metadata == expected
+def test_another_model_is_reported_by_name_and_shape(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write(tmp_path, "global_step1"))
+    with pytest.raises(CheckpointError, match=r"holds no parameter '2\.x', but 6 others, such as 0\.norm\.weight"):
+        checkpoint.read("2.x", "weight", Shard((3,)), 0, 1, 0, 3)
+    with pytest.raises(CheckpointError, match=r"holds no momentum_buffer of 0\.norm\.weight, only weight, exp_avg, "):
+        checkpoint.read_full("0.norm.weight", "momentum_buffer")
+    other = Shard((64, 12), dim=0, pieces=(40, 12, 12))
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds 1\.qkv\.weight as \[48, 12\], sharded along dimension 0 in pieces of 24, 12, 12; this model has "
+        r"it as \[64, 12\], sharded along dimension 0 in pieces of 40, 12, 12\. Give the options",
+    ):
+        checkpoint.read("1.qkv.weight", "weight", other, 0, 1, 0, 10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -353,376 +235,3 @@ def test_other_folders_are_distinguished_from_checkpoints(tmp_path: Path) -> Non
         newest_checkpoint(inside)
     with pytest.raises(CheckpointError, match=r"'\.\./save' is not the name of a checkpoint"):
         newest_checkpoint(tmp_path, tag="../save")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Keeping and replacing
-
-
-def tags(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("global_step")) for path in folder.glob("global_step*"))
-
-
-def test_the_newest_and_every_so_many_are_kept(tmp_path: Path) -> None:
-    one = saver(tmp_path, keep_last=2, retain_interval=30)
-    for iteration in range(10, 110, 10):
-        one.save(f"global_step{iteration}", f"token{iteration}", fragments_of(0, 1, 1), {})
-        one.wait()
-    assert tags(tmp_path) == [30, 60, 90, 100]
-    assert sorted(path.name for path in tmp_path.glob(".*")) == [".lock"]
-
-
-def test_without_keep_last_all_are_kept(tmp_path: Path) -> None:
-    one = saver(tmp_path, keep_last=None, retain_interval=30)
-    for iteration in range(10, 50, 10):
-        one.save(f"global_step{iteration}", f"token{iteration}", fragments_of(0, 1, 1), {})
-    assert tags(tmp_path) == [10, 20, 30, 40]
-
-
-def test_the_one_just_saved_is_kept_even_if_it_has_the_lowest_number(tmp_path: Path) -> None:
-    one = saver(tmp_path, keep_last=1)
-    for iteration in (300, 100, 200):  # a run that went back
-        one.save(f"global_step{iteration}", f"token{iteration}", fragments_of(0, 1, 1), {})
-        assert newest(tmp_path).tag == f"global_step{iteration}"
-    assert tags(tmp_path) == [200, 300]
-
-
-def test_other_folders_are_left_alone(tmp_path: Path) -> None:
-    for name in ("global_step5", "tensorboard", "notes3"):
-        (tmp_path / name).mkdir(parents=True)
-    one = saver(tmp_path, keep_last=1)
-    for iteration in (1, 2):
-        one.save(f"global_step{iteration}", f"token{iteration}", fragments_of(0, 1, 1), {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".lock",
-        "global_step2",
-        "global_step5",
-        "latest",
-        "notes3",
-        "tensorboard",
-    ]
-
-
-def test_a_tag_is_written_over(tmp_path: Path) -> None:
-    save_by_threads(tmp_path, "global_step7", 2, 2, seed=1, token="a")
-    save_by_threads(tmp_path, "global_step7", 1, 3, seed=2, token="b")
-    assert_holds(newest(tmp_path), 2)
-    write(tmp_path, "global_step7", 3)
-    assert_holds(newest(tmp_path), 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "global_step7", "latest"]
-
-
-def test_leftovers_of_dead_runs_go_at_the_first_save(tmp_path: Path) -> None:
-    write(tmp_path, "global_step1", 1)
-    shutil.copytree(tmp_path / "global_step1", tmp_path / ".global_step8.replaced-dead")
-    for name in (".global_step9.partial-dead", ".global_step3.deleted-dead", ".global_step1.replaced-dead"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "rank_00000.safetensors").touch()
-    for name in (".global_step9.failed-dead", ".global_step9.failed-dead.3", ".global_step9.latest-dead", ".other"):
-        (tmp_path / name).touch()
-    one = saver(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 11
-    one.save("global_step10", "token", fragments_of(0, 1, 1), {"progress": {"iteration": 0}})
-    one.wait()
-    whole = ["global_step1", "global_step10", "global_step8"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".other", *whole, "latest"]
-    assert_holds(newest(tmp_path, tag="global_step8"), 1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What fails
-
-
-def in_child(function: Callable[[], int]) -> int:
-    """A forked process that ends with what the function returns. Returns its id."""
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            status = function()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return child
-
-
-def test_two_runs_do_not_save_into_one_folder(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-
-    def other() -> int:
-        saver(tmp_path)
-        os.write(writing, b"x")
-        signal.pause()
-        return 0
-
-    child = in_child(other)
-    os.read(reading, 1)
-    with pytest.raises(CheckpointError, match=f"is in use by another run \\(process {child} on .*own"):
-        saver(tmp_path)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    saver(tmp_path)
-
-
-def test_a_closed_saver_leaves_the_folder_to_another_process(tmp_path: Path) -> None:
-    one = saver(tmp_path, asynchronous=True)
-    one.save("global_step1", "a", fragments_of(0, 1, 1), {"progress": {"iteration": 0}})
-    one.close()
-    one.close()
-    assert_holds(newest(tmp_path))
-
-    def other() -> int:
-        saver(tmp_path)
-        return 0
-
-    assert os.waitpid(in_child(other), 0)[1] == 0
-
-
-def failures(outcomes: Sequence[SaveResult]) -> list[str]:
-    return [str(outcome.error) for outcome in outcomes]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("failing", [0, 2])
-def test_a_failure_on_one_rank_is_reported_by_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, asynchronous: bool
-) -> None:
-    save_by_threads(tmp_path, "global_step1", 1, 3, seed=1, token="a")
-    savers = [saver(tmp_path, rank, 3, asynchronous=asynchronous) for rank in range(3)]
-    sync = os.fsync
-
-    def full_disk(file: int) -> None:
-        if os.readlink(f"/proc/self/fd/{file}").endswith(f"rank_{failing:05d}.safetensors"):
-            raise OSError(28, "No space left on device", "the file")
-        sync(file)
-
-    def save_all(tag: str, token: str) -> None:
-        def run(rank: int) -> None:
-            savers[rank].save(tag, token, fragments_of(rank, 1, 3, 2), {"progress": {"iteration": 2}})
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    save_all("global_step2", "b")
-    for rank, each in enumerate(savers):
-        with pytest.raises(CheckpointError) as caught:
-            each.wait()
-        assert str(caught.value) == f"saving global_step2 failed on rank {failing}: the file: No space left on device"
-        each.wait()  # reported once
-        assert each.finished() == [], rank
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".global_step2.failed-b",
-        ".lock",
-        "global_step1",
-        "latest",
-    ]
-    assert_holds(newest(tmp_path), 1)
-    monkeypatch.setattr(os, "fsync", sync)
-    save_all("global_step2", "c")
-    for each in savers:
-        each.wait()
-        assert [outcome.error for outcome in each.finished()] == [None]
-    assert_holds(newest(tmp_path), 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "global_step1", "global_step2", "latest"]
-
-
-def test_a_write_that_fails_once_is_repeated_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync, calls = os.fsync, []
-
-    def fails_once(file: int) -> None:
-        calls.append(file)
-        if len(calls) == 1:
-            raise OSError(5, "Input/output error", "the file")
-        sync(file)
-
-    monkeypatch.setattr(os, "fsync", fails_once)
-    one = saver(tmp_path, asynchronous=True)
-    one.save("global_step1", "a", fragments_of(0, 1, 1), {"progress": {"iteration": 0}})
-    one.wait()
-    (outcome,) = one.finished()
-    assert outcome.error is None
-    assert outcome.retried == "the file: Input/output error"
-    assert_holds(newest(tmp_path))
-
-
-def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
-    savers = [saver(tmp_path, rank, 4, asynchronous=True, timeout_s=0.2) for rank in (0, 2)]
-    for rank, each in zip((0, 2), savers, strict=True):
-        each.save("global_step1", "a", fragments_of(rank, 1, 4), {})
-    for each in savers:
-        with pytest.raises(CheckpointError, match="failed on rank 0: timeout after 0 s without a sign of ranks 1, 3"):
-            each.wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".global_step1.failed-a", ".lock"]
-
-
-def test_ranks_give_up_when_rank_0_has_died(tmp_path: Path) -> None:
-    one = saver(tmp_path, 1, 2, timeout_s=0.1)
-    one.save("global_step1", "a", fragments_of(1, 1, 2), {})
-    with pytest.raises(CheckpointError, match="failed on rank 1: timeout after 0 s without a sign of rank 0"):
-        one.wait()
-    assert not list(tmp_path.glob(".*partial*"))
-
-
-def test_a_rank_may_own_nothing(tmp_path: Path) -> None:
-    savers = [saver(tmp_path, rank, 2, asynchronous=True) for rank in range(2)]
-    savers[1].save("global_step1", "a", [], {})
-    savers[0].save("global_step1", "a", fragments_of(0, 1, 1), {"progress": {"iteration": 0}})
-    for each in savers:
-        each.wait()
-    assert_holds(newest(tmp_path))
-
-
-def test_an_incomplete_state_gets_no_name(tmp_path: Path) -> None:
-    one = saver(tmp_path)
-    one.save("global_step1", "a", list(fragments_of(0, 1, 1))[1:], {})
-    with pytest.raises(CheckpointError, match=r"there is no weight of 0\.norm\.weight"):
-        one.wait()
-    one.save("global_step2", "b", fragments_of(0, 2, 1), {})
-    with pytest.raises(CheckpointError, match=r"weight of 1\.qkv\.weight: nothing of tensor rank 1 of 2 is there"):
-        one.wait()
-    assert newest_checkpoint(tmp_path) is None
-
-
-def test_what_fails_while_streaming_leaves_the_old_one(tmp_path: Path) -> None:
-    write(tmp_path, "global_step1", 1)
-
-    def breaks() -> Iterator[Fragment]:
-        yield from list(fragments_of(0, 1, 1))[:4]
-        raise CheckpointError("the source is damaged")
-
-    with pytest.raises(CheckpointError, match="the source is damaged"):
-        write_checkpoint(tmp_path, "global_step1", breaks(), {})
-    with pytest.raises(CheckpointError, match="there is nothing to save in it"):
-        write_checkpoint(tmp_path, "global_step1", [], {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
-    assert_holds(newest(tmp_path), 1)
-
-
-def test_a_fragment_that_cannot_be_is_refused() -> None:
-    shard = MODEL["1.qkv.weight"]
-    with pytest.raises(CheckpointError, match=r"is torch\.bfloat16 \(48, 12\); a fragment must be float32 and flat"):
-        Fragment("a", "weight", shard, 0, 1, 0, torch.zeros(48, 12, dtype=torch.bfloat16))
-    with pytest.raises(CheckpointError, match=r"\[280, 290\) is outside its 288 local elements"):
-        Fragment("a", "weight", shard, 0, 2, 280, torch.zeros(10))
-    with pytest.raises(CheckpointError, match="is not sharded; it must be saved once"):
-        Fragment("a", "weight", Shard((3,)), 0, 2, 0, torch.zeros(3))
-    with pytest.raises(CheckpointError, match="tensor rank 2 is outside the 2 ranks"):
-        Fragment("a", "weight", shard, 2, 2, 0, torch.zeros(3))
-
-
-def test_another_model_is_reported_by_name_and_shape(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(write(tmp_path, "global_step1"))
-    with pytest.raises(CheckpointError, match=r"holds no parameter '2\.x', but 6 others, such as 0\.norm\.weight"):
-        checkpoint.read("2.x", "weight", Shard((3,)), 0, 1, 0, 3)
-    with pytest.raises(CheckpointError, match=r"holds no momentum_buffer of 0\.norm\.weight, only weight, exp_avg, "):
-        checkpoint.read_full("0.norm.weight", "momentum_buffer")
-    other = Shard((64, 12), dim=0, pieces=(40, 12, 12))
-    with pytest.raises(
-        CheckpointError,
-        match=r"holds 1\.qkv\.weight as \[48, 12\], sharded along dimension 0 in pieces of 24, 12, 12; this model has "
-        r"it as \[64, 12\], sharded along dimension 0 in pieces of 40, 12, 12\. Give the options",
-    ):
-        checkpoint.read("1.qkv.weight", "weight", other, 0, 1, 0, 10)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Killed
-
-
-COUNTED = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
-
-
-def die_at(call: int) -> None:
-    """From now on: end, as by SIGKILL, at the nth call that changes the file system; a write gets half done."""
-    left = call
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(*positional: Any, **named: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                if name == "write":
-                    function(positional[0], positional[1][: len(positional[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*positional, **named)
-
-        return stand_in
-
-    for name in COUNTED:
-        setattr(os, name, counted(name, getattr(os, name)))
-
-
-@pytest.fixture
-def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where there is one: these tests are about the order of calls, not about the disk."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        yield Path(folder)
-
-
-def run_ranks(folder: Path, victim: int, call: int, *, others_live_on: bool) -> bool:
-    """Three ranks replace global_step5 and add global_step6; one dies at a call. False: it ended by itself."""
-
-    def run(rank: int) -> int:
-        if rank == victim:
-            die_at(call)
-        one = saver(folder, rank, 3, asynchronous=rank != 1, keep_last=1, timeout_s=0.1 if others_live_on else 20.0)
-        for tag, seed in (("global_step5", 2), ("global_step6", 3)):
-            one.save(tag, f"token{seed}", fragments_of(rank, 1, 3, seed), {"progress": {"iteration": seed}})
-        one.wait()
-        return 0
-
-    children = [in_child(partial(run, rank)) for rank in range(3)]
-    _, status = os.waitpid(children[victim], 0)
-    for rank, child in enumerate(children):
-        if rank != victim:
-            if not others_live_on and os.WIFSIGNALED(status):
-                os.kill(child, signal.SIGKILL)  # as a launcher does
-            os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
-
-
-def assert_next_run_goes_on(folder: Path) -> int:
-    """A whole checkpoint is found, and another can be saved, which clears up. Returns what was found."""
-    checkpoint = newest(folder)
-    seed: int = checkpoint.metadata["progress"]["iteration"]
-    assert_holds(checkpoint, seed)
-    one = saver(folder, keep_last=1)
-    one.save("global_step7", "token9", fragments_of(0, 1, 1, 9), {"progress": {"iteration": 9}})
-    one.wait()
-    assert_holds(newest(folder), 9)
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "global_step7", "latest"]
-    return seed
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_kill_of_any_rank_at_any_change_of_the_file_system_leaves_a_whole_checkpoint(
-    memory_path: Path, victim: int
-) -> None:
-    found = set()
-    for call in range(1, 1000):
-        folder = memory_path / str(call)
-        write(folder, "global_step5", 1)
-        was_killed = run_ranks(folder, victim, call, others_live_on=False)
-        found.add(assert_next_run_goes_on(folder))
-        if not was_killed:
-            break
-    assert found == {1, 2, 3}
-    assert call > (50 if victim == 0 else 10)
-
-
-@pytest.mark.parametrize(("victim", "calls"), [(0, range(1, 50, 5)), (2, range(1, 11, 2))])
-def test_ranks_that_live_on_do_no_harm(memory_path: Path, victim: int, calls: range) -> None:
-    for call in calls:
-        folder = memory_path / str(call)
-        write(folder, "global_step5", 1)
-        run_ranks(folder, victim, call, others_live_on=True)
-        assert_next_run_goes_on(folder)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.checkpoint.format import Fragment
+from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.cli.ds_to_universal import main
@@ -68,6 +69,25 @@ def test_a_native_checkpoint_becomes_a_universal_folder(
     for name in universal.parameters:
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
             assert torch.equal(universal.read_full(name, kind), checkpoint.read_full(name, kind))
+
+
+def test_frozen_parameters_have_no_moments_in_the_universal_folder(tmp_path: Path, config: Config) -> None:
+    frozen = replace(config, model=replace(config.model, freeze=("layers.0.*",)))
+    fragments = [
+        Fragment(name, kind, shard, 0, 1, 0, torch.randn(shard.shape).flatten())
+        for name, shard in parameters_of(config).items()
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+        if kind == "weight" or not name.startswith("layers.0.")
+    ]
+    native = write_checkpoint(tmp_path / "run", "global_step9", fragments, {"config": frozen.to_dict()})
+    assert main(arguments_of(native, tmp_path / "universal")) == 0
+    universal, checkpoint = read(tmp_path / "universal"), Checkpoint(native)
+    for name in checkpoint.parameters:
+        assert universal.kinds_of(name) == checkpoint.kinds_of(name)
+        for kind in universal.kinds_of(name):
+            assert torch.equal(universal.read_full(name, kind), checkpoint.read_full(name, kind))
+    with pytest.raises(CheckpointError, match=r"lacks exp_avg of layers\.0\.attention.*or freeze the parameter"):
+        read(tmp_path / "universal", config)
 
 
 def test_a_deepspeed_checkpoint_becomes_a_universal_folder(
