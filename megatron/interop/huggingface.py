@@ -40,7 +40,7 @@ from megatron.models.family import HuggingFaceForm, family_of
 from megatron.parallel.shards import Shard, declared_shards
 
 CHUNK_BYTES = 1 << 24
-"""Of a tensor, this much is read or written at once."""
+"""Bytes of a tensor that are read or written at once."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -255,7 +255,7 @@ def _check_names(
 
 
 def _check_copy(output: StoredTensor, embedding: StoredTensor) -> None:
-    """Of a tied model's embedding, under the output projection's name. Raises CheckpointError where they differ."""
+    """Raise CheckpointError unless the output projection's tensor is a copy of the tied embedding."""
     same = output.shape == embedding.shape
     if same:
         step = max(1, CHUNK_BYTES // (4 * math.prod(embedding.shape[1:])))
@@ -323,7 +323,10 @@ def tokenizer_files(folder: Path) -> list[str]:
 
 
 def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
-    """The names of its files. Raises CheckpointError if one is no file, or the tokenizer has ids beyond the model's."""
+    """Return the names of a tokenizer's files.
+
+    Raises CheckpointError if one is not a file, or the tokenizer has ids beyond the model's.
+    """
     names = tokenizer_files(tokenizer)
     for name in names:
         own_file(tokenizer, name)
@@ -346,7 +349,7 @@ def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]
 
 
 def _token_ids(tokenizer_json: Mapping[str, Any]) -> dict[str, int]:
-    """Every token's id, of a tokenizer.json."""
+    """Return every token's id in a tokenizer.json."""
     vocabulary = (tokenizer_json.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):  # Unigram: [token, score] in order
         vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
@@ -355,7 +358,7 @@ def _token_ids(tokenizer_json: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _generation_config(source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any] | None:
-    """That beside the tokenizer, or where the model came from; the latter stops at the tokenizer's own end, too."""
+    """Return the generation config beside the tokenizer, or of the source model, with the tokenizer's own end added."""
     if tokenizer is not None and os.path.lexists(tokenizer / "generation_config.json"):
         return read_json(own_file(tokenizer, "generation_config.json"))
     content: dict[str, Any] | None = (source or {}).get("generation_config")
@@ -370,7 +373,7 @@ def _generation_config(source: Mapping[str, Any] | None, tokenizer: Path | None)
 
 
 def _special_tokens(config: Config, source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any]:
-    """Ids of the special tokens, of the first that tells: generation config, tokenizer, where it came from, run."""
+    """Ids of the special tokens, of the first that has them: generation config, tokenizer, source model, run."""
     found: list[Mapping[str, Any]] = [_generation_config(source, tokenizer) or {}]
     if tokenizer is not None:
         found += [_tokens_by_name(tokenizer)]
@@ -379,7 +382,7 @@ def _special_tokens(config: Config, source: Mapping[str, Any] | None, tokenizer:
 
 
 def _tokens_by_name(tokenizer: Path) -> dict[str, int]:
-    """Of the tokens that tokenizer_config.json names, looked up in tokenizer.json."""
+    """Return the ids of the tokens that tokenizer_config.json names, looked up in tokenizer.json."""
     if not {"tokenizer.json", "tokenizer_config.json"} <= set(tokenizer_files(tokenizer)):
         return {}
     names, ids = read_json(tokenizer / "tokenizer_config.json"), _token_ids(read_json(tokenizer / "tokenizer.json"))

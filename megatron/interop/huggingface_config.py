@@ -100,14 +100,14 @@ class _Fields:
         return _Fields(value, f"{self.where}: {names[-1]}")
 
     def finish(self) -> None:
-        """Raises CheckpointError with every unsupported value; warns of keys that nobody knows."""
+        """Raise CheckpointError with every unsupported value; warns of unknown keys."""
         if self.faults:
             raise CheckpointError(
                 f"{self.where} describes a model that cannot be computed here: {'; '.join(self.faults)}"
             )
         unknown = sorted(set(self.values) - self._read)
         if unknown:
-            log.warning("%s: keys without a known meaning are passed over: %s", self.where, ", ".join(unknown))
+            log.warning("%s: unknown keys are ignored: %s", self.where, ", ".join(unknown))
 
 
 def config_of(
@@ -162,7 +162,7 @@ _ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"
 
 
 def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
-    """What a preset says of the model in a folder of transformers, as `command_line.from_dict` takes it.
+    """Return the preset of the model in a folder of transformers, as `command_line.from_dict` takes it.
 
     {"model": every option that config.json settles, "training": {"bf16": whether its weights are 16-bit}}.
     `vocab_size` stands for the folder's where tokens were added. Raises CheckpointError for a smaller one, or a model

@@ -60,12 +60,12 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     def finite(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
+        raise ValueError(f"{constant} is not JSON")
 
     try:
         content = json.loads(text, object_pairs_hook=unique, parse_constant=finite)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no valid JSON ({error}); copy it anew") from None
+        raise CheckpointError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a JSON object")
     return content
@@ -87,7 +87,7 @@ def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, framework="pt"):
             pass  # it checks the header: offsets within the file, no holes, no overlaps
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged ({error}); copy it anew") from None
+        raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         text = file.read(header_bytes)
@@ -119,7 +119,7 @@ def _read_rows(
         while target:
             count = file.readinto(target)
             if not count:
-                raise CheckpointError(f"{path} ends within {name}; it is truncated, copy it anew")
+                raise CheckpointError(f"{path} ends within {name}; it is truncated, copy it again")
             target = target[count:]
     return rows
 
@@ -193,7 +193,7 @@ def _open_sharded(
 ) -> dict[str, StoredTensor]:
     weight_map = read_json(own_file(folder, index)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{folder / index} has no weight_map of tensors to files; copy it anew")
+        raise CheckpointError(f"{folder / index} has no weight_map of tensors to files; copy it again")
     files = sorted(set(weight_map.values()))
     paths = [own_file(folder, name) for name in files]  # all of them before any is opened
     strays = sorted(shards - set(files))
@@ -206,7 +206,7 @@ def _open_sharded(
                 raise CheckpointError(f"{tensor_name} is both in {found[tensor_name].file} and in {path}; keep one")
             if weight_map.get(tensor_name) != name:
                 said = weight_map.get(tensor_name, "nowhere")
-                raise CheckpointError(f"{path} holds {tensor_name}, which {index} has in {said}; copy the folder anew")
+                raise CheckpointError(f"{path} holds {tensor_name}, which {index} has in {said}; copy the folder again")
             found[tensor_name] = tensor
     missing = sorted(set(weight_map) - set(found))
     if missing:
@@ -236,7 +236,7 @@ class WeightsWriter:
         self._places: dict[str, tuple[int, int]] = {}
         """By name: the descriptor of its file, and the offset there."""
         shards: list[dict[str, int]] = [{}]
-        """Of each file: its tensors, and their bytes."""
+        """Tensors of each file, and their bytes."""
         for name, shape in shapes.items():
             size = math.prod(shape) * self.dtype.itemsize
             if shards[-1] and sum(shards[-1].values()) + size > max_shard_bytes:

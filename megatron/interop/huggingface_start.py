@@ -22,7 +22,7 @@ from megatron.parallel.shards import Shard
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a model of transformers lies there. Raises CheckpointError where our checkpoints do too."""
+    """Return True if the folder holds a model of transformers. Raises CheckpointError where our checkpoints do too."""
     if not os.path.lexists(folder / "config.json"):
         return False
     if holds_checkpoints(folder):
@@ -47,18 +47,18 @@ class HuggingFaceStart:
         self._model: ImportedModel = import_huggingface(folder, config.model.architecture)
         if found := differences(config, self._model.config):
             raise CheckpointError(
-                f"{folder} is of another model than the options tell: {'; '.join(found)}. Take them from it: python "
-                f"{command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
+                f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: "
+                f"python {command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
             )
         self._means: dict[str, Tensor] = {}
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a run asks its checkpoint for; there is no progress and no optimizer in it."""
+        """Metadata as in a run's checkpoint, without progress and optimizer."""
         return {"source": self._model.source}
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Nothing: such files come without checksums. Names, shapes and sizes were checked when it was opened."""
+        """Do nothing: such files have no checksums. Names, shapes and sizes were checked when it was opened."""
 
     def read(
         self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
@@ -125,7 +125,7 @@ class HuggingFaceStart:
             begin = end
 
     def _mean(self, name: str) -> Tensor:
-        """Of all rows that the folder has of it: float32 [columns]."""
+        """Return the mean of all rows that the folder has of a tensor: float32 [columns]."""
         if name not in self._means:
             (part,) = self._model.map.parts[name]
             step, total = max(1, CHUNK_BYTES // (8 * part.shape[1])), torch.zeros(part.shape[1], dtype=torch.float64)

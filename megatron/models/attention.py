@@ -26,7 +26,7 @@ from megatron.parallel.shards import Shards
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the tokens of a microbatch lie in their documents. None instead of this: one document a sample.
+    """Positions of a microbatch's tokens in their documents. None instead of this: one document a sample.
 
     positions_BS: the position each token is encoded with.
     starts_BS: the index in the sample of the first token that each token may see.
@@ -41,7 +41,7 @@ class Packing:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """The slope of each head, [num_heads] float32.
+    """Return the slope of each head, [num_heads] float32.
 
     For a power of two, the geometric sequence from 2^(-8/n); otherwise that of the next lower power of two, filled up
     with every other slope of the next higher one. Source: Press et al. 2021 (arXiv:2108.12409) and its published code.
@@ -157,10 +157,10 @@ def _equal_constants(a: Any, b: Any) -> bool:
 
 
 class SDPAttention:
-    """torch's scaled_dot_product_attention; causal without a mask where nothing else is asked.
+    """torch's scaled_dot_product_attention; causal without a mask where neither documents nor ALiBi need one.
 
     `by_document`: one call for each document of a packed row, which costs the squares of their lengths rather than of
-    the row's. For the CPU: it looks at `starts_BS` on the host, where a device would have to be waited for.
+    the row's. For the CPU: it looks at `starts_BS` on the host, where it would have to wait for a device.
     """
 
     def __init__(self, slopes: Tensor | None, *, by_document: bool = False) -> None:
@@ -188,7 +188,7 @@ class SDPAttention:
         """[1, n, end - begin, d]"""
         length = place.end - place.begin
         part = (slice(row, row + 1), slice(None), slice(place.begin, place.end))
-        if place.is_lone:  # all attention is on the token itself
+        if place.is_single:  # all attention is on the token itself
             return v[part] * F.dropout(v.new_ones(1, v.shape[1], length, 1), dropout) if dropout else v[part]
         own = None if mask is None else mask[..., :length, :length]
         return self._attend(q[part], k[part], v[part], own, dropout)
@@ -199,7 +199,7 @@ class SDPAttention:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
 
     def _documents_of(self, packing: Packing) -> list[list[_Place]]:
-        """Of each row. Kept for the next layers, which ask the same."""
+        """Return the documents of each row. Kept for the next layers, which need the same."""
         starts = packing.starts_BS
         if self._key is None or self._key[0] is not starts or self._key[1] != starts._version:
             self._key, self._documents = (starts, starts._version), [_documents(row) for row in starts.tolist()]
@@ -212,21 +212,21 @@ def _is_causal(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
 
 
 class _Place(NamedTuple):
-    """Where a document lies in its row, or several of one token each, as padding is."""
+    """Place of a document in its row, or of several of one token each, as padding is."""
 
     begin: int
     end: int
-    is_lone: bool
+    is_single: bool
 
 
 def _documents(starts: list[int]) -> list[_Place]:
     begins = [index for index, start in enumerate(starts) if start == index]
     found: list[_Place] = []
     for begin, end in pairwise([*begins, len(starts)]):
-        is_lone = end - begin == 1
-        if is_lone and found and found[-1].is_lone:
+        is_single = end - begin == 1
+        if is_single and found and found[-1].is_single:
             begin = found.pop().begin
-        found.append(_Place(begin, end, is_lone))
+        found.append(_Place(begin, end, is_single))
     return found
 
 
@@ -301,7 +301,7 @@ class FusedHPUAttention:
 
 
 def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> Callable[..., Tensor]:
-    """The attention kernel for the device, with this rank's ALiBi slopes."""
+    """Return the attention kernel for the device, with this rank's ALiBi slopes."""
     slopes = None
     if model.position_embedding_type == "alibi":
         own = ctx.slice_size(model.num_attention_heads)

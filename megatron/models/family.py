@@ -45,7 +45,7 @@ class HuggingFaceForm:
     model_type: str
     class_name: str
     prefix: str
-    """Of every name but the output projection's; folders saved from the bare model lack it."""
+    """Prefix of every name but the output projection's; folders saved from the bare model lack it."""
     modules: Mapping[str, tuple[str, ...]]
     """Their module, or those that are the pieces of ours, in order, by our module; `*` is the number of a layer."""
     options: Callable[[ConfigFields], tuple[dict[str, Any], Any]]

@@ -78,7 +78,7 @@ class PositionEmbedding(nn.Module):
 
 
 class EmbeddingOutput(nn.Module):
-    """What follows the word embedding: learned positions and LayerNorm, each where declared, and dropout."""
+    """Layer after the word embedding: learned positions and LayerNorm, each where declared, and dropout."""
 
     def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__()

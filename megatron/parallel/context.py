@@ -1,4 +1,4 @@
-"""Who this process is: its place on the tensor, pipeline and data axes, and the groups it talks in."""
+"""Place of this process on the tensor, pipeline and data axes, and its process groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST_TAG = 1  # of messages from rank to rank; DeepSpeed's pipeline sends wit
 
 
 def address_towards(address: str) -> str | None:
-    """This machine's own address from which `address` is reached; None where it cannot be told."""
+    """Return this machine's own address from which `address` is reached; None if unknown."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -36,9 +36,9 @@ def address_towards(address: str) -> str | None:
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface of this machine from which `address` is reached; None where it cannot be told.
+    """Return the network interface of this machine from which `address` is reached; None if unknown.
 
-    Left alone, gloo takes the address that the machine's own name resolves to, on Debian and Ubuntu 127.0.1.1.
+    By default gloo takes the address that the machine's own name resolves to, on Debian and Ubuntu 127.0.1.1.
     """
     import psutil
 
@@ -51,7 +51,7 @@ def interface_towards(address: str) -> str | None:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Sizes, ranks and groups, built once in `main` and handed down.
+    """Sizes, ranks and groups, built once in `main` and passed down.
 
     Ranks are numbered with the tensor axis fastest, then data, then pipeline: tensor-parallel neighbours
     share a node.
@@ -65,7 +65,7 @@ class ParallelContext:
     stage: int = 0
     num_stages: int = 1
     batch_rank: int = 0
-    """Which share of each global batch this rank reads."""
+    """Index of the share of each global batch that this rank reads."""
     num_batch_ranks: int = 1
     batch_group: dist.ProcessGroup | None = None
     """The ranks that read different shares of a batch for the same part of the model."""
@@ -94,7 +94,7 @@ class ParallelContext:
     def build(cls, parallel: ParallelConfig, device_kind: str) -> ParallelContext:
         """Join the process group that the launcher describes (RANK, WORLD_SIZE, MASTER_ADDR, LOCAL_RANK).
 
-        `device_kind` is hpu, cuda or cpu. Raises LayoutError if the world is no multiple of tensor x pipeline.
+        `device_kind` is hpu, cuda or cpu. Raises LayoutError if the world is not a multiple of tensor x pipeline.
         """
         import deepspeed
         import torch.distributed as dist
@@ -120,7 +120,9 @@ class ParallelContext:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         if world_size % (tp * pp):
-            raise LayoutError(f"{world_size} ranks are no multiple of tensor x pipeline = {tp} x {pp}; change either")
+            raise LayoutError(
+                f"{world_size} ranks are not a multiple of tensor x pipeline = {tp} x {pp}; change either"
+            )
         if device_kind == "cpu":
             device = torch.device("cpu")
         else:
@@ -164,13 +166,13 @@ class ParallelContext:
         return self.stage == self.num_stages - 1
 
     def slice_size(self, total: int) -> int:
-        """What one tensor-parallel rank holds of `total`. Raises LayoutError if it does not divide evenly."""
+        """Return one tensor-parallel rank's part of `total`. Raises LayoutError if it does not divide evenly."""
         if total % self.tensor_size:
             raise LayoutError(f"{total} cannot be split evenly over {self.tensor_size} tensor-parallel ranks")
         return total // self.tensor_size
 
     def broadcast(self, number: int) -> int:
-        """Rank 0's number, on every rank. Collective."""
+        """Return rank 0's number, on every rank. Collective."""
         if self.world_size == 1:
             return number
         import torch.distributed as dist
@@ -180,7 +182,7 @@ class ParallelContext:
         return int(tensor.item())
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers, on every rank. Collective.
+        """Return the largest of all ranks' numbers, on every rank. Collective.
 
         Up a binary tree, and down again by a broadcast, which is one too: 2 log2(ranks) hops one after the other.
         gloo's all-reduce goes round a ring twice, which at 1024 ranks makes 2046.
@@ -204,7 +206,7 @@ class ParallelContext:
         return int(largest.item())
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """Every rank's, in order of rank. Collective."""
+        """Return every rank's object, in order of rank. Collective."""
         if self.world_size == 1:
             return [mine]
         import torch.distributed as dist
@@ -214,7 +216,7 @@ class ParallelContext:
         return gathered
 
     def broadcast_object(self, mine: Any) -> Any:
-        """Rank 0's, on every rank. Collective."""
+        """Return rank 0's object, on every rank. Collective."""
         if self.world_size == 1:
             return mine
         import torch.distributed as dist

@@ -28,7 +28,7 @@ from megatron.parallel.shards import Shard, Shards
 
 
 class LinearMethod(ABC):
-    """How a linear layer computes: the seam for low-rank adapters, quantised weights, fp8 and fused kernels.
+    """Computation of a linear layer: the seam for low-rank adapters, quantised weights, fp8 and fused kernels.
 
     A method comes with the declaration of a layer (`LayerDeclaration.with_method`); models do not know it. It needs
     `product` alone; communication and bias are added around it.

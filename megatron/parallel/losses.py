@@ -92,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _unit(token_weights_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the gradients computed in forward are divided by, and multiplied by again in backward.
+    """Return the unit that gradients computed in forward are divided by, and multiplied by again in backward.
 
     float16 cannot hold one token's share of a large batch, and the loss scale that would lift it is known only in
     backward. By then, 65536 x the share is a number of ordinary size.

@@ -1,10 +1,10 @@
-"""Random streams: which ranks draw alike, and which apart.
+"""Random streams: one that tensor-parallel ranks share, and one of each rank's own.
 
 Tensor-parallel ranks hold the same residual stream, so its dropout must be the same on all of them; what they
 hold different parts of (heads, rows of the sequence under sequence parallelism) must be dropped independently.
 The device's default generator is the *replicated* stream; the *sharded* one is swapped in where it is needed.
 
-Both are seeded anew at each step from the run's seed and the samples consumed, so a resumed run draws what the
+Both are seeded again at each step from the run's seed and the samples consumed, so a resumed run draws what the
 uninterrupted one would have drawn, and no generator state needs saving.
 """
 
@@ -42,7 +42,7 @@ class RandomStreams:
     @contextmanager
     def sharded(self) -> Iterator[None]:
         """Draw from this tensor-parallel rank's own stream inside."""
-        if self._sharded is None:  # never seeded: a lone layer in a unit test
+        if self._sharded is None:  # never seeded: a single layer in a unit test
             yield
             return
         generator = _accelerator()

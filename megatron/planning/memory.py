@@ -46,7 +46,7 @@ class Stage:
 
 
 def stores_attention_scores(config: Config) -> bool:
-    """Whether the attention keeps its S x S probabilities for the backward pass.
+    """Return True if the attention keeps its S x S probabilities for the backward pass.
 
     The fused kernels keep none. torch has none on the CPU with dropout, nor on HPU without Habana's FusedSDPA.
     """

@@ -15,7 +15,7 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
 
 
 def balanced_bounds(weights: Sequence[float], num_stages: int) -> list[int]:
-    """Where DeepSpeed's `partition_balanced` cuts a list of layers: stage i holds [bounds[i], bounds[i + 1]).
+    """Return the cuts of DeepSpeed's `partition_balanced`: stage i holds the layers [bounds[i], bounds[i + 1]).
 
     It looks for the least difference between the heaviest and the lightest stage, one stage at a time; of equal cuts
     it takes the last.
@@ -49,7 +49,7 @@ def balanced_bounds(weights: Sequence[float], num_stages: int) -> list[int]:
 
 
 def uniform_bounds(num_layers: int, num_stages: int) -> list[int]:
-    """Where DeepSpeed's `partition_uniform` cuts: the same number of layers a stage, the first ones take one more."""
+    """Return the cuts of DeepSpeed's `partition_uniform`: as many layers a stage, the first take one more."""
     if num_layers <= num_stages:
         return [min(stage, num_layers) for stage in range(num_stages + 1)]
     size, over = divmod(num_layers, num_stages)

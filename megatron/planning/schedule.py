@@ -1,6 +1,6 @@
-"""How batch size and learning rate follow from the samples consumed so far. No state to save.
+"""Batch size and learning rate as functions of the samples consumed so far. No state to save.
 
-`consumed_samples` is always the count *before* the step asked about: 0 for the first. Megatron sets both the same way
+`consumed_samples` is always the count *before* the step: 0 for the first. Megatron sets both the same way
 (its scheduler moves on after the optimizer step), so under warm-up the first step runs at learning rate 0.
 Unlike Megatron's, a step skipped for an fp16 overflow moves the schedule on too: it consumed its samples.
 
@@ -23,8 +23,9 @@ class Schedule:
     training: TrainingConfig
     optimizer: OptimizerConfig
     samples_per_epoch: int | None = None
-    """Where the task counts epochs: a global batch never crosses from one into the next, so the last of an epoch may be
-    smaller, and so may the last of all. None: a stream of samples, of which only whole global batches are trained."""
+    """Samples in an epoch, if the task counts epochs: a global batch never crosses from one into the next, so the last
+    of an epoch may be smaller, and so may the last of all. None: a stream of samples, of which only whole global
+    batches are trained."""
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Samples in the step that starts at `consumed_samples`.
@@ -46,11 +47,11 @@ class Schedule:
         return start + consumed_samples * num_increments // ramp_samples * increment
 
     def is_complete(self, consumed_samples: int) -> bool:
-        """Whether too few samples are left for one more step."""
+        """Return True if too few samples are left for one more step."""
         return consumed_samples + self.global_batch_size(consumed_samples) > self.total_samples
 
     def ends_epoch(self, consumed_samples: int) -> bool:
-        """Whether the step before this was the last of an epoch."""
+        """Return True if the previous step was the last of an epoch."""
         return self.samples_per_epoch is not None and consumed_samples % self.samples_per_epoch == 0
 
     @property
