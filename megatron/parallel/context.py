@@ -49,6 +49,28 @@ def interface_towards(address: str) -> str | None:
     return next((name for name, addresses in interfaces if any(entry.address == own for entry in addresses)), None)
 
 
+def _join_process_group(device_kind: str, timeout: timedelta) -> None:
+    """Join the process group that the launcher's variables describe; alone without them."""
+    import deepspeed
+
+    for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, alone)
+    os.environ.setdefault("MASTER_PORT", "29500" if os.environ["WORLD_SIZE"] != "1" else "0")
+    if interface := interface_towards(os.environ["MASTER_ADDR"]):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if not deepspeed.comm.is_initialized():
+        if device_kind == "cpu":
+            # DeepSpeed 0.19.8 would compile an all-reduce for inference at the first start on a machine; a run
+            # killed while it does leaves a lock behind, which all later ones wait for
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        with quiet():
+            deepspeed.init_distributed(
+                dist_backend=COLLECTIVES[device_kind],
+                timeout=timeout,
+                verbose=False,
+            )
+
+
 @dataclass(frozen=True)
 class ParallelContext:
     """Sizes, ranks and groups, built once in `main` and passed down.
@@ -96,27 +118,11 @@ class ParallelContext:
 
         `device_kind` is hpu, cuda or cpu. Raises LayoutError if the world is not a multiple of tensor x pipeline.
         """
-        import deepspeed
         import torch.distributed as dist
         from deepspeed.accelerator import get_accelerator
         from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-        for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
-            os.environ.setdefault(name, alone)
-        os.environ.setdefault("MASTER_PORT", "29500" if os.environ["WORLD_SIZE"] != "1" else "0")
-        if interface := interface_towards(os.environ["MASTER_ADDR"]):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if not deepspeed.comm.is_initialized():
-            if device_kind == "cpu":
-                # DeepSpeed 0.19.8 would compile an all-reduce for inference at the first start on a machine; a run
-                # killed while it does leaves a lock behind, which all later ones wait for, for ever
-                deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-            with quiet():
-                deepspeed.init_distributed(
-                    dist_backend=COLLECTIVES[device_kind],
-                    timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
-                    verbose=False,
-                )
+        _join_process_group(device_kind, timedelta(minutes=parallel.distributed_timeout_minutes))
         world_size, rank = dist.get_world_size(), dist.get_rank()
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         if world_size % (tp * pp):

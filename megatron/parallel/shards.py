@@ -10,14 +10,28 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from megatron.parallel.context import ParallelContext
-    from megatron.parallel.linear import LinearMethod
+
+class TensorRanks(Protocol):
+    """The tensor-parallel part of a ParallelContext, which imports this file."""
+
+    @property
+    def tensor_size(self) -> int: ...
+    @property
+    def tensor_group(self) -> Any: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+
+
+class DeclaresShards(Protocol):
+    """The declaring part of a LinearMethod (parallel/linear.py), which imports this file."""
+
+    def shards(self, weight: Shard) -> Mapping[str, Shard]: ...
 
 
 class LayoutError(ValueError):
@@ -145,11 +159,11 @@ class Shards(Mapping[str, Shard]):
         return Shards(self._layer, f"{self._prefix}{module}.")
 
     @property
-    def method(self) -> LinearMethod | None:
+    def method(self) -> Any:
         """Linear method declared for this module; None: dense."""
         return self._layer.methods.get(self._prefix.removesuffix("."))
 
-    def allocate(self, name: str, ctx: ParallelContext) -> nn.Parameter:
+    def allocate(self, name: str, ctx: TensorRanks) -> nn.Parameter:
         """Return the uninitialised parameter of this rank, with its description.
 
         Its gradient is summed over the tensor-parallel ranks, once a backward pass, where `used_on` demands it.
@@ -175,7 +189,7 @@ class LayerDeclaration:
     shards: Mapping[str, Shard]
     build: BuildModule
     project: Callable[..., Any] | None = None
-    methods: Mapping[str, LinearMethod] = field(default_factory=dict)
+    methods: Mapping[str, DeclaresShards] = field(default_factory=dict)
     kept_per_token: int = 0
 
     def __post_init__(self) -> None:
@@ -199,7 +213,7 @@ class LayerDeclaration:
         """Build the module, its parameters allocated and uninitialised."""
         return self.build(Shards(self), shared)
 
-    def with_method(self, prefix: str, method: LinearMethod) -> LayerDeclaration:
+    def with_method(self, prefix: str, method: DeclaresShards) -> LayerDeclaration:
         """Return this layer with the linear layer at `prefix` computed by `method`, whose own shards are added."""
         added = {f"{prefix}.{name}": shard for name, shard in method.shards(self.shards[f"{prefix}.weight"]).items()}
         return dataclasses.replace(self, shards={**self.shards, **added}, methods={**self.methods, prefix: method})
@@ -210,7 +224,7 @@ def declared_shards(layers: Iterable[LayerDeclaration]) -> dict[str, Shard]:
     return {layer.full_name(local): shard for layer in layers for local, shard in layer.shards.items()}
 
 
-def allocate(full_name: str, shard: Shard, ctx: ParallelContext, dtype: torch.dtype | None = None) -> nn.Parameter:
+def allocate(full_name: str, shard: Shard, ctx: TensorRanks, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Return an uninitialised parameter that carries its name and shard; see `Shards.allocate`."""
     import torch
     from torch import nn
@@ -221,10 +235,17 @@ def allocate(full_name: str, shard: Shard, ctx: ParallelContext, dtype: torch.dt
     parameter.tensor_model_parallel = shard.dim is not None
     is_partial = shard.used_on == "heads" or (shard.used_on == "stream" and ctx.sequence_parallel)
     if is_partial and ctx.tensor_size > 1 and shard.trained:
-        from megatron.parallel.mappings import all_reduce
-
-        parameter.register_hook(lambda gradient: all_reduce(gradient, ctx))
+        parameter.register_hook(lambda gradient: _summed(gradient, ctx.tensor_group))
     return parameter  # type: ignore[no-any-return]
+
+
+def _summed(gradient: Tensor, group: Any) -> Tensor:
+    import torch
+    import torch.distributed as dist
+
+    gradient = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(gradient, group=group)
+    return gradient
 
 
 def shard_of(parameter: Tensor) -> Shard:
