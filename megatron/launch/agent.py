@@ -274,14 +274,16 @@ class Agent:
 def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: str | None = None) -> int:
     """Run this node's part of a run to its end, and return the exit status.
 
-    On the CPU ranks are forks of a server that has done their imports. On accelerators each is a new process, since
-    their libraries do not survive a fork once they have looked for devices, which importing deepspeed does.
+    On the CPU several ranks, and those of several attempts, are forks of a server that has done their imports. On
+    accelerators each is a new process, since their libraries do not survive a fork once they have looked for devices,
+    which importing deepspeed does.
     """
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
     with noted_signals(SIGNALS) as received:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if start_method is None:
-            start_method = "forkserver" if os.environ.get("DS_ACCELERATOR") == "cpu" else "spawn"
+            shares_imports = options.ranks_per_node > 1 or options.max_restarts > 0
+            start_method = "forkserver" if shares_imports and os.environ.get("DS_ACCELERATOR") == "cpu" else "spawn"
             if start_method == "forkserver":
                 start_fork_server()
         if options.nodes > 1:  # torch is imported while the ranks start

@@ -14,8 +14,7 @@ from megatron.launch.child_processes import end_with_parent
 if set_death_signal := end_with_parent():
     set_death_signal()
 
-import torch.distributed
-import torch.utils.tensorboard.writer  # noqa: F401
+import torch.distributed  # noqa: F401
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # importing deepspeed elsewhere selects a device
     import deepspeed  # noqa: F401
