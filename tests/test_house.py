@@ -140,6 +140,79 @@ def test_a_broken_floor_is_seen(file: str, code: str, expected: str, monkeypatch
     assert all(expected in fault for fault in faults)
 
 
+def imported_files(path: Path) -> set[Path]:
+    """Files of this repository that `path` imports, inside functions and for type checking too."""
+    found = set()
+    for module, _ in imports(tree(path), package_of(path)):
+        file = (ROOT / module.replace(".", "/")).with_suffix(".py")
+        if file.exists() and file != path:
+            found.add(file)
+    return found
+
+
+def circles(graph: dict[Path, set[Path]]) -> list[list[Path]]:
+    """Groups of files each of which reaches every other by imports."""
+
+    def reach(start: Path) -> set[Path]:
+        found: set[Path] = set()
+        waiting = list(graph[start])
+        while waiting:
+            if (file := waiting.pop()) not in found:
+                found.add(file)
+                waiting += graph.get(file, ())
+        return found
+
+    reached = {file: reach(file) for file in graph}
+    groups = {
+        tuple(sorted(other for other in reached[file] if file in reached.get(other, ())))
+        for file in graph
+        if file in reached[file]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    graph = {path: imported_files(path) for path in sources("megatron", "tools", "benchmarks")}
+    assert len(graph) > 100
+    assert [[str(path.relative_to(ROOT)) for path in group] for group in circles(graph)] == []
+
+
+def test_a_circle_is_seen() -> None:
+    a, b, c, d = (Path(name) for name in "abcd")
+    assert circles({a: {b}, b: {c}, c: {a, d}, d: set()}) == [[a, b, c]]
+
+
+LONGEST_FILE, LONGEST_FUNCTION = 500, 60
+
+
+def test_files_and_functions_are_short_or_say_why() -> None:
+    """A longer one has a comment `# Long: <reason>` in the line above its definition, or a file in its first lines."""
+    found = []
+    for path in [*sources("megatron", "tools", "benchmarks"), *sorted((ROOT / "megatron").rglob("*.cpp"))]:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if len(lines) > LONGEST_FILE and not any("Long: " in line for line in lines[:40]):
+            found.append(f"{path.relative_to(ROOT)}: {len(lines)} lines")
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                length = node.end_lineno - node.lineno + 1
+                if length > LONGEST_FUNCTION and "# Long: " not in lines[first - 2]:
+                    found.append(f"{at(path, node.lineno)}: {node.name} has {length} lines")
+    assert found == []
+
+
+def test_one_class_one_name() -> None:
+    """No two classes of the package share a name: a reader who finds one has found the right one."""
+    homes: dict[str, list[str]] = {}
+    for path in sources("megatron"):
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
 def test_nobody_imports_tools() -> None:
     importers = [
         at(path, line)

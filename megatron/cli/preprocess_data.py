@@ -85,13 +85,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="time between saves of the state that --resume continues from (default: 20)",
     )
     arguments = parser.parse_args(argv)
+    check_numbers(parser, arguments)
+    check_input_flags(parser, arguments)
+    return arguments
+
+
+def check_numbers(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Exit with a message for a number that is out of range."""
     for name in ("workers", "log_interval", "partitions", "max_document_mb"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not arguments.resume_interval >= 0:
         parser.error("--resume-interval must not be negative")
-    check_input_flags(parser, arguments)
-    return arguments
 
 
 class ProgressReport:
