@@ -16,7 +16,7 @@ python="${PYTHON:-python3}"
 
 # Digest of all that the installation depends on, also of the folder, which an editable installation points at.
 fingerprint() {
-    { echo "$PWD"; cat constraints.txt setup.py pyproject.toml megatron/data/native/*; } | sha256sum | cut -d " " -f 1
+    { echo "$PWD"; cat constraints.txt requirements.txt setup.py pyproject.toml megatron/data/native/*; } | sha256sum | cut -d " " -f 1
 }
 
 is_current() {

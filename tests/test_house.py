@@ -379,7 +379,9 @@ UNIMPORTED = {"regex"}
 def required(*extras: str) -> set[str]:
     """Distributions that the package needs, and those of its extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if not line.startswith("#")]
+    lines += [line for extra in extras for line in project["optional-dependencies"][extra]]
     return {re.split(r"[<>=!~ \[]", line)[0] for line in lines} - {project["name"]}
 
 

@@ -326,7 +326,7 @@ def build_engine(
 def _prepare_frozen(model: nn.Module, ctx: ParallelContext) -> None:
     """Raise ConfigError, on every rank alike, if a stage has no trained parameter: DeepSpeed needs one to optimize."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    is_frozen = len(frozen) == len(list(model.parameters()))
+    is_frozen = bool(frozen) and len(frozen) == len(list(model.parameters()))
     stages = sorted({stage for stage, found in ctx.gather_objects((ctx.stage, is_frozen)) if found})
     if stages:
         raise ConfigError(
