@@ -53,8 +53,9 @@ def load_plugin(kind: Kind, name: str) -> Any:
         module = f"{package}.{name}"
     try:
         plugin = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError([f"{kind}={name!r} cannot be loaded: {error}; give package.module:ATTRIBUTE"]) from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError([f"{kind}={name!r} cannot be loaded: {reason}; give package.module:ATTRIBUTE"]) from error
     if lacking := [need for need in PLACES[kind].needs if not hasattr(plugin, need)]:
         raise ConfigError(
             [f"{kind}={name!r} is a {type(plugin).__name__} without `{lacking[0]}`; give a record with it"]
