@@ -20,7 +20,8 @@ def points(folder: Path, tag: str) -> list[tuple[int, Any]]:
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
+    # TensorBoard reads files in the order of their names, which two started within one second by one process may not keep
+    return sorted((event.step, event.value) for event in events.Scalars(tag))
 
 
 def test_each_start_writes_a_file_that_continues_the_curve(tmp_path: Path) -> None:
