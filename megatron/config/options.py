@@ -127,3 +127,23 @@ def batch_sizes(training: TrainingConfig) -> list[int]:
         return [training.global_batch_size]
     start, increment, _ = training.rampup_batch_size
     return [*range(start, training.global_batch_size, increment), training.global_batch_size]
+
+
+def batch_levels(training: TrainingConfig) -> list[tuple[int, int | None]]:
+    """Return each global batch size with the first consumed_samples beyond it (None: the last)."""
+    if training.rampup_batch_size is None:
+        return [(training.global_batch_size, None)]
+    start, increment, ramp_samples = training.rampup_batch_size
+    number = (training.global_batch_size - start) // increment
+    levels = [(start + n * increment, -(-(n + 1) * ramp_samples // number)) for n in range(number)]
+    return [*levels, (training.global_batch_size, None)]
+
+
+def samples_after(training: TrainingConfig, iterations: int) -> int:
+    """Return the samples in the first `iterations` steps of a stream of samples, ramp-up included."""
+    samples = 0
+    for batch_size, level_end in batch_levels(training):
+        steps = iterations if level_end is None else min(iterations, max(0, -(-(level_end - samples) // batch_size)))
+        samples += steps * batch_size
+        iterations -= steps
+    return samples

@@ -96,30 +96,44 @@ class OptimizerConfig:
     """Optimizer, learning rate schedule and ZeRO."""
 
     optimizer: Literal["adamw", "adam", "sgd", "fusedadamw"] = "adamw"
-    """Optimizer. `adamw` decouples the weight decay, `adam` adds it to the gradient. Adam runs fused where the device
-    supports it; `fusedadamw` is Habana's name for that."""
+    """Optimizer. `adam`, as in Megatron, and `adamw` are one: Adam with decoupled weight decay. It runs fused where the
+    device supports it; `fusedadamw` is Habana's name for that."""
+    decoupled_weight_decay: bool = True
+    """Adam: subtract the weight decay from the weights (AdamW). Off: add it to the gradient (L2 regularisation)."""
     lr: PositiveFloat = 1e-4
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"
-    """Shape of the decay after the warm-up. `WSD` stays at the peak, then decays over its last part."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """Shape of the decay after the warm-up. `WSD` stays at the peak, then decays over its last part.
+    `inverse-square-root` falls with the root of all samples, warm-up included, not below min_lr."""
     lr_decay_samples: Positive | None = None
     """Samples until min_lr is reached, warm-up included. Unset: the whole training."""
     lr_decay_iters: Positive | None = None
-    """lr_decay_samples, in steps."""
+    """lr_decay_samples, in steps, whatever their batch size."""
     lr_warmup_samples: NonNegative = 0
-    """Samples over which the learning rate rises linearly from 0."""
+    """Samples over which the learning rate rises linearly from lr_warmup_init to lr."""
     lr_warmup_iters: NonNegative = 0
-    """lr_warmup_samples, in steps."""
+    """Steps over which it does, whatever their batch size."""
+    lr_warmup_fraction: Probability | None = None
+    """Share of the decay (lr_decay_samples, or the whole training) over which it does. Unset: none."""
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate at the start of the warm-up."""
     lr_wsd_decay_samples: Positive | None = None
     """Samples of WSD's last, decaying part."""
     lr_wsd_decay_iters: Positive | None = None
-    """lr_wsd_decay_samples, in steps."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential"] = "exponential"
+    """lr_wsd_decay_samples, in steps: the last ones of the decay."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of WSD's last part."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices; biases and normalisation weights never decay."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Growth of the weight decay over the whole training. `constant`: it is weight_decay. `linear`, `cosine`: from
+    start_weight_decay to end_weight_decay, which replace weight_decay."""
+    start_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the start of the training."""
+    end_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the end of the training, no less than start_weight_decay."""
     adam_beta1: Probability = 0.9
     """Decay of the first moment."""
     adam_beta2: Probability = 0.999

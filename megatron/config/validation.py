@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from megatron.config.data import parse_data_path, parse_split
-from megatron.config.options import Config, ConfigError, batch_sizes, options, sections
+from megatron.config.options import Config, ConfigError, batch_sizes, options, samples_after, sections
 from megatron.config.plugins import known_plugins, load_plugin, load_task
 
 # options that have no effect without another one
@@ -233,21 +233,22 @@ def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
 def _check_schedule(config: Config) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        samples, iters = getattr(optimizer, f"{name}_samples"), getattr(optimizer, f"{name}_iters")
-        if samples and iters:
-            yield f"{name}_samples={samples} and {name}_iters={iters} are both given; keep one"
-        if iters and training.rampup_batch_size is not None:
-            yield f"{name}_iters={iters} cannot be combined with rampup_batch_size; use {name}_samples"
+        found = {f"{name}_{unit}": getattr(optimizer, f"{name}_{unit}", 0) for unit in ("samples", "iters", "fraction")}
+        given = [f"{option}={value}" for option, value in found.items() if value]
+        if len(given) > 1:
+            yield f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; keep one"
     if optimizer.min_lr > optimizer.lr:
         yield f"min_lr={optimizer.min_lr} is above lr={optimizer.lr}; lower it"
-    size = training.global_batch_size
-    warmup = optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * size
-    decay = optimizer.lr_decay_samples or (optimizer.lr_decay_iters or 0) * size
-    decay = decay or training.train_samples or (training.train_iters or 0) * size
+    if optimizer.lr_warmup_init > optimizer.lr:
+        yield f"lr_warmup_init={optimizer.lr_warmup_init} is above lr={optimizer.lr}; lower it"
+    decay = optimizer.lr_decay_samples or samples_after(training, optimizer.lr_decay_iters or 0)
+    decay = decay or training.train_samples or samples_after(training, training.train_iters or 0)
+    warmup = optimizer.lr_warmup_samples or samples_after(training, optimizer.lr_warmup_iters)
+    warmup = warmup or int((optimizer.lr_warmup_fraction or 0) * decay)
     if decay and warmup >= decay and optimizer.lr_decay_style != "constant":
         yield f"the warm-up of {warmup} samples must be shorter than the decay of {decay} samples; shorten lr_warmup_*"
     if optimizer.lr_decay_style == "WSD":
-        last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * size
+        last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size
         if not last:
             yield "lr_decay_style=WSD needs lr_wsd_decay_samples or lr_wsd_decay_iters; give one"
         elif warmup < decay < warmup + last:
@@ -255,6 +256,20 @@ def _check_schedule(config: Config) -> Iterator[str]:
                 f"the warm-up of {warmup} samples and WSD's last part of {last} do not fit into {decay}; "
                 "shorten lr_wsd_decay_*"
             )
+    yield from _check_weight_decay(config)
+
+
+def _check_weight_decay(config: Config) -> Iterator[str]:
+    optimizer, style = config.optimizer, config.optimizer.weight_decay_incr_style
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if style == "constant":
+        for name, value in (("start_weight_decay", start), ("end_weight_decay", end)):
+            if value is not None:
+                yield f"{name}={value} needs weight_decay_incr_style=linear or cosine, not constant; choose one"
+    elif start is None or end is None:
+        yield f"weight_decay_incr_style={style} needs start_weight_decay and end_weight_decay; give both"
+    elif start > end:
+        yield f"start_weight_decay={start} is above end_weight_decay={end}; the weight decay only grows: lower it"
 
 
 def _check_data(config: Config) -> Iterator[str]:
@@ -394,6 +409,7 @@ def _check_idle(config: Config) -> Iterator[str]:
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
         (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),
+        (config.optimizer.optimizer != "sgd", "an Adam", "choose one", ("decoupled_weight_decay",)),
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base",)),
         (config.model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
         (

@@ -1,24 +1,24 @@
-"""Batch size and learning rate as functions of the samples consumed so far. No state to save.
+"""Batch size, learning rate and weight decay as functions of the samples consumed so far. No state to save.
 
 `consumed_samples` is always the count *before* the step: 0 for the first. Megatron sets both the same way
 (its scheduler moves on after the optimizer step), so under warm-up the first step runs at learning rate 0.
 Unlike Megatron's, a step skipped for an fp16 overflow moves the schedule on too: it consumed its samples.
 
-Formulas: NVIDIA/Megatron-LM, megatron/core/{optimizer_param_scheduler,num_microbatches_calculator}.py.
+Formulas: NVIDIA/Megatron-LM, megatron/core/num_microbatches_calculator.py.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.config.options import OptimizerConfig, TrainingConfig
+from megatron.config.options import OptimizerConfig, TrainingConfig, batch_levels, samples_after
+from megatron.planning.param_schedule import ParamSchedule
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Batch size, learning rate and length of one run. Everything is a pure function of the consumed samples."""
+    """Batch size, learning rate, weight decay and length of one run: pure functions of the consumed samples."""
 
     training: TrainingConfig
     optimizer: OptimizerConfig
@@ -72,7 +72,7 @@ class Schedule:
         if self.samples_per_epoch is not None:
             return self._whole_epochs(self.samples_per_epoch)
         iterations, samples = 0, 0
-        for batch_size, level_end in self._levels():  # one ramp-up level at a time
+        for batch_size, level_end in batch_levels(self.training):  # one ramp-up level at a time
             level_steps = max(0, -(-(level_end - samples) // batch_size)) if level_end is not None else None
             steps_left = self._steps_left(iterations, samples, batch_size)
             steps = steps_left if level_steps is None else min(level_steps, steps_left)
@@ -86,21 +86,10 @@ class Schedule:
         training, size = self.training, self.training.global_batch_size
         steps_per_epoch = -(-samples_per_epoch // size)
         if training.train_iters is not None:
-            epochs, steps = divmod(training.train_iters, steps_per_epoch)
-            return training.train_iters, epochs * samples_per_epoch + steps * size
+            return training.train_iters, self.samples_after(training.train_iters)
         samples = training.train_samples or (training.num_epochs or 0) * samples_per_epoch
         epochs, rest = divmod(samples, samples_per_epoch)
         return epochs * steps_per_epoch - (-rest // size), samples
-
-    def _levels(self) -> list[tuple[int, int | None]]:
-        """Each global batch size with the first consumed_samples beyond it (None: the last level)."""
-        levels: list[tuple[int, int | None]] = []
-        if self.training.rampup_batch_size is not None:
-            start, increment, ramp_samples = self.training.rampup_batch_size
-            num_increments = (self.training.global_batch_size - start) // increment
-            for level in range(num_increments):
-                levels.append((start + level * increment, -(-(level + 1) * ramp_samples // num_increments)))
-        return [*levels, (self.training.global_batch_size, None)]
 
     def _steps_left(self, iterations: int, samples: int, batch_size: int) -> int:
         """Steps of `batch_size` until the training ends."""
@@ -109,56 +98,69 @@ class Schedule:
         assert self.training.train_samples is not None, "rules.py demands a length"
         return (self.training.train_samples - samples) // batch_size
 
-    def learning_rate(self, consumed_samples: int) -> float:
-        """Learning rate of the step that starts at `consumed_samples`.
+    def samples_after(self, iterations: int) -> int:
+        """Return the samples in the first `iterations` steps, ramp-up and small last batches of epochs included."""
+        if self.samples_per_epoch is None:
+            return samples_after(self.training, iterations)
+        size = self.training.global_batch_size
+        epochs, steps = divmod(iterations, -(-self.samples_per_epoch // size))
+        return epochs * self.samples_per_epoch + steps * size
 
-        From 0 up to lr over the warm-up, then by lr_decay_style down to min_lr, which is reached lr_decay_samples after
-        the start of the training (not of the decay) and kept from there on. Lengths in iterations count as that many
-        full global batches.
-        """
-        optimizer, batch_size = self.optimizer, self.training.global_batch_size
-        warmup = optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * batch_size
-        if consumed_samples <= warmup and warmup > 0:
-            return optimizer.lr * consumed_samples / warmup
-        if optimizer.lr_decay_style == "constant":
-            return optimizer.lr
-        decay_end = self._decay_end
-        if consumed_samples > decay_end:
-            return optimizer.min_lr
-        progress = (consumed_samples - warmup) / (decay_end - warmup)
-        match optimizer.lr_decay_style:
-            case "linear":
-                share = 1 - progress
-            case "cosine":
-                share = _cosine(progress)
-            case "WSD":
-                anneal = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * batch_size
-                share = _anneal(optimizer, 1 - (decay_end - consumed_samples) / anneal)
-        return optimizer.min_lr + share * (optimizer.lr - optimizer.min_lr)
-
-    @property
-    def _decay_end(self) -> int:
-        """Samples from the start of the training until min_lr."""
-        optimizer, training = self.optimizer, self.training
-        if optimizer.lr_decay_samples or optimizer.lr_decay_iters:
-            return optimizer.lr_decay_samples or (optimizer.lr_decay_iters or 0) * training.global_batch_size
+    @cached_property
+    def params(self) -> ParamSchedule:
+        """Learning rate and weight decay. The training is as long as configured, a last partial batch included."""
+        options, training, size = self.optimizer, self.training, self.training.global_batch_size
+        length = training.train_samples or (training.train_iters or 0) * size
         if self.samples_per_epoch is not None:
-            return self.total_samples
-        return training.train_samples or (training.train_iters or 0) * training.global_batch_size
+            length = self.total_samples
+        decay = options.lr_decay_samples or self.samples_after(options.lr_decay_iters or 0) or length
+        grows = options.weight_decay_incr_style != "constant"
+        start, end = options.start_weight_decay, options.end_weight_decay
+        return ParamSchedule(
+            lr=options.lr,
+            min_lr=options.min_lr,
+            lr_warmup_init=options.lr_warmup_init,
+            lr_warmup=self._warmup(decay),
+            lr_decay_style=options.lr_decay_style,
+            lr_decay_samples=decay,
+            lr_wsd_decay_style=options.lr_wsd_decay_style,
+            lr_wsd_decay_samples=options.lr_wsd_decay_samples or (options.lr_wsd_decay_iters or 0) * size,
+            weight_decay_incr_style=options.weight_decay_incr_style,
+            start_weight_decay=(start or 0.0) if grows else options.weight_decay,
+            end_weight_decay=(end or 0.0) if grows else options.weight_decay,
+            weight_decay_incr_samples=length,
+        )
 
+    def _warmup(self, decay_samples: int) -> tuple[tuple[float, float], ...]:
+        """Return the corners of the warm-up. In steps it is a straight line over them, and so bends over the samples
+        where the batch size changes."""
+        options = self.optimizer
+        samples = options.lr_warmup_samples or (options.lr_warmup_fraction or 0) * decay_samples
+        if samples:
+            return ((samples, 1.0),)
+        last = options.lr_warmup_iters
+        steps = sorted({step for step in self._resized_at(last) if 0 < step < last} | {last} if last else ())
+        return tuple((self.samples_after(step), step / last) for step in steps)
 
-def _anneal(optimizer: OptimizerConfig, progress: float) -> float:
-    """Share of lr - min_lr left after `progress` of WSD's last part; below 0 that part has not begun."""
-    if progress <= 0:
-        return 1.0
-    match optimizer.lr_wsd_decay_style:
-        case "linear":
-            return 1 - progress
-        case "cosine":
-            return _cosine(progress)
-        case "exponential":
-            return 2 * 0.5**progress - 1
+    def _resized_at(self, last: int) -> list[int]:
+        """Return the numbers of steps, up to about `last`, before and after which the batch size differs."""
+        size = self.training.global_batch_size
+        if self.samples_per_epoch is not None:
+            per_epoch, partial = -(-self.samples_per_epoch // size), self.samples_per_epoch % size
+            ends = range(per_epoch, last + 2, per_epoch) if partial else ()
+            return [step for end in ends for step in (end - 1, end)]
+        steps, samples, found = 0, 0, []
+        for batch_size, level_end in batch_levels(self.training)[:-1]:
+            assert level_end is not None
+            level_steps = max(0, -(-(level_end - samples) // batch_size))
+            steps, samples = steps + level_steps, samples + level_steps * batch_size
+            found.append(steps)
+        return found
 
+    def learning_rate(self, consumed_samples: int) -> float:
+        """Learning rate of the step that starts at `consumed_samples`."""
+        return self.params.learning_rate(consumed_samples)
 
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
+    def weight_decay(self, consumed_samples: int) -> float:
+        """Weight decay, of the parameters that decay, in the step that starts at `consumed_samples`."""
+        return self.params.weight_decay(consumed_samples)

@@ -126,16 +126,19 @@ class Engine(ABC):
         num_microbatches: int | None = None,
         consumed_samples: int,
         lr: float,
+        weight_decay: float | None = None,
     ) -> StepResult:
         """Run forward, backward and update over one global batch; `microbatches` are this rank's share.
 
         Every rank has as many, but inner pipeline stages, which read none, pass none: for them `num_microbatches` is
-        the number. `consumed_samples` counts those before this step.
+        the number. `consumed_samples` counts those before this step. `weight_decay`: None leaves it as it is.
         """
         ctx = self.ctx
         self._set_num_microbatches(len(microbatches) if num_microbatches is None else num_microbatches)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
+            if weight_decay is not None:
+                group["weight_decay"] = weight_decay * group["wd_mult"]
         if self._draws:
             ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
         self._begin(microbatches)

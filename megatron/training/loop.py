@@ -171,7 +171,13 @@ class Loop:
                 microbatches = self._next_batch() if engine.reads_data else []
                 num_microbatches = len(microbatches) if engine.reads_data else len(self._plan(begin)[1])
             self.watchdog.phase("train", step)
-            result = engine.train_step(microbatches, num_microbatches=num_microbatches, consumed_samples=begin, lr=lr)
+            result = engine.train_step(
+                microbatches,
+                num_microbatches=num_microbatches,
+                consumed_samples=begin,
+                lr=lr,
+                weight_decay=self.schedule.weight_decay(begin),
+            )
             accelerator.mark_step()
             if self._straggler is not None:
                 self._straggler.count_step()

@@ -97,7 +97,8 @@ class UpdateGate:
 
 
 def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> torch.optim.Optimizer:
-    """Return AdamW, Adam or SGD over two groups: matrices, which decay, and biases and norms, which do not.
+    """Return AdamW, Adam or SGD over two groups: matrices, which decay, and biases and norms, which do not. The weight
+    decay of a group is the schedule's times its `wd_mult`.
 
     Its attribute `gate` may refuse updates. In float32 without ZeRO, DeepSpeed leaves the optimizer bare: then it finds
     the norm, and clips by it, itself.
@@ -105,8 +106,8 @@ def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> t
     options = config.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if _decays(p)], "weight_decay": options.weight_decay},
-        {"params": [p for p in trained if not _decays(p)], "weight_decay": 0.0},
+        {"params": [p for p in trained if _decays(p)], "weight_decay": options.weight_decay, "wd_mult": 1.0},
+        {"params": [p for p in trained if not _decays(p)], "weight_decay": 0.0, "wd_mult": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     cls, arguments = _choose(config, ctx)
@@ -125,12 +126,12 @@ def _choose(config: Config, ctx: ParallelContext) -> tuple[Callable[..., torch.o
     if options.optimizer == "sgd":
         return torch.optim.SGD, {"momentum": options.sgd_momentum}
     arguments: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
-    if ctx.device.type == "hpu" and options.optimizer != "adam":
+    if ctx.device.type == "hpu" and options.decoupled_weight_decay:
         from habana_frameworks.torch.hpex.optimizers import FusedAdamW
 
         return FusedAdamW, arguments
     arguments["fused"] = ctx.device.type in ("cpu", "cuda")
-    return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW), arguments
+    return (torch.optim.AdamW if options.decoupled_weight_decay else torch.optim.Adam), arguments
 
 
 def _gated(cls: Any) -> Any:

@@ -181,11 +181,31 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "lr_wsd_decay_samples=80 and lr_wsd_decay_iters=10",
         "keep one",
     ),
-    "warm-up in steps": (
-        "--train-iters none --train-samples 999 --rampup-batch-size 2 2 100 --lr-warmup-iters 2",
+    "warm-up twice in steps": ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", 1, "lr_warmup_iters=1 and", "keep one"),
+    "warm-up init": ("--lr-warmup-init 1", 1, "lr_warmup_init=1.0 is above lr=0.0001", "lower it"),
+    "constant weight decay": (
+        "--end-weight-decay 1",
         1,
-        "lr_warmup_iters=2 cannot be combined with rampup_batch_size",
-        "use lr_warmup_samples",
+        "end_weight_decay=1.0 needs weight_decay_incr_style",
+        "choose",
+    ),
+    "weight decay from nowhere": (
+        "--weight-decay-incr-style linear --end-weight-decay 1",
+        1,
+        "weight_decay_incr_style=linear needs start_weight_decay and end_weight_decay",
+        "give both",
+    ),
+    "falling weight decay": (
+        "--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0",
+        1,
+        "start_weight_decay=1.0 is above end_weight_decay=0.0",
+        "lower it",
+    ),
+    "warm-up of the ramp-up": (
+        "--train-iters none --train-samples 999 --rampup-batch-size 2 2 100 --lr-warmup-iters 200",
+        1,
+        "warm-up of 1452 samples must be shorter than the decay of 999",
+        "shorten",
     ),
     "min lr": ("--min-lr 1", 1, "min_lr=1.0 is above lr=0.0001", "lower it"),
     "long warm-up": (
@@ -355,6 +375,7 @@ IDLE: dict[str, tuple[str, str]] = {
     "--lr-wsd-decay-iters 10": ("lr_decay_style=WSD", "--lr-decay-style WSD"),
     "--lr-wsd-decay-style linear": ("lr_decay_style=WSD", "--lr-decay-style WSD --lr-wsd-decay-iters 10"),
     "--sgd-momentum 0.5": ("optimizer=sgd", "--optimizer sgd"),
+    "--optimizer sgd --no-decoupled-weight-decay": ("an Adam", "--optimizer adam"),
     "--rotary-base 500000": ("position_embedding_type=rope", "--position-embedding-type rope"),
     "--rope-scaling-low-freq-factor 2": (
         "rope_scaling_factor",

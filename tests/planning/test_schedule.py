@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -151,6 +152,109 @@ def test_unset_decay_lasts_the_whole_training() -> None:
     assert learning_rate(optimizer, TRAINING, 1000) == pytest.approx(5.5e-4)
     in_iters = TrainingConfig(global_batch_size=10, train_iters=200)
     assert learning_rate(optimizer, in_iters, 1000) == learning_rate(optimizer, TRAINING, 1000)
+
+
+def megatrons_learning_rate(options: dict[str, Any], at: int) -> float:
+    """megatron-core's OptimizerParamScheduler.get_lr, as a line through the warm-up and a curve after it."""
+    peak, floor, end = options["lr"], options["min_lr"], options["lr_decay_samples"]
+    warmup, style = options.get("lr_warmup_samples", 0), options["lr_decay_style"]
+    if warmup and at <= warmup:
+        return float(np.interp(at, [0, warmup], [options.get("lr_warmup_init", 0.0), peak]))
+    if style == "constant":
+        return float(peak)
+    if at > end:
+        return float(floor)
+    if style == "inverse-square-root":
+        return float(np.fmax(floor, peak / np.sqrt(max(at, 1) / max(warmup, 1))))
+    begin = end - options["lr_wsd_decay_samples"] if style == "WSD" else warmup
+    x = float(np.interp(at, [begin, end], [0, 1]))
+    shape = options["lr_wsd_decay_style"] if style == "WSD" else style
+    left = {
+        "linear": 1 - x,
+        "cosine": np.cos(np.pi * x / 2) ** 2,  # (1 + cos 2a) / 2
+        "exponential": np.exp2(1 - x) - 1,
+        "minus_sqrt": 1 - x**0.5,
+    }[shape]
+    return float(floor * (1 - left) + peak * left)
+
+
+BOUNDARIES = [0, 1, 99, 100, 101, 600, 899, 900, 901, 1000, 1099, 1100, 1101, 9999]
+"""Around the end of the warm-up, the begin of WSD's last part, and the end of the decay."""
+
+
+@pytest.mark.parametrize("warmup", [0, 100])
+@pytest.mark.parametrize("init", [0.0, 2e-4])
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+def test_learning_rate_is_megatrons_at_every_boundary(style: str, init: float, warmup: int) -> None:
+    for last_part in ("linear", "cosine", "exponential", "minus_sqrt") if style == "WSD" else ("linear",):
+        options: dict[str, Any] = {**WSD, "lr_decay_style": style, "lr_wsd_decay_style": last_part}
+        options |= {"lr_warmup_init": init, "lr_warmup_samples": warmup}
+        for at in BOUNDARIES:
+            found = learning_rate(OptimizerConfig(**options), TRAINING, at)
+            assert found == pytest.approx(megatrons_learning_rate(options, at), rel=1e-12), (last_part, at)
+
+
+def test_inverse_square_root_falls_with_the_root_of_all_samples() -> None:
+    optimizer = OptimizerConfig(**{**BASE, "lr_decay_style": "inverse-square-root"})
+    points = {100: 1e-3, 400: 5e-4, 900: 1e-3 / 3, 1101: 1e-4}
+    assert {at: learning_rate(optimizer, TRAINING, at) for at in points} == pytest.approx(points, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("style", "table"),
+    [
+        # 1.0 to 3.0 over 2000 samples
+        ("constant", {0: 0.7, 1000: 0.7, 2001: 0.7}),
+        ("linear", {0: 1.0, 500: 1.5, 1000: 2.0, 1999: 2.999, 2000: 3.0, 2001: 3.0, 9999: 3.0}),
+        # (1 + cos 120 degrees) / 2 = 0.25 is at a third of the way
+        ("cosine", {0: 1.0, 500: 1 + 2 * 0.14644660940672627, 1000: 2.0, 1500: 1 + 2 * 0.8535533905932737, 2000: 3.0}),
+    ],
+)
+def test_weight_decay_equals_the_table(style: Any, table: dict[int, float]) -> None:
+    grows: dict[str, Any] = {} if style == "constant" else {"start_weight_decay": 1.0, "end_weight_decay": 3.0}
+    optimizer = OptimizerConfig(weight_decay=0.7, weight_decay_incr_style=style, **grows)
+    in_iters = TrainingConfig(global_batch_size=10, train_iters=200)
+    for training in (TRAINING, in_iters):
+        schedule = Schedule(training, optimizer)
+        assert {at: schedule.weight_decay(at) for at in table} == pytest.approx(table, rel=1e-12)
+
+
+RAMP = TrainingConfig(global_batch_size=24, rampup_batch_size=(8, 8, 100), train_samples=2000)
+"""Levels of 50 samples: 7 steps of 8 to sample 56, 3 of 16 to sample 104, then 24."""
+
+
+def lr_by_step(schedule: Schedule, steps: int) -> list[float]:
+    rates, consumed = [], 0
+    for _ in range(steps):
+        rates.append(schedule.learning_rate(consumed))
+        consumed += schedule.global_batch_size(consumed)
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [5, 7, 9, 10, 14])
+def test_warmup_in_iterations_is_linear_in_steps_of_any_size(warmup: int) -> None:
+    """Under ramp-up, and in epochs whose last batch is small."""
+    optimizer = OptimizerConfig(lr=1.0, lr_warmup_init=0.5, lr_warmup_iters=warmup, lr_decay_style="constant")
+    epochs = TrainingConfig(global_batch_size=24, num_epochs=9)
+    expected = [0.5 + 0.5 * min(1, step / warmup) for step in range(20)]
+    for schedule in (Schedule(RAMP, optimizer), Schedule(epochs, optimizer, samples_per_epoch=100)):
+        assert lr_by_step(schedule, 20) == pytest.approx(expected, rel=1e-12)
+
+
+def test_decay_in_iterations_ends_with_that_step_under_rampup() -> None:
+    optimizer = OptimizerConfig(lr=1.0, min_lr=0.25, lr_decay_style="linear", lr_decay_iters=12)
+    schedule = Schedule(RAMP, optimizer)
+    assert schedule.params.lr_decay_samples == 56 + 48 + 2 * 24
+    assert lr_by_step(schedule, 13)[12] == 0.25
+
+
+def test_warmup_fraction_is_of_the_decay() -> None:
+    for decay, samples in (({}, 2000), ({"lr_decay_samples": 500}, 500), ({"lr_decay_iters": 70}, 700)):
+        rest: dict[str, Any] = {"lr": 1e-3, "lr_decay_style": "linear", **decay}
+        given = OptimizerConfig(lr_warmup_samples=samples // 10, **rest)
+        for at in (0, samples // 20, samples // 10, samples // 2):
+            found = learning_rate(OptimizerConfig(lr_warmup_fraction=0.1, **rest), TRAINING, at)
+            assert found == pytest.approx(learning_rate(given, TRAINING, at), rel=1e-12)
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD"])

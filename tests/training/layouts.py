@@ -11,6 +11,7 @@ from megatron.config.command_line import parse_arguments
 from megatron.config.validation import check
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
+from megatron.planning.schedule import Schedule
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, build_engine
@@ -84,13 +85,16 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
     """Losses and gradient norms of `steps` steps, then the validation loss."""
     engine, task = build(arguments)
     training = engine.config.training
+    schedule = Schedule(training, engine.config.optimizer)
     losses, norms, scales = [], [], []
     for step in range(steps):
+        consumed_samples = step * training.global_batch_size
         result = engine.train_step(
             step_batches(engine, task, step),
             num_microbatches=num_microbatches(engine),
-            consumed_samples=step * training.global_batch_size,
+            consumed_samples=consumed_samples,
             lr=engine.config.optimizer.lr,
+            weight_decay=schedule.weight_decay(consumed_samples),
         )
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
