@@ -20,7 +20,7 @@ def points(folder: Path, tag: str) -> list[tuple[int, Any]]:
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    # TensorBoard reads files in the order of their names, which two started within one second by one process may not keep
+    # TensorBoard reads files in the order of their names, which two of one second and process may not keep
     return sorted((event.step, event.value) for event in events.Scalars(tag))
 
 
