@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron.config.command_line import load_config
 from megatron.config.options import Config, ConfigError
 from megatron.config.plugins import load_task
+from megatron.descriptors import limit_fault
 from megatron.exit_codes import DONE, REFUSED
 from megatron.observability.wandb_log import check_wandb
 from megatron.resilience.shutdown import Signals
@@ -45,6 +46,8 @@ def main(arguments: list[str], signals: Signals) -> None:
     accelerator.check_precision(device, config.training.precision)
     if config.training.deterministic:
         accelerator.set_deterministic(device)
+    if fault := limit_fault(device, int(os.environ.get("WORLD_SIZE", "1")), len(config.data.prefixes)):
+        raise OSError(fault)
 
     from megatron.parallel.context import ParallelContext
     from megatron.resilience.errors import raise_on_all_ranks

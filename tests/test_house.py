@@ -22,6 +22,7 @@ FLOORS = {
     "config": 1,
     "accelerator": 1,
     "exit_codes": 1,
+    "descriptors": 1,
     "files": 1,
     "command_names": 1,
     "parallel": 2,

@@ -29,6 +29,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from megatron.descriptors import raise_limit
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.launch import rank
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
@@ -279,6 +280,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
     which importing deepspeed does.
     """
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
+    raise_limit()
     with noted_signals(SIGNALS) as received:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if start_method is None:

@@ -12,6 +12,7 @@ from megatron.accelerator import count_devices
 from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import check
+from megatron.descriptors import limit_fault
 from megatron.launch.plan import Request
 from megatron.training.deepspeed_config import deepspeed_config
 
@@ -153,6 +154,13 @@ def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
             f"{devices_per_node} {device} devices are needed, but this machine has {available}; set HL_NGPU_PER_NODE "
             f"(--devices-per-node) and the layout to {available} at most, or HL_DEVICE=cpu"
         )
+
+
+def check_descriptors(config: Config, device: str, world_size: int) -> Iterator[str]:
+    """Yield a fault if the ranks of this machine may not open all their files and sockets."""
+    with contextlib.suppress(ValueError):  # the rules of the config report it
+        if fault := limit_fault(device, world_size, len(config.data.prefixes)):
+            yield fault
 
 
 def check_remote(flags: Sequence[str], request: Request) -> Iterator[str]:

@@ -60,7 +60,7 @@ def preflight(request: Request) -> LaunchPlan:
         faults += error.faults
         config = _parsed(flags)
     hosts, of_hosts = find_hosts(request, layout.devices_per_node if layout.is_known else 1)
-    faults += [*of_hosts, *_check_machines(request, flags, layout, is_remote=bool(hosts))]
+    faults += [*of_hosts, *_check_machines(request, flags, layout, config, is_remote=bool(hosts))]
     # a plan needs neither data nor hosts
     unneeded = warnings if request.dry_run else faults
     unneeded += check_addresses(hosts, request.hostsfile)
@@ -167,11 +167,15 @@ def _check_config(request: Request, config: Config, layout: Layout) -> Iterator[
     yield from checks.check_load(config)
 
 
-def _check_machines(request: Request, flags: Sequence[str], layout: Layout, *, is_remote: bool) -> Iterator[str]:
+def _check_machines(
+    request: Request, flags: Sequence[str], layout: Layout, config: Config | None, *, is_remote: bool
+) -> Iterator[str]:
     if is_remote and not request.dry_run:
         yield from checks.check_remote(flags, request)
     elif (request.nodes == 1 or request.rendezvous) and not is_remote and not request.dry_run:
         yield from checks.check_local_devices(layout.device, layout.devices_per_node)
+        if config is not None and layout.is_known:
+            yield from checks.check_descriptors(config, layout.device, layout.world_size)
     if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
         yield f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it to a folder that does"
 

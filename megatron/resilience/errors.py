@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -74,12 +75,20 @@ def raise_on_all_ranks(ctx: ParallelContext, action: Callable[[], T]) -> T:
 
 # messages of gloo's transport and of NCCL's and HCCL's watchdogs, whose errors have no type of their own
 _LOST = re.compile(r"gloo|[Cc]onnection (closed|reset|refused)|NCCL|HCCL|Broken pipe")
+# what this process or its machine lacks: the other ranks are lost because of it
+_LACKS = re.compile(
+    "|".join(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)))
+    + "|[Oo]ut of memory|[Uu]nable to find address for|EMFILE|ENFILE"
+)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return True for the error of a collective that failed, as it does where another rank has ended."""
+    """Return True for the error of a collective that failed, as it does where another rank has ended.
+
+    Not where the message says that this process lacks something, such as descriptors.
+    """
     import torch.distributed as dist
 
-    if isinstance(error, OSError):  # of a file or a pipe
+    if isinstance(error, OSError) or _LACKS.search(str(error)):  # of a file or a pipe, or of this machine
         return False
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))

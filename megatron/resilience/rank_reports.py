@@ -1,23 +1,32 @@
 """Reports that the ranks' watchdogs exchange, and the verdict on a run that they lead to.
 
 They travel as datagrams to two collectors, rank 0 and the last rank, which usually are on different hosts. (torch's
-TCPStore blocks forever where its server is stopped.)
+TCPStore blocks forever where its server is stopped.) Anybody may send a datagram to their ports: each carries an HMAC
+with a key that only the ranks know, and nothing else of it is read before that is verified.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import hmac
 import json
-import random
-import select
+import secrets
+import selectors
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.parallel.context import ParallelContext, address_towards
 
+MAC_BYTES = hashlib.sha256().digest_size
+LARGEST_BYTES = 8192
+"""Size of a datagram. Those of this module are below 5,000 bytes."""
+DATAGRAMS_AT_ONCE = 2048
+"""Number of datagrams read before the watchdog looks at its clock again, however many a stranger sends."""
 SHOWN = 8
 """Number of ranks that a verdict names one by one."""
 
@@ -79,8 +88,11 @@ def verdict(
         lines += [f"{one.name} {description}: {one.at}, since {one.since_s:.1f} s, {one.where}" for one in odd]
         left = [report for report in left if report not in odd]
     head = lines[:SHOWN] + ([f"and {len(lines) - SHOWN} more such ranks"] if len(lines) > SHOWN else [])
+    lost = [report for report in others if report.state == LOST]
+    if lost and not lines:  # no other rank explains it
+        head += [f"{report.name}: {report.fault}" for report in lost[:SHOWN] if report.fault]
     for description, those in (
-        ("lost touch with another rank", [report for report in others if report.state == LOST]),
+        ("lost touch with another rank", lost),
         ("waited for others", [report for report in left if report.waits]),
         ("came no further" if call == STUCK else "ran on", [report for report in left if not report.waits]),
     ):
@@ -130,13 +142,21 @@ class Channel:
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((address, 0))
         self._socket.setblocking(False)
+        # not select.select, which fails from descriptor 1024 on
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
         gathered = ctx.gather_objects((socket.gethostname(), *self._socket.getsockname()[:2]))
         self.hosts = [host for host, _, _ in gathered]
         self._collectors = {rank: gathered[rank][1:] for rank in (0, ctx.world_size - 1)}
-        # ignores datagrams of other programs and other runs
-        self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
+        self._key = bytes.fromhex(ctx.broadcast_object(secrets.token_hex(MAC_BYTES)))
         self._rank = ctx.rank
         self.collects = ctx.rank in self._collectors
+        if self.collects:  # all ranks may answer at once; the kernel grants less
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, max(1 << 20, ctx.world_size * LARGEST_BYTES))
+        self._sending = threading.Lock()
+        self._num_sent = 0
+        self._heard: dict[int, int] = {}
+        """Number of the last datagram of each rank: one that a stranger repeats is ignored."""
         self._addresses: dict[int, Any] = {}
         self.reports: dict[int, tuple[Report, float]] = {}
         """On a collector: the last report of each rank, and when it came."""
@@ -156,34 +176,41 @@ class Channel:
 
     def wait(self, timeout_s: float) -> bool:
         """Receive until something has come or the time is over. Return True if that was a call to answer."""
-        if not select.select([self._socket], [], [], max(0.0, timeout_s))[0]:
+        if not self._selector.select(max(0.0, timeout_s)):
             return False
         called = False
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                try:
-                    content, sender = self._socket.recvfrom(65536)
-                except ConnectionError:  # an ICMP answer to an earlier datagram: that collector has ended
-                    continue
-                called |= self._read(content, sender)
+        for _ in range(DATAGRAMS_AT_ONCE):
+            try:
+                content, sender = self._socket.recvfrom(LARGEST_BYTES + 1)
+            except BlockingIOError:
+                break
+            except OSError:  # an ICMP answer to an earlier datagram, whose receiver has ended; a lack of memory
+                continue
+            message = self._verified(content)
+            called |= message is not None and self._read(message, sender)
         return called
 
-    def _read(self, content: bytes, sender: Any) -> bool:
-        try:
-            message = json.loads(content)
-            if message.pop("token") != self._token:
-                return False
-            if "report" in message:
-                report = Report(**message["report"])
-                self._addresses[report.rank] = sender
-                self._take(report)
-                if self.call or self.has_verdict:
-                    self._send(sender, {"call": self.call, "verdict": self.has_verdict})
-                return False
-            self.has_verdict |= message["verdict"]
-            return self._note_call(message["call"])
-        except (ValueError, KeyError, TypeError, AttributeError):
+    def _verified(self, content: bytes) -> dict[str, Any] | None:
+        """Return the message of a datagram; None unless another rank of this run sent it, for the first time."""
+        mac, body = content[:MAC_BYTES], content[MAC_BYTES:]
+        if len(content) > LARGEST_BYTES or not hmac.compare_digest(mac, self._mac(body)):
+            return None
+        message: dict[str, Any] = json.loads(body)
+        if message["number"] <= self._heard.get(message["rank"], 0):
+            return None
+        self._heard[message["rank"]] = message["number"]
+        return message
+
+    def _read(self, message: dict[str, Any], sender: Any) -> bool:
+        if "report" in message:
+            report = Report(**message["report"])
+            self._addresses[report.rank] = sender
+            self._take(report)
+            if self.call or self.has_verdict:
+                self._send(sender, {"call": self.call, "verdict": self.has_verdict})
             return False
+        self.has_verdict |= message["verdict"]
+        return self._note_call(message["call"])
 
     def _take(self, report: Report) -> None:
         self.reports[report.rank] = report, time.monotonic()
@@ -204,17 +231,23 @@ class Channel:
             self._call_all()
 
     def _call_all(self) -> None:
-        for address in self._addresses.values():
+        for address in list(self._addresses.values()):  # the other thread may add one
             self._send(address, {"call": self.call, "verdict": self.has_verdict})
 
     def _send(self, address: Any, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # a full buffer, no route: it is sent again
-            self._socket.sendto(json.dumps({"token": self._token, **message}).encode(), address)
+        with self._sending:  # two threads send, and a number that comes late would be ignored
+            self._num_sent += 1
+            body = json.dumps({"rank": self._rank, "number": self._num_sent, **message}).encode()
+            with contextlib.suppress(OSError):  # a full buffer, no route: it is sent again
+                self._socket.sendto(self._mac(body) + body, address)
+
+    def _mac(self, body: bytes) -> bytes:
+        return hmac.digest(self._key, body, "sha256")
 
     def sorted_reports(self, world_size: int) -> tuple[dict[int, Report], dict[int, tuple[Report | str, float]]]:
         """Return `answers` and `silent` of `verdict`: the ranks that answered the call, and those that did not."""
         now_s = time.monotonic()
-        answers = {rank: report for rank, (report, came_s) in self.reports.items() if came_s >= self.call_s}
+        answers = {rank: report for rank, (report, came_s) in dict(self.reports).items() if came_s >= self.call_s}
         silent: dict[int, tuple[Report | str, float]] = {}
         for rank in set(range(world_size)) - set(answers):
             report, came_s = self.reports.get(rank, (self.hosts[rank], now_s))
@@ -222,4 +255,5 @@ class Channel:
         return answers, silent
 
     def close(self) -> None:
+        self._selector.close()
         self._socket.close()

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from megatron.config.options import Config
+from megatron.descriptors import shortage
 from megatron.exit_codes import HUNG
 from megatron.parallel.context import ParallelContext, address_towards
 from megatron.resilience.errors import OtherRankFailed, PeerLostError, is_lost_peer
@@ -73,6 +74,8 @@ class Watchdog:
         self._phase: tuple[str, int, float] = ("start", 0, time.monotonic())
         self._beat_s = self._phase[2]
         self._helped: tuple[object, float] = (None, 0.0)
+        self._next_look_s, self._stuck_s = 0.0, 0.0
+        self._broken = False
 
     @property
     def step(self) -> int:
@@ -162,7 +165,9 @@ class Watchdog:
         Where a collective failed because another rank has ended, this waits for the verdict that names it and returns
         PeerLostError; the traceback goes to the folder, and to stderr with MEGATRON_VERBOSE=1.
         """
-        lost = is_lost_peer(error)
+        if (own := shortage()) is not None:  # under which torch and gloo report other things
+            error = own
+        lost = self._world_size > 1 and is_lost_peer(error)
         reason = (str(error).strip().splitlines() or [""])[0][:300]
         reason = reason if lost and reason else f"{type(error).__name__}: {reason}".removesuffix(": ")
         reported_s = time.monotonic()
@@ -198,26 +203,33 @@ class Watchdog:
     # The thread
 
     def _watch(self) -> None:
-        next_look_s = 0.0
-        stuck_s = 0.0
         while not self._leaving:
-            now_s = time.monotonic()
-            if not stuck_s and (now_s >= self._deadline_s() or (self._channel and self._channel.call == STUCK)):
-                stuck_s = now_s
-                self._become_stuck(now_s >= self._deadline_s())
-                next_look_s = now_s
-            if now_s >= next_look_s:
-                next_look_s = now_s + (0.1 if self._state != RUNNING else self._look_s)
-                if not stuck_s:
-                    self._set_timer()
-                if self._channel is not None:
-                    self._channel.send(self._report())
-            self._print_verdict()
-            if stuck_s and (self._has_verdict.is_set() or now_s - stuck_s > GIVE_UP_S):
-                if not self._has_verdict.is_set():
-                    self._print(f"watchdog: {self._own_story()}")
-                os._exit(HUNG)
-            self._listen(min(next_look_s, now_s + 0.1 if self._called else self._deadline_s()) - now_s)
+            try:
+                self._look()
+            except Exception as error:
+                if not self._leaving and not self._broken:
+                    self._broken = True
+                    self._print(f"rank {self.rank}: the watchdog goes on after {type(error).__name__}: {error}")
+                time.sleep(0.1)
+
+    def _look(self) -> None:
+        """Read the clock, send and print what is due, then receive until the next look."""
+        now_s = time.monotonic()
+        is_over = now_s >= self._deadline_s()
+        if not self._stuck_s and (is_over or (self._channel and self._channel.call == STUCK)):
+            self._stuck_s = self._next_look_s = now_s
+            self._become_stuck(is_over)
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + (0.1 if self._state != RUNNING else self._look_s)
+            self._set_timer()  # first: it would end a healthy run in which what follows fails
+            if self._channel is not None:
+                self._channel.send(self._report())
+        self._print_verdict()
+        if self._stuck_s and (self._has_verdict.is_set() or now_s - self._stuck_s > GIVE_UP_S):
+            if not self._has_verdict.is_set():
+                self._print(f"watchdog: {self._own_story()}")
+            os._exit(HUNG)
+        self._listen(min(self._next_look_s, now_s + 0.1 if self._called else self._deadline_s()) - now_s)
 
     @property
     def _called(self) -> bool:
@@ -235,6 +247,8 @@ class Watchdog:
         return last_s + self._allowed_s
 
     def _set_timer(self) -> None:
+        if self._stuck_s:
+            return  # _become_stuck has set it
         left_s = max(0.0, self._deadline_s() - time.monotonic()) + TIMER_SLACK_S
         faulthandler.dump_traceback_later(left_s, exit=True, file=self._file or sys.__stderr__)  # type: ignore[arg-type]
 

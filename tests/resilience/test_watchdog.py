@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import resource
+import secrets
+import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.config.options import Config, GuardConfig, LoggingConfig, ParallelConfig
+from megatron.descriptors import raise_limit
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import watchdog as module
 from megatron.resilience.errors import PeerLostError, is_lost_peer
-from megatron.resilience.rank_reports import FAILED, LOST, SHOWN, STUCK, Channel, Report, verdict
+from megatron.resilience.rank_reports import FAILED, LOST, MAC_BYTES, SHOWN, STUCK, Channel, Report, verdict
 from megatron.resilience.watchdog import Watchdog
 from tests.ranks import RankPools
 
@@ -80,6 +86,8 @@ def test_a_rank_that_failed_is_named_with_its_message_though_it_has_ended() -> N
         (RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:123"), True),
         (RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"), True),
         (RuntimeError("NCCL communicator was aborted on rank 3"), True),
+        (RuntimeError("[enforce fail at gloo/transport/tcp/socket.cc:24] socket: Too many open files"), False),
+        (RuntimeError("[gloo/transport/tcp/device.cc] Unable to find address for: eth7"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("Connection closed by peer"), False),
         (BrokenPipeError("Broken pipe"), False),
@@ -126,7 +134,8 @@ def test_the_first_step_has_the_time_of_the_collectives_later_ones_the_watchdogs
     assert watchdog._deadline_s() == 1022
 
 
-def test_off_or_not_entered_it_does_nothing(tmp_path: Path) -> None:
+def test_off_or_not_entered_it_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with Watchdog(of(0, results_dir=tmp_path)) as watchdog:
         watchdog.phase("train", 1)
         watchdog.connect(ParallelContext.single())
@@ -138,15 +147,18 @@ def test_off_or_not_entered_it_does_nothing(tmp_path: Path) -> None:
 
 
 def exchange() -> tuple[list[int], str, bool]:
-    """On each rank: whose reports came, whether the call did, and whether strangers are heeded."""
+    """On each rank, which has 4,000 files open: whose reports came, whether the call did, whether strangers count."""
+    raise_limit()
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(4000)]
     ctx = ParallelContext.build(ParallelConfig(), "cpu")
     channel = Channel(ctx, "127.0.0.1")
+    assert channel._socket.fileno() > 4000, "select.select ends at 1024"
     state = STUCK if ctx.rank == 1 else "running"
     mine = Report(ctx.rank, "here", os.getpid(), "train", 1, 0.0, state)
-    forged = json.dumps({"token": "guessed", "verdict": True, "call": STUCK}).encode()
+    forged = json.dumps({"rank": 0, "number": 1, "verdict": True, "call": STUCK}).encode()
     for address in channel._collectors.values():
-        channel._socket.sendto(forged, address)
-        channel._socket.sendto(b"\xff no json", address)
+        for content in (forged, bytes(MAC_BYTES) + forged, b"\xff no json", b"[" * 60000):
+            channel._socket.sendto(content, address)
     deadline_s = time.monotonic() + 30
     while time.monotonic() < deadline_s and not (channel.call and (not channel.collects or len(channel.reports) == 4)):
         channel.send(mine)
@@ -156,6 +168,8 @@ def exchange() -> tuple[list[int], str, bool]:
         channel.wait(0.05)
     ctx.broadcast(0)
     channel.close()
+    for descriptor in opened:
+        os.close(descriptor)
     return sorted(channel.reports), channel.call, channel.has_verdict
 
 
@@ -163,4 +177,153 @@ def test_a_call_reaches_every_rank_and_the_reports_both_collectors(ranks: RankPo
     told = ranks(4)(exchange)
     assert [call for _, call, _ in told] == [STUCK] * 4
     assert [heard for heard, _, _ in told] == [[0, 1, 2, 3], [], [], [0, 1, 2, 3]]
-    assert not any(over for _, _, over in told), "a datagram without the token was heeded"
+    assert not any(over for _, _, over in told), "a datagram without the key was heeded"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strangers, and many ranks
+
+
+def channels(size: int) -> list[Channel]:
+    """The channels of that many ranks, all in this process."""
+    key, places = secrets.token_hex(32), [("here", "127.0.0.1", 0)] * size
+    made: list[Channel] = []
+    for rank in range(size):
+
+        def gather(mine: Any, rank: int = rank) -> list[Any]:
+            if isinstance(mine, str):
+                return ["127.0.0.1"] * size
+            places[rank] = mine
+            return places
+
+        ctx: Any = SimpleNamespace(
+            rank=rank, world_size=size, gather_objects=gather, broadcast_object=lambda mine: key, broadcast=int
+        )
+        made.append(Channel(ctx, "127.0.0.1"))
+    for channel in made:
+        channel._collectors = {rank: places[rank][1:] for rank in (0, size - 1)}
+    return made
+
+
+def test_whatever_strangers_send_the_watchdog_goes_on_and_believes_none_of_it() -> None:
+    collector, peer, last = channels(3)
+    draw = random.Random(7)
+    taken: list[bytes] = []
+    peer._socket, real = SimpleNamespace(sendto=lambda content, _: taken.append(content)), peer._socket  # type: ignore[assignment]
+    for number in range(50):
+        peer.send(report(1, step=number, state=STUCK))
+    peer._socket = real
+    address = collector._socket.getsockname()
+    stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+    def altered(content: bytes) -> bytes:
+        place = draw.randrange(len(content))
+        return content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
+
+    attacks = [b"", b"[" * 60000, b'{"a":' * 10000, bytes(MAC_BYTES) + b"[" * 60000]
+    for _ in range(2500):
+        genuine = draw.choice(taken)
+        attacks += [
+            draw.randbytes(draw.randrange(200)),
+            genuine[: draw.randrange(len(genuine))],
+            altered(genuine),
+            genuine + draw.randbytes(1 + draw.randrange(9)),
+        ]
+    for attack in attacks:
+        stranger.sendto(attack, address)
+        assert not collector.wait(0.0)
+    assert (collector.reports, collector.call, collector.has_verdict) == ({}, "", False)
+
+    peer.send(report(1, step=51))
+    collector.wait(1.0)
+    assert collector.reports[1][0].step == 51
+    for content in taken:  # recorded, and sent again once newer ones have come
+        stranger.sendto(content, address)
+        collector.wait(0.0)
+    assert (collector.reports[1][0].step, collector.call) == (51, "")
+    for channel in (collector, peer, last):
+        channel.close()
+    stranger.close()
+
+
+def test_a_thousand_ranks_are_heard_and_called() -> None:
+    raise_limit()
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(4000)]
+    made = channels(1000)
+    try:
+        collector = made[0]
+        for rank, channel in enumerate(made):
+            channel.send(report(rank))
+            if rank % 50 == 0:  # the buffer of a socket holds few more
+                collector.wait(0.0)
+                made[-1].wait(0.0)
+        collector.wait(0.0)
+        made[-1].wait(0.0)
+        assert len(collector.reports) == len(made[-1].reports) == 1000
+        made[500].send(report(500, state=STUCK))
+        collector.wait(1.0)
+        assert [channel.wait(1.0) for channel in made[1:-1]] == [True] * 998
+        made[-1].wait(1.0)
+        assert {channel.call for channel in made} == {STUCK}
+    finally:
+        for channel in made:
+            channel.close()
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def test_no_exception_ends_the_watchdog(capfd: pytest.CaptureFixture[str]) -> None:
+    looks = 0
+
+    def look(watchdog: Watchdog) -> None:
+        nonlocal looks
+        looks += 1
+        raise RecursionError("maximum recursion depth exceeded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watchdog, "_look", look)
+        with Watchdog(of(600)) as watchdog:
+            while looks < 3:
+                time.sleep(0.02)
+            assert watchdog._thread is not None
+            assert watchdog._thread.is_alive()
+    shown = capfd.readouterr().err
+    assert shown == "rank 0: the watchdog goes on after RecursionError: maximum recursion depth exceeded\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose fault it is
+
+
+def test_a_rank_alone_has_lost_no_other(tmp_path: Path) -> None:
+    error = RuntimeError("[enforce fail at gloo/transport/tcp/socket.cc:24] rv != -1. socket: Permission denied")
+    with Watchdog(of(600, results_dir=tmp_path)) as watchdog:
+        assert watchdog.fail(error) is error
+
+
+def test_a_rank_without_descriptors_names_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Watchdog(of(600, results_dir=tmp_path)) as watchdog:
+        free = os.dup(2)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, hard))
+        try:
+            error = watchdog.fail(RuntimeError("Failed to init uv loop, or: Connection closed by peer"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (
+            str(error)
+            == f"[Errno 24] Too many open files: the limit is {free + 2} (ulimit -n); raise it, or open fewer"
+        )
+        assert watchdog._report().state == FAILED
+        assert "Too many open files" in watchdog._report().fault
+
+
+def test_where_all_ranks_are_lost_the_verdict_has_their_reasons() -> None:
+    answers = {0: report(0, state=LOST, fault="no route to host"), 1: report(1, state=LOST, fault="Connection reset")}
+    assert verdict(LOST, 2, answers, {}).splitlines() == [
+        "  rank 0 on node0 (process 100): no route to host",
+        "  rank 1 on node0 (process 101): Connection reset",
+        "  all ranks lost touch with another rank in step 7, train",
+    ]
