@@ -14,7 +14,7 @@ import pytest
 from tests.ranks import RankPools
 from tests.training import layouts
 
-STEPS = 20
+STEPS = 12
 LAYOUTS = ["111", "211", "121", "112", "221", "212", "122", "411", "141"]
 """Pipeline, tensor and data-parallel sizes; with an `s`, sequence parallelism too."""
 WITH_SEQUENCE = ["121s", "221s", "122s", "141s"]
