@@ -3,7 +3,7 @@
 DONE = 0
 """Trained to the end, or stopped on request: the kill switch, a signal, a limit of time or iterations."""
 FAILED = 1
-"""Unexpected error. A restart may succeed."""
+"""Unexpected error, or a last save or export that failed. A restart may succeed."""
 REFUSED = 2
 """Invalid options, data or environment, reported on stderr. A restart would fail in the same way."""
 ABORTED = 3

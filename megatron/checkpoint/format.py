@@ -62,6 +62,10 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, of another model, or cannot be written. The message names the file."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint or an export could not be written; earlier ones are as they were. Another attempt may succeed."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Names
 

@@ -31,6 +31,7 @@ from megatron.checkpoint.format import (
     LEFTOVER,
     CheckpointError,
     Fragment,
+    SaveError,
     check_tag,
     hidden_path,
     iteration_of,
@@ -48,6 +49,11 @@ from megatron.checkpoint.writer import (
 )
 from megatron.files import write_durably
 
+ABANDON_S = 2.0
+"""Longest wait for the thread of a save that is abandoned."""
+LEAVING_TIMEOUT_S = 5.0
+"""Longest wait for the other ranks of a save, without a sign of them, once this rank is leaving by an error."""
+
 _TOKEN = re.compile(r"[A-Za-z0-9]+")
 
 logger = logging.getLogger(__name__)
@@ -60,7 +66,7 @@ class SaveResult:
     tag: str
     seconds: float
     """Duration on this rank, from the call of `save` to the end."""
-    error: CheckpointError | None
+    error: SaveError | None
     """None: the checkpoint is complete and durable, and `latest` names it."""
     retried: str | None = None
     """Reason why this rank had to write its file a second time."""
@@ -78,8 +84,9 @@ class Saver:
 
     The `keep_last` newest checkpoints by number are kept (None: all), those whose number is a multiple of
     `retain_interval`, and always the one just saved. A save fails when its folder has not changed for `timeout_s`.
-    `beat` is called at each sign of progress, in the thread that saves. Raises CheckpointError if the folder cannot be
-    used.
+    `beat` is called at each sign of progress, in the thread that saves. `attend` waits for a save in progress: it gets
+    a function that waits for at most so many seconds and returns True at the end. Every rank calls it alike, so it may
+    be collective. Raises CheckpointError if the folder cannot be used.
     """
 
     def __init__(
@@ -93,12 +100,15 @@ class Saver:
         retain_interval: int | None,
         timeout_s: float,
         beat: Callable[[], None] = lambda: None,
+        attend: Callable[[Callable[[float | None], bool]], object] = lambda has_ended: has_ended(None),
     ):
         self.folder = Path(folder)
-        self._beat = beat
+        self._beat, self._attend = beat, attend
         self._rank, self._world_size, self._asynchronous = rank, world_size, asynchronous
         self._keep_last, self._retain_interval, self._timeout_s = keep_last, retain_interval, timeout_s
         self._thread: threading.Thread | None = None
+        self._is_attended = True  # False once a save was begun, until every rank's has ended
+        self._abandoned = ""
         self._outcomes: deque[SaveResult] = deque()  # a thread appends, `finished` takes
         self._buffer = torch.empty(0)
         self._leftovers_are_dead = False
@@ -120,20 +130,24 @@ class Saver:
         if not _TOKEN.fullmatch(token):
             raise CheckpointError(f"the token {token!r} of a save must be letters and digits")
         job = _Job(self, tag, token, began_s)
+        self._is_attended = False
         try:
             text = json.dumps(metadata, allow_nan=False)
             owned = list(fragments)
             if self._asynchronous:
-                owned = self._copy(owned)
+                owned, entries = self._copy(owned), None
+            else:
+                entries = job.write(owned)
         except Exception as error:
             self._outcomes.append(job.fail(error))
-            return
-        if self._asynchronous:
-            # not a daemon: a process that ends waits for its save
-            self._thread = threading.Thread(target=self._carry_out, args=(job, owned, text), name=f"save {tag}")
-            self._thread.start()
         else:
-            self._carry_out(job, owned, text)
+            # not a daemon: a process that ends waits for its save
+            self._thread = threading.Thread(
+                target=self._carry_out, args=(job, owned, entries, text), name=f"save {tag}"
+            )
+            self._thread.start()
+        if not self._asynchronous:
+            self.join()
 
     def reserve(self, fragments: Iterable[Fragment]) -> None:
         """Allocate the host memory of an asynchronous save now, so that the first one takes no longer than the next."""
@@ -147,7 +161,7 @@ class Saver:
         failed = [outcome for outcome in self._outcomes if outcome.error]
         self._outcomes = deque(outcome for outcome in self._outcomes if not outcome.error)
         if failed:
-            raise CheckpointError("; ".join(str(outcome.error) for outcome in failed))
+            raise SaveError("; ".join(str(outcome.error) for outcome in failed))
 
     def finished(self) -> list[SaveResult]:
         """Return the saves that ended since the previous call, in order. Does not wait."""
@@ -159,6 +173,22 @@ class Saver:
     def close(self) -> None:
         """Wait for the save in progress, and unlock the folder; the end of the process unlocks it too."""
         self.join()
+        self._unlock()
+
+    def leave(self, *, lost: bool) -> None:
+        """Unlock the folder on the way out by an error, in which other ranks may have ended already.
+
+        A save in progress fails, for all ranks, if another rank is lost, or gives no sign for LEAVING_TIMEOUT_S.
+        """
+        if self._thread is not None:
+            if lost:
+                self._abandoned = "another rank has ended"
+            self._timeout_s = LEAVING_TIMEOUT_S
+            self._thread.join(ABANDON_S if lost else None)
+        if self._thread is None or not self._thread.is_alive():  # else the end of the process unlocks
+            self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -177,10 +207,16 @@ class Saver:
         return on_cuda
 
     def join(self) -> None:
-        """Return when no save is in progress, whatever its outcome."""
+        """Return when no save is in progress, whatever its outcome. Every rank calls it."""
+        if not self._is_attended:
+            self._attend(self._has_ended)
+            self._thread, self._is_attended = None, True
+
+    def _has_ended(self, timeout_s: float | None) -> bool:
+        """Wait for this rank's save for so many seconds, None: to its end. Return True at its end."""
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def _copy(self, fragments: Sequence[Fragment]) -> list[Fragment]:
         """Copy the fragments into host memory that is kept from save to save."""
@@ -195,9 +231,11 @@ class Saver:
             torch.cuda.synchronize()
         return copies
 
-    def _carry_out(self, job: _Job, fragments: Sequence[Fragment], metadata_text: str) -> None:
+    def _carry_out(
+        self, job: _Job, fragments: Sequence[Fragment], entries: ManifestEntries | None, metadata_text: str
+    ) -> None:
         try:
-            outcome = job.run(fragments, metadata_text)
+            outcome = job.complete(entries or job.write(fragments), metadata_text)
         except Exception as error:  # any kind: in a thread it would otherwise be lost
             outcome = job.fail(error)
         self._outcomes.append(outcome)
@@ -273,8 +311,10 @@ class _Job:
         self._partial = hidden_path(saver.folder, tag, "partial", token)
         self._failure = hidden_path(saver.folder, tag, "failed", token)
         self._retried: str | None = None
+        self._own_folder: os.stat_result
 
-    def run(self, fragments: Sequence[Fragment], metadata_text: str) -> SaveResult:
+    def write(self, fragments: Sequence[Fragment]) -> ManifestEntries:
+        """Write this rank's file, and return its entries of the manifest."""
         saver = self._saver
         if self._rank == 0:
             saver._remove_leftovers(self._token)
@@ -282,13 +322,17 @@ class _Job:
         saver.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._partial)
-        own_folder = os.stat(self._partial)
-        entries = self._write(fragments)
+        self._own_folder = os.stat(self._partial)
+        return self._write(fragments)
+
+    def complete(self, entries: ManifestEntries, metadata_text: str) -> SaveResult:
+        """Rank 0 gives the checkpoint its name when every rank has written; the others wait for that."""
+        saver = self._saver
         path = self._partial / f"rank_{self._rank:05d}.json"
         write_durably(path.with_suffix(".tmp"), json.dumps(asdict(entries)).encode())
         os.rename(path.with_suffix(".tmp"), path)
         if self._rank == 0:
-            self._await(lambda: not self._missing_ranks(), saver._timeout_s)
+            self._await(lambda: not self._missing_ranks())
             for rank in range(1, self._world_size):
                 entries.merge(json.loads((self._partial / f"rank_{rank:05d}.json").read_text(encoding="utf-8")))
             commit(saver.folder, self._tag, self._token, entries, metadata_text)
@@ -299,7 +343,7 @@ class _Job:
                 logger.warning("%s: old checkpoints could not be removed: %s", saver.folder, error)
         else:
             # rank 0 times out first, and reports the reason
-            self._await(lambda: self._is_committed(own_folder), 2 * saver._timeout_s)
+            self._await(self._is_committed, patience=2)
         return SaveResult(self._tag, time.monotonic() - self._began_s, None, self._retried)
 
     def fail(self, error: Exception) -> SaveResult:
@@ -317,7 +361,7 @@ class _Job:
             )
             if not isinstance(error, OSError | CheckpointError):
                 reason = f"{type(error).__name__}: {reason}"
-            error = CheckpointError(f"saving {self._tag} failed on rank {self._rank}: {reason}")
+            error = SaveError(f"saving {self._tag} failed on rank {self._rank}: {reason}")
             message = self._failure.with_name(f"{self._failure.name}.{self._rank}")
             try:
                 write_durably(message, str(error).encode())
@@ -330,8 +374,7 @@ class _Job:
         else:
             with contextlib.suppress(OSError):  # other ranks' files are in it, or it is already removed
                 os.rmdir(self._partial)
-        assert isinstance(error, CheckpointError)
-        return SaveResult(self._tag, time.monotonic() - self._began_s, error, self._retried)
+        return SaveResult(self._tag, time.monotonic() - self._began_s, SaveError(str(error)), self._retried)
 
     def _write(self, fragments: Sequence[Fragment]) -> ManifestEntries:
         try:
@@ -352,6 +395,8 @@ class _Job:
         writer = Writer(path, tag=self._tag, token=self._token, header_bytes=header_bytes)
         try:
             for fragment in fragments:
+                if self._saver._abandoned:
+                    raise SaveError(self._saver._abandoned)
                 entries.add_parameter(fragment)
                 writer.add(fragment)
                 self._saver._beat()
@@ -360,8 +405,8 @@ class _Job:
             writer.abandon()
         return entries
 
-    def _await(self, is_there: Callable[[], bool], timeout_s: float) -> None:
-        """Wait. Raises CheckpointError if another rank fails, or the folder has not changed for `timeout_s`."""
+    def _await(self, is_there: Callable[[], bool], patience: int = 1) -> None:
+        """Wait. Raises CheckpointError if another rank fails, or the folder has not changed for `patience` timeouts."""
         pause_s, changed_s, seen = 0.001, time.monotonic(), self._sizes()
         while not is_there():
             self._raise_failure()
@@ -369,7 +414,7 @@ class _Job:
             if sizes != seen:
                 changed_s, seen = time.monotonic(), sizes
                 self._saver._beat()
-            elif time.monotonic() - changed_s > timeout_s:
+            elif time.monotonic() - changed_s > (timeout_s := patience * self._saver._timeout_s):
                 raise CheckpointError(f"timeout after {timeout_s:.0f} s without a sign of {self._missing()}")
             time.sleep(pause_s)
             pause_s = min(0.1, 1.3 * pause_s)
@@ -392,18 +437,20 @@ class _Job:
         shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
-    def _is_committed(self, own_folder: os.stat_result) -> bool:
+    def _is_committed(self) -> bool:
         """Return True if the folder we wrote into has its final name, and `latest` names it."""
         try:
-            committed = os.path.samestat(os.stat(self._saver.folder / self._tag), own_folder)
+            committed = os.path.samestat(os.stat(self._saver.folder / self._tag), self._own_folder)
             return committed and (self._saver.folder / LATEST).read_text(encoding="utf-8").strip() == self._tag
         except (OSError, ValueError):
             return False
 
     def _raise_failure(self) -> None:
+        if self._saver._abandoned:
+            raise SaveError(self._saver._abandoned)
         with contextlib.suppress(FileNotFoundError):
             raise _FailedElsewhere(self._failure.read_text(encoding="utf-8"))
 
 
-class _FailedElsewhere(CheckpointError):
+class _FailedElsewhere(SaveError):
     """Failure on another rank, with its message."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megatron.accelerator import DeviceError
-from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.format import CheckpointError, SaveError
 from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
 from megatron.exit_codes import ABORTED, FAILED, REFUSED
@@ -47,7 +47,7 @@ def exit_status(error: Exception) -> int:
         return error.status
     if isinstance(error, TrainingAborted):
         return ABORTED
-    if isinstance(error, OSError) and error.errno in PASSING:
+    if isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in PASSING):
         return FAILED
     return REFUSED if isinstance(error, USER_FAULTS) else FAILED
 

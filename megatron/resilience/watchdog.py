@@ -151,7 +151,8 @@ class Watchdog:
         if self._channel is not None:
             self._channel.close()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # on a full disk the error that ends the run must remain
+                self._file.close()
             if error is None or self._state == RUNNING:
                 with contextlib.suppress(OSError):
                     os.unlink(self._file.name)

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron.checkpoint.format import MANIFEST, CheckpointError
+from megatron.checkpoint.format import MANIFEST, SaveError
 from megatron.checkpoint.saver import Saver
 from megatron.config.options import Config
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
-from megatron.resilience.errors import raise_on_all_ranks
+from megatron.resilience.errors import is_lost_peer, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_shared
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
@@ -28,6 +28,8 @@ from megatron.training.exports import Exports, is_due
 
 TAG = "global_step"
 VERSIONS = ("torch", "deepspeed", "numpy")
+POLL_S = 1.0
+"""Longest wait for a save between two collectives."""
 RANK_TIMEOUT_S = 1800.0
 """Longest wait of a save for a rank that writes nothing."""
 
@@ -52,7 +54,7 @@ class Checkpoints:
         assert options.save is not None
         self._ctx, self._source = ctx, source
         self._exports: Exports | None = None
-        self._last_error: CheckpointError | None = None
+        self._last_error: SaveError | None = None
         # equal on all ranks, and no other run's
         self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
         self._count = 0
@@ -68,6 +70,7 @@ class Checkpoints:
                 retain_interval=options.save_retain_interval,
                 timeout_s=RANK_TIMEOUT_S,
                 beat=beat,
+                attend=self._attend,
             ),
         )
         try:
@@ -84,10 +87,21 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the save under way, and release the folders for other processes."""
-        self._saver.close()
+        """Wait for the save under way, and release the folders for other processes.
+
+        After an error it fails instead where a rank that it needs has ended.
+        """
+        if error is None:
+            self._saver.close()
+        else:
+            self._saver.leave(lost=is_lost_peer(error))
         if self._exports is not None:
             self._exports.close()
+
+    def _attend(self, has_ended: Callable[[float | None], bool]) -> None:
+        """Wait for the save of every rank, in short collectives, in which the loss of a rank shows at once."""
+        while self._ctx.largest(not has_ended(POLL_S)):
+            pass
 
     def reserve(self, engine: Engine) -> None:
         """Allocate the host memory of an asynchronous save now, so that a lack of it fails at once."""
@@ -167,7 +181,7 @@ class Checkpoints:
             self.export(progress, say, beat)
 
     def finish_exports(self) -> None:
-        """Raise CheckpointError if exports are missing at the end. On all ranks alike."""
+        """Raise SaveError if exports are missing at the end. On all ranks alike."""
         if self._exports is not None:
             self._exports.check()
 
@@ -181,13 +195,15 @@ class Checkpoints:
             self._saver.wait()
             return self.report()
 
+        self._saver.join()
         return raise_on_all_ranks(self._ctx, wait)
 
     def finish(self, say: Callable[[str], None]) -> None:
         """Wait for the save under way, and log the report on it. Collective.
 
-        Raises CheckpointError if the last save failed: the end of the run is then not saved.
+        Raises SaveError if the last save failed: the end of the run is then not saved.
         """
+        self._saver.join()
         for line in raise_on_all_ranks(self._ctx, self._end):
             say(line)
 

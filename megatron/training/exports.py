@@ -25,7 +25,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint.format import LEFTOVER, CheckpointError, hidden_path
+from megatron.checkpoint.format import LEFTOVER, CheckpointError, SaveError, hidden_path
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.saver import take_lock
 from megatron.checkpoint.writer import make_folder, remove_checkpoint
@@ -119,10 +119,10 @@ class Exports:
         return str(line)
 
     def check(self) -> None:
-        """Raise CheckpointError if exports are missing at the end of the run."""
+        """Raise SaveError if exports are missing at the end of the run."""
         if self._failed:
             missing = "; ".join(f"{self._folder / name}: {fault}" for name, fault in self._failed.items())
-            raise CheckpointError(
+            raise SaveError(
                 f"not exported: {missing}. Make room and restart the run, or export a checkpoint that still exists: "
                 f"{command_name('convert_checkpoint')} --to hf --load {self._config.checkpoint.save} --save FOLDER"
             )

@@ -19,8 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = 3
@@ -125,6 +128,14 @@ def install(fault: str, at_rank: int) -> None:
             return original(*arguments)
 
         setattr(where[0], where[1], slow)
+    if fault == "SIGKILL in a save":
+        from megatron.checkpoint import saver
+
+        def die(*arguments: Any) -> None:
+            note_time()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        saver._Job.complete = die  # type: ignore[method-assign, assignment]
     if not fault.startswith(("reader", "iterator")):
         return
     original_read, original_next = PretrainTask.read, Batches.__next__
@@ -172,13 +183,28 @@ def launch(order: dict[str, Any]) -> int:
         install(order["fault"], order["fault_rank"])
         train(train_flags)
 
-    rank.train = train_with_fault
-    status = agent.run_agent(agent.AgentOptions(ranks_per_node=order["world_size"]), order["flags"], "fork")
+    if order["has_launcher"]:
+        rank.train = train_with_fault
+        status = agent.run_agent(agent.AgentOptions(ranks_per_node=order["world_size"]), order["flags"], "fork")
+    else:
+        status = run_without_launcher(order["world_size"], partial(train_with_fault, order["flags"]))
     sys.stderr.flush()
     os.close(1)
     os.close(2)
     copier.join()  # ends once no rank is left that could write
     return status
+
+
+def run_without_launcher(world_size: int, train: Callable[[], None]) -> int:
+    """Fork the ranks, which nobody ends if one of them dies. Return the status of the last."""
+    port, pids = free_port(), []
+    for rank in range(world_size):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+            train()
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids][-1]
 
 
 def copy_to(reading: int, path: Path) -> None:
@@ -245,7 +271,16 @@ class Zygote:
             self._gone = True
             self._changed.notify_all()
 
-    def run(self, folder: Path, flags: Sequence[str], fault: str, *, fault_rank: int = 1, world_size: int = 2) -> Ended:
+    def run(
+        self,
+        folder: Path,
+        flags: Sequence[str],
+        fault: str,
+        *,
+        fault_rank: int = 1,
+        world_size: int = 2,
+        has_launcher: bool = True,
+    ) -> Ended:
         folder.mkdir(parents=True, exist_ok=True)
         order = {
             "folder": str(folder),
@@ -253,6 +288,7 @@ class Zygote:
             "fault": fault,
             "fault_rank": fault_rank,
             "world_size": world_size,
+            "has_launcher": has_launcher,
         }
         assert self._process.stdin is not None
         with self._changed:

@@ -32,12 +32,15 @@ class Case:
     rank: int = 1
     """That meets the fault."""
     flags: str = ""
+    has_launcher: bool = True
     stacks: str = ""
     """In the file of the rank that met it."""
 
 
+PATIENT = "--watchdog-timeout-s 60"
 FAILS = r"rank 1 on \S+ \(process \d+\) failed in step 3, train:\n(.*\n)*ArithmeticError"
 HANG = r"rank {rank} on \S+ \(process \d+\) does not wait for others: in step 3, "
+GONE = r"rank {rank} on \S+ (\(process \d+\) does not answer|was never heard of)"
 SILENT = r"rank {rank} on \S+ \(process \d+\) does not answer: .* last heard of [\d.]+ s ago, "
 CASES = {
     "exception": Case("exception", FAILED, FAILS),
@@ -46,6 +49,12 @@ CASES = {
     "SIGTERM": Case("SIGTERM", DONE, "Received SIGTERM", flags=SAVE),
     "SIGKILL": Case("SIGKILL", 128 + 9, SILENT),
     "SIGKILL of rank 0": Case("SIGKILL", 128 + 9, SILENT, rank=0),
+    "SIGKILL of rank 0 in a save, no launcher": Case(
+        "SIGKILL in a save", FAILED, GONE, rank=0, flags=f"{SAVE} --save-interval 2 {PATIENT}", has_launcher=False
+    ),
+    "SIGKILL of rank 0 in the last save, no launcher": Case(
+        "SIGKILL in a save", FAILED, GONE, rank=0, flags=f"{SAVE} --train-iters 2 {PATIENT}", has_launcher=False
+    ),
     "SIGSTOP": Case("SIGSTOP", HUNG, SILENT),
     "SIGSTOP of rank 0": Case("SIGSTOP", HUNG, SILENT, rank=0),
     "segfault": Case("segfault", 128 + 11, SILENT),
@@ -63,7 +72,7 @@ CASES = {
         "disk full while logging", DONE, r"metrics\.jsonl .* File too large.*\n(.*\n)*.* content is lost", rank=0
     ),
     "disk full while saving": Case(
-        "disk full while saving", REFUSED, r"global_step3 was not saved.*File too large", flags=SAVE_EVERY_STEP
+        "disk full while saving", FAILED, r"global_step3 was not saved.*File too large", flags=SAVE_EVERY_STEP
     ),
 }
 
@@ -90,7 +99,7 @@ def ended(folder: Path) -> Iterator[dict[str, Future[Ended]]]:
         own = folder / name.replace(" ", "_")
         flags = f"{runs.TINY} --data-path {data} --train-iters 6 --eval-iters 0 --watchdog-timeout-s {TIMEOUT_S} "
         flags += f"--results-dir {own}/results {case.flags.format(folder=own)}"
-        return zygote.run(own, flags.split(), case.fault, fault_rank=case.rank)
+        return zygote.run(own, flags.split(), case.fault, fault_rank=case.rank, has_launcher=case.has_launcher)
 
     # those that hang first
     order = sorted(CASES, key=lambda name: CASES[name].status != HUNG)
@@ -132,7 +141,7 @@ def test_a_stop_by_signal_saves(ended: dict[str, Future[Ended]], folder: Path) -
         assert ended[name].result().status == DONE
         step = re.search(r"Received SIG\w+.*iteration=(\d)", ended[name].result().told)
         assert step is not None
-        assert (folder / name / "saved" / "latest").read_text().strip() == f"global_step{step[1]}"
+        assert (folder / name / "saved" / "latest").read_text().split()[0] == f"global_step{step[1]}"
 
 
 def test_a_full_disk_costs_rows_but_no_step_and_leaves_the_last_checkpoint(
@@ -143,9 +152,18 @@ def test_a_full_disk_costs_rows_but_no_step_and_leaves_the_last_checkpoint(
     assert [row["iteration"] for row in logged] == list(range(1, len(logged) + 1))
     assert len(logged) < 6
     assert "iteration        6/       6" in ended["disk full while logging"].result().told
-    assert ended["disk full while saving"].result().status == REFUSED
+    assert ended["disk full while saving"].result().status == FAILED
     saved = folder / "disk_full_while_saving" / "saved"
-    assert (saved / "latest").read_text().strip() == f"global_step{STEP - 1}"
+    assert (saved / "latest").read_text().split()[0] == f"global_step{STEP - 1}"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.has_launcher])
+def test_a_save_that_lost_a_rank_is_marked_as_failed(ended: dict[str, Future[Ended]], folder: Path, name: str) -> None:
+    assert ended[name].result().status == FAILED
+    saved = folder / name.replace(" ", "_") / "saved"
+    [mark] = saved.glob(".global_step2.failed-*")
+    assert mark.read_text() == "saving global_step2 failed on rank 1: another rank has ended"
+    assert not (saved / "latest").exists()
 
 
 @pytest.mark.parametrize("name", SLOW)
