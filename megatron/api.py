@@ -70,7 +70,8 @@ def run_training(
     """Process the data, and train to the end with the ranks of this node.
 
     On several nodes, call it on each with its own node_rank. Called again with the same folders it resumes from the
-    newest full state. `torchrun_args` and `training_args` are other names of the two, as InstructLab's README has them.
+    newest checkpoint, whole unless accelerate_full_state_at_epoch is off. `torchrun_args` and `training_args` are
+    other names of the two, as InstructLab's README has them.
 
     Raises ConfigError (a ValueError) with every fault of the arguments, DataError for the data,
     CheckpointError for the model, RuntimeError with the exit status of a failed training.

@@ -116,7 +116,8 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         memory.take("after_optimizer", progress.iteration)
         if start.checkpoint is not None:
             begin("restoring")
-            announce(ctx, restore_start(engine, start))
+            for line in restore_start(engine, start):
+                announce(ctx, line)
             memory.take("after_restore", progress.iteration)
         shutdown.exit_if_requested()
         watchdog.open()
@@ -142,7 +143,7 @@ def open_data(config: Config, ctx: ParallelContext, start: Start) -> tuple[Task,
     check_same_data(ctx, config, datasets)
     saved, fingerprint = start.saved_data, datasets[0].fingerprint
     if saved is not None and (change := raise_on_all_ranks(ctx, lambda: check_data(saved, config, task, fingerprint))):
-        announce(ctx, f"allow_data_change: {change}")
+        announce(ctx, f"WARNING: the data is not that of the checkpoint (allow_data_change): {change}")
     if description := raise_on_all_ranks(ctx, lambda: task.describe(datasets[0])):
         announce(ctx, description)
     return task, datasets

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
 from megatron.config.types import STRICT, Positive, PositiveFloat, Probability
+
+NOT_COMPUTED = frozenset(
+    {
+        "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std", "attention_backend",
+        "use_fast_softmax", "use_fused_rmsnorm", "freeze",
+    }
+)  # fmt: skip
+"""Options that leave the function of given weights as it is: padding, dropout, start, kernels, and what is trained.
+
+All others are compared with those of a checkpoint, so a new option is compared unless it is added here.
+"""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -84,3 +97,33 @@ class ModelConfig:
         """Rows of the embedding over all tensor-parallel ranks."""
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+    def computed(self, seq_length: int) -> dict[str, Any]:
+        """Return the options that determine what the model computes, with unset ones resolved.
+
+        Options that do nothing at its position encoding are left out. `seq_length`: that of its run.
+        """
+        idle = set(NOT_COMPUTED)
+        if self.position_embedding_type != "learned":
+            idle.add("max_position_embeddings")
+        if self.position_embedding_type != "rope":
+            idle.add("rotary_base")
+        if self.position_embedding_type != "rope" or self.rope_scaling_factor is None:
+            idle |= {"rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length"}
+        resolved = {
+            "ffn_hidden_size": self.ffn_size,
+            "num_query_groups": self.num_kv_heads,
+            "kv_channels": self.head_size,
+            "max_position_embeddings": self.max_position_embeddings or seq_length,
+        }
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | resolved
+        return {name: value for name, value in values.items() if name not in idle}
+
+
+def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Return "name=here, there" for each option that both have with different values, in the order of `here`."""
+    return [
+        f"{name}={value} here, {there[name]} there"
+        for name, value in here.items()
+        if name in there and there[name] != value
+    ]

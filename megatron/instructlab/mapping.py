@@ -146,6 +146,8 @@ def remarks(args: TrainingArgs, setting: Setting, config: Config) -> Iterator[st
     checkpoint = config.checkpoint
     if checkpoint.save_hf is None and checkpoint.save is None:
         yield "nothing will be saved: checkpoint_at_epoch is off, and save_samples is 0"
+    if checkpoint.save is not None and checkpoint.no_save_optim:
+        yield "accelerate_full_state_at_epoch is off: a run that is called again starts with a new optimizer"
 
 
 def build_config(args: TrainingArgs, setting: Setting) -> Config:
@@ -246,18 +248,18 @@ def _data(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
 def _checkpoint(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
     folder = Path(args.ckpt_output_dir)
     interval = args.deepspeed_options.save_samples or 0
-    wants_state = args.checkpoint_at_epoch and args.accelerate_full_state_at_epoch
-    wants_state |= interval > 0 or args.on_demand_checkpointing
+    asks_for_state = interval > 0 or args.on_demand_checkpointing
     wants_exports = args.checkpoint_at_epoch or args.save_samples > 0
     section: dict[str, Any] = {"load": setting.model_folder}
-    if not wants_state and not wants_exports:
+    if not asks_for_state and not wants_exports:
         return section
     section |= {
         "save": str(folder / "full_state"),
         "save_interval": max(1, interval // args.effective_batch_size) if interval > 0 else NEVER,
         "save_at_epoch": args.checkpoint_at_epoch,
         "keep_last": 1,
-        "no_save_optim": not wants_state,  # exports are made of checkpoints; weights are enough for them
+        # exports need the weights alone, but a run that is called again resumes from what they are made of
+        "no_save_optim": not (asks_for_state or args.accelerate_full_state_at_epoch),
     }
     if wants_exports:
         section["save_hf"] = str(folder / "hf_format")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.model_options import check_known_options, check_model_options
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError
 from megatron.interop.deepspeed_files import (
@@ -33,6 +34,7 @@ from megatron.interop.deepspeed_files import (
     verify_file,
 )
 from megatron.interop.deepspeed_origins import Origin, is_megatron, megatron_origins, our_origins
+from megatron.interop.megatron_options import model_options
 from megatron.interop.native import matched
 from megatron.models.family import family_of
 from megatron.parallel.shards import Shard, declared_shards
@@ -61,6 +63,8 @@ class DeepSpeedCheckpoint:
         frozen: Collection[str] = (),
     ) -> None:
         self.folder, self.layout, self.facts = folder, layout, facts
+        self.uncompared: list[str] = []
+        """Options of the given config's model that nothing in the checkpoint settles."""
         self.parameters: Mapping[str, Shard] = {ours: origin.shard for ours, origin in origins.items()}
         self._source, self._origins = source, origins
         self._kinds = {ours: source.kinds(origin.theirs[0]) for ours, origin in origins.items()}
@@ -185,6 +189,7 @@ def read(path: Path, config: Config | None = None) -> DeepSpeedCheckpoint:
     with _as_damage(folder):
         source = _source_of(folder)
         facts = _facts(folder, source)
+        uncompared = [] if config is None else _compare(folder, facts, config)
         config = config or _saved_config(folder, facts)
         if config is not None:
             facts["metadata"] = {"config": config.to_dict(), **facts.get("metadata", {})}
@@ -198,7 +203,9 @@ def read(path: Path, config: Config | None = None) -> DeepSpeedCheckpoint:
         layout: Layout = "megatron-deepspeed" if megatron else "deepspeed"
         if isinstance(source, UniversalFolder):
             layout = "universal"
-        return DeepSpeedCheckpoint(folder, layout, source, origins, facts, frozen)
+        checkpoint = DeepSpeedCheckpoint(folder, layout, source, origins, facts, frozen)
+        checkpoint.uncompared = uncompared
+        return checkpoint
 
 
 @contextlib.contextmanager
@@ -246,6 +253,15 @@ def _source_of(folder: Path) -> RankTensors:
     if not source.names:
         raise CheckpointError(f"{folder} has DeepSpeed files without weights; copy the whole checkpoint")
     return source
+
+
+def _compare(folder: Path, facts: Mapping[str, Any], config: Config) -> list[str]:
+    """Raise CheckpointError if the config is of another model. Return the options that could not be compared."""
+    saved = (facts.get("metadata") or {}).get("config") or _progress(folder).get("config")
+    if isinstance(saved, dict) and "model" in saved:
+        check_model_options(folder, saved["model"], saved.get("training", {}).get("seq_length"), config)
+        return []
+    return check_known_options(folder, model_options(facts.get("args") or {}), config)
 
 
 def _saved_config(folder: Path, facts: Mapping[str, Any]) -> Config | None:

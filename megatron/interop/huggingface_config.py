@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.config.model import differing
 from megatron.config.options import Config, ModelConfig, TrainingConfig
 from megatron.config.plugins import known_plugins, load_plugin
 from megatron.interop.huggingface_files import DTYPES, Precision, own_file, read_json
@@ -152,11 +153,6 @@ def config_of(
 # ---------------------------------------------------------------------------------------------------------------------
 # A run's options from a folder
 
-# What a model computes; the rest of its section is about dropout, the start, padding and speed.
-_COMPUTED = (
-    "architecture", "num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "embed_layernorm",
-    "untie_embeddings_and_output_weights", "norm_epsilon",
-)  # fmt: skip
 _OF_THE_RUN = ("freeze", "make_vocab_size_divisible_by", "attention_backend", "use_fast_softmax", "use_fused_rmsnorm")
 _ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
 
@@ -187,22 +183,9 @@ def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
 
 def differences(config: Config, theirs: Config) -> list[str]:
     """Each option in which a run's model is not that of a folder: "name=here, there". A larger vocabulary is none."""
-    here, there = config.model, theirs.model
-    pairs = {name: (getattr(here, name), getattr(there, name)) for name in _COMPUTED}
-    pairs["ffn_hidden_size"] = here.ffn_size, there.ffn_size
-    pairs["num_query_groups"] = here.num_kv_heads, there.num_kv_heads
-    pairs["kv_channels"] = here.head_size, there.head_size
-    if "learned" in (here.position_embedding_type, there.position_embedding_type):
-        rows = (side.model.max_position_embeddings or side.training.seq_length for side in (config, theirs))
-        pairs["max_position_embeddings"] = next(rows), next(rows)
-    if here.position_embedding_type == there.position_embedding_type == "rope":
-        pairs["rotary_base"] = here.rotary_base, there.rotary_base
-        pairs["rope_scaling_factor"] = here.rope_scaling_factor, there.rope_scaling_factor
-        if here.rope_scaling_factor and there.rope_scaling_factor:
-            pairs |= {name: (getattr(here, name), getattr(there, name)) for name in _ROPE_SCALING}
-    if here.vocab_size < there.vocab_size:
-        pairs["vocab_size"] = here.vocab_size, there.vocab_size
-    return [f"{name}={ours} here, {others} there" for name, (ours, others) in pairs.items() if ours != others]
+    here, there = (side.model.computed(side.training.seq_length) for side in (config, theirs))
+    there["vocab_size"] = max(here["vocab_size"], there["vocab_size"])
+    return differing(here, there)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.model_options import check_model_options
 from megatron.checkpoint.reader import Checkpoint, holds_checkpoints, newest_checkpoint
 from megatron.config.options import CheckpointConfig, Config
 from megatron.config.options import options as declared_options
@@ -23,14 +24,12 @@ from megatron.resilience.host_consistency import check_same_start
 from megatron.tasks.task import Task
 from megatron.training.checkpoints import TAG
 from megatron.training.engine import Engine
+from megatron.training.resume_plan import Resumable, plan_restore
 
 if TYPE_CHECKING:
     from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 
 logger = logging.getLogger(__name__)
-
-Resumable = Union[Checkpoint, "DeepSpeedCheckpoint", HuggingFaceStart]
-
 
 START_OPTIONS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
 """Options that select the start of a run; they apply to its first start alone."""
@@ -76,12 +75,14 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     return Start(options, checkpoint, progress, saved_data)
 
 
-def restore_start(engine: Engine, start: Start) -> str:
-    """Restore what the run starts from into a new engine, and return a line that says so. Collective."""
+def restore_start(engine: Engine, start: Start) -> list[str]:
+    """Restore what the run starts from into a new engine. Collective.
+
+    Return lines that say what was restored, as WARNING what was not, and which options have changed.
+    """
     checkpoint, progress = start.checkpoint, start.progress
     assert checkpoint is not None
-    restored = raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
-    return f"{restored}; iteration {progress.iteration}, {progress.consumed_samples} samples"
+    return raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
 
 
 def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> CheckpointConfig:
@@ -113,7 +114,13 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
     options = config.checkpoint
     if options.load is None:
         return None
-    folder = Path(options.load)
+    checkpoint = _open_start(Path(options.load), config, ctx)
+    raise_on_all_ranks(ctx, lambda: _check_model(checkpoint, config))
+    return checkpoint
+
+
+def _open_start(folder: Path, config: Config, ctx: ParallelContext) -> Resumable | None:
+    options = config.checkpoint
     if options.universal_checkpoint:
         opened = raise_on_all_ranks(ctx, lambda: _opened_universal(folder, config, ctx))
         check_same_start(ctx, folder, opened.folder)
@@ -130,6 +137,22 @@ def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
         return None if found is None else found.folder
 
     return _first_whole(ctx, choose, load=folder, may_fall_back=may_fall_back)
+
+
+def _check_model(checkpoint: Resumable | None, config: Config) -> None:
+    """Raise CheckpointError if a run's checkpoint is of another model; foreign ones were compared when opened."""
+    if isinstance(checkpoint, Checkpoint):
+        saved = _saved_section(checkpoint, "model")
+        seq_length = _saved_section(checkpoint, "training").get("seq_length")
+        check_model_options(checkpoint.folder, saved, seq_length, config)
+
+
+def _saved_section(checkpoint: Checkpoint, section: str) -> Mapping[str, Any]:
+    saved = checkpoint.metadata.get("config")
+    found = saved.get(section) if isinstance(saved, dict) else None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{checkpoint.folder} does not describe its {section}; load a checkpoint of a run")
+    return found
 
 
 def _first_whole(
@@ -209,26 +232,21 @@ def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Pro
         raise CheckpointError(f"{checkpoint.folder} has no usable progress ({error!r}); load another one") from None
 
 
-def restore(engine: Engine, checkpoint: Resumable, progress: Progress, options: CheckpointConfig | None = None) -> str:
-    """Restore weights, optimizer and counters into a new engine, and return a line that says so. Not collective.
+def restore(
+    engine: Engine, checkpoint: Resumable, progress: Progress, options: CheckpointConfig | None = None
+) -> list[str]:
+    """Restore weights, optimizer and counters into a new engine, and return the lines of `restore_start`.
 
-    `options`: those of `starting_options`, where they are not the engine's own.
+    `options`: those of `starting_options`, where they are not the engine's own. Not collective.
     """
-    options, content = options or engine.config.checkpoint, checkpoint.metadata
-    saved = content.get("optimizer")
-    if options.finetune or options.no_load_optim or len(checkpoint.kinds) == 1:
-        saved = None
+    plan = plan_restore(checkpoint, progress, engine.config, options or engine.config.checkpoint)
     if isinstance(checkpoint, Checkpoint):  # a foreign one was checked when it was opened
-        engine.state.check_model(checkpoint, with_optimizer=saved is not None)
-    engine.state.restore(checkpoint, saved)
-    seed = content.get("rng", {}).get("seed")
-    with_rng = seed is not None and not (options.finetune or options.no_load_rng)
-    if with_rng:
-        engine.dropout_seed = seed
+        engine.state.check_model(checkpoint, with_optimizer=plan.optimizer is not None)
+    engine.state.restore(checkpoint, plan.optimizer)
+    if plan.seed is not None:
+        engine.dropout_seed = plan.seed
     engine.count_from(progress)
-    what = ["weights", *(["optimizer"] if saved is not None else []), *(["random streams"] if with_rng else [])]
-    verb = "started from" if isinstance(checkpoint, HuggingFaceStart) else "resumed"
-    return f"{verb} {checkpoint.folder}: {', '.join(what)}"
+    return plan.lines
 
 
 # Rolling back

@@ -23,12 +23,20 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.options import Config
+from megatron.config.training import OptimizerConfig
 from megatron.models.sequential import compute_dtype
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def moments_of(options: OptimizerConfig) -> tuple[str, ...]:
+    """Return the kinds of moments that the optimizer keeps."""
+    if options.optimizer == "sgd":
+        return ("momentum_buffer",) if options.sgd_momentum else ()
+    return ("exp_avg", "exp_avg_sq")
 
 
 class Readable(Protocol):

@@ -59,8 +59,8 @@ def faults_of(torch_args: TorchrunArgs | None = None, **changed: Any) -> str:
         ({"random_seed": 7}, {"seed": 7}),
         ({"save_samples": 250_000}, {"save_samples": 250_000}),
         ({"checkpoint_at_epoch": False}, {"save": None, "save_hf": None, "save_at_epoch": False}),
-        # exports are made of checkpoints: of weights alone, where the state is not wanted
-        ({"checkpoint_at_epoch": False, "save_samples": 9}, {"no_save_optim": True, "save_hf": "out/hf_format"}),
+        # what exports are made of resumes wholly, unless the state is not wanted
+        ({"checkpoint_at_epoch": False, "save_samples": 9}, {"no_save_optim": False, "save_hf": "out/hf_format"}),
         ({"accelerate_full_state_at_epoch": False}, {"no_save_optim": True, "save": "out/full_state"}),
         ({"accelerate_full_state_at_epoch": False}, {"save_hf": "out/hf_format", "save_at_epoch": True}),
         ({"accelerate_full_state_at_epoch": False, "on_demand_checkpointing": True}, {"no_save_optim": False}),
@@ -125,6 +125,8 @@ def test_a_user_of_instructlabs_library_learns_what_its_options_become() -> None
         assert any(line.startswith(f"{name} changes nothing") for line in said)
     saves_nothing = arguments(checkpoint_at_epoch=False)
     assert "nothing will be saved" in "".join(remarks(saves_nothing, SETTING, build_config(saves_nothing, SETTING)))
+    weights = arguments(accelerate_full_state_at_epoch=False)
+    assert "starts with a new optimizer" in "".join(remarks(weights, SETTING, build_config(weights, SETTING)))
 
 
 # a value that is not the default, for arguments that neither `build_config` nor `refusals` need look at

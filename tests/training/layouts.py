@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from megatron.checkpoint.reader import newest_checkpoint
 from megatron.config.command_line import parse_arguments
 from megatron.config.validation import check
 from megatron.parallel.context import ParallelContext
@@ -184,6 +185,14 @@ def resume_then_save(arguments: str, load: str, folder: str) -> float:
     step = resume(engine)
     save(engine, step)
     return loss_of_step(engine, task, step)
+
+
+def check_against(arguments: str, load: str) -> None:
+    """Compare names and shapes of an engine's parameters with the newest checkpoint, whatever its options."""
+    engine, _ = build(arguments)
+    checkpoint = newest_checkpoint(load)
+    assert checkpoint is not None
+    engine.state.check_model(checkpoint, with_optimizer=True)
 
 
 def drift_then_save(arguments: str, folder: str, rank: int, name: str) -> None:

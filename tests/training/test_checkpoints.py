@@ -159,9 +159,11 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: RankPools, saved: Any, 
     folder, _ = saved("PP2 TP2")
     flags = f"{layouts.MODELS[MODEL]} --num-layers 6"
     with pytest.raises(RankFailure, match=r"is of another model: .* is not in it"):
+        ranks(1)(layouts.check_against, flags, str(folder))
+    with pytest.raises(RankFailure, match=r"of another model than the options describe: num_layers=6 here, 4 there"):
         ranks(1)(layouts.resume_then_save, flags, str(folder), str(tmp_path))
     flags = layouts.MODELS["llama_gqa"].replace("--num-query-groups 2", "--num-query-groups 4")
-    with pytest.raises(RankFailure, match="is of another model"):
+    with pytest.raises(RankFailure, match=r"num_query_groups=4 here, 2 there; untie_\w+=True here, False there"):
         ranks(1)(layouts.resume_then_save, flags, str(folder), str(tmp_path))
 
 

@@ -1,0 +1,61 @@
+"""Comparison of a checkpoint's model with the options of a run: shapes alone do not show another model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.config.model import ModelConfig, differing
+from megatron.config.options import Config
+
+SHAPED = {
+    "architecture", "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "max_position_embeddings",
+    "embed_layernorm", "untie_embeddings_and_output_weights",
+}  # fmt: skip
+"""Options that the names and shapes of the parameters settle."""
+
+
+def check_model_options(folder: Path, saved: Mapping[str, Any], seq_length: int | None, config: Config) -> None:
+    """Raise CheckpointError with every difference unless `saved`, a whole model section, computes what `config` does.
+
+    `seq_length`: that of the checkpoint's run. Options that are newer than the checkpoint have their defaults in it.
+    """
+    known = {name: value for name, value in saved.items() if name in _names()}
+    _compare(folder, known, seq_length or config.training.seq_length, config, sorted(saved.keys() - known.keys()))
+
+
+def check_known_options(folder: Path, known: Mapping[str, Any], config: Config) -> list[str]:
+    """Compare the options that a foreign checkpoint states. Return those that nothing in it settles.
+
+    Raises CheckpointError with every difference.
+    """
+    ours = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
+    _compare(folder, ours | dict(known), config.training.seq_length, config)
+    computed = config.model.computed(config.training.seq_length)
+    return [name for name in computed if name not in known and name not in SHAPED]
+
+
+def _names() -> set[str]:
+    return {field.name for field in dataclasses.fields(ModelConfig)}
+
+
+def _compare(
+    folder: Path, saved: Mapping[str, Any], seq_length: int, config: Config, unknown: list[str] | None = None
+) -> None:
+    try:
+        there = ModelConfig(**{**saved, "freeze": ()}).computed(seq_length)
+    except ValidationError as error:
+        faults = "; ".join(f"{fault['loc'][0]}={fault['input']!r}" for fault in error.errors())
+        raise CheckpointError(f"{folder} describes no model ({faults}); load another checkpoint") from None
+    found = differing(config.model.computed(config.training.seq_length), there)
+    found += [f"{name} there, which this release does not have" for name in unknown or ()]
+    if found:
+        raise CheckpointError(
+            f"{folder} is of another model than the options describe: {'; '.join(found)}. Give the options of its "
+            "model, or another checkpoint"
+        )
