@@ -158,7 +158,7 @@ def open_checkpoints(
     if config.checkpoint.save is None:
         return contextlib.nullcontext()
     source = None if start.checkpoint is None else start.checkpoint.metadata.get("source")
-    return Checkpoints(config, ctx, partial(watchdog.beat_of, "save"), source)
+    return Checkpoints(config, ctx, partial(watchdog.beat_of, "save"), source, start.run)
 
 
 def open_log(

@@ -1,6 +1,7 @@
 """The checkpoint format: names in a folder, fragments, file headers and the manifest. Nothing is pickled or executed.
 
-    SAVE/latest                                      the tag of the newest whole checkpoint, such as global_step100
+    SAVE/latest                                      the tag of the newest whole checkpoint, such as global_step100;
+                                                     the second line is the JSON of its run (lineage.py)
     SAVE/global_step100/checkpoint.json              the manifest: metadata, parameters, files and their checksums
     SAVE/global_step100/rank_00000.safetensors, ...  one for each rank that owns something
     SAVE/.global_step100.partial-TOKEN/              a save in progress; renamed when it is complete
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -53,6 +55,8 @@ REMEDY = "copy it again from where the checkpoint was saved, or load another che
 
 _FILE = re.compile(r"rank_[0-9]{5,}\.safetensors")
 _KIND = re.compile(r"[a-z0-9_]+")
+HEAD_LINES = 8
+"""Lines of a manifest before its parameters; the metadata is one of them."""
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 _SAVE_AGAIN = "save the checkpoint again, or load another"
@@ -251,6 +255,17 @@ def read_manifest(folder: Path) -> Manifest:
             files=files,
             tensors=tensors,
         )
+
+
+def read_metadata(folder: Path) -> dict[str, Any] | None:
+    """Return the metadata of a checkpoint, of which nothing else is read or verified; None if it is damaged."""
+    begin = b' "metadata": '
+    with contextlib.suppress(CheckpointError, OSError, ValueError, RecursionError), open_file(folder / MANIFEST) as at:
+        with os.fdopen(os.dup(at), "rb") as file:
+            line = next((line for line in itertools.islice(file, HEAD_LINES) if line.startswith(begin)), b"")
+        found = json.loads(line.removeprefix(begin).rstrip(b",\n"))
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

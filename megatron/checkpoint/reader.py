@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import mmap
@@ -36,9 +37,12 @@ from megatron.checkpoint.format import (
     read_manifest,
     safetensors_header,
 )
+from megatron.checkpoint.lineage import UNRECORDED, Run, of_run, run_in
 from megatron.checkpoint.slices import copy_overlap, regions
 from megatron.parallel.shards import Shard
 
+LATEST_BYTES = 1 << 20
+LATEST_REMEDY = "write the name of a complete checkpoint into it"
 RELEASE_BYTES = 32 << 20
 """Bytes read through a mapping before its pages are released."""
 SHOWN_DAMAGES = 10
@@ -223,13 +227,19 @@ def open_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def newest_checkpoint(
-    folder: str | Path, *, tag: str | None = None, fall_back: bool = True, excluding: Collection[str] = ()
+    folder: str | Path,
+    *,
+    tag: str | None = None,
+    fall_back: bool = True,
+    excluding: Collection[str] = (),
+    run: Run | None = None,
 ) -> Checkpoint | None:
     """Return the checkpoint that `latest` names, or `tag`; None where `folder` is missing or empty.
 
-    With `fall_back`, a checkpoint that is missing or damaged is replaced by the newest complete one, with a warning;
-    a `tag` never is. `excluding` lists names of folders known to be damaged. Hidden files and folders, as a killed run
-    leaves them, are ignored. Raises CheckpointError if `folder` holds other things, or no complete checkpoint.
+    With `fall_back`, a checkpoint that is missing or damaged is replaced by the newest complete one of the same run or
+    its ancestors, with a warning; a `tag` never is. `run`: only checkpoints that this run itself saved. `excluding`
+    lists names of folders known to be damaged. Hidden files and folders, as a killed run leaves them, are ignored.
+    Raises CheckpointError if `folder` holds other things, or no complete checkpoint.
     """
     save = Path(folder)
     if not os.path.lexists(save):
@@ -243,23 +253,21 @@ def newest_checkpoint(
     if not candidates and not any(not entry.name.startswith(".") for entry in save.iterdir()):
         return None
     if not candidates and not os.path.lexists(save / LATEST):
-        if os.path.lexists(save / MANIFEST):
-            raise CheckpointError(f"{save} is a checkpoint; give the folder that contains it: {save.parent}")
-        raise CheckpointError(
-            f"{save} holds files but no checkpoint (no `{LATEST}`); give the folder that a run saved its checkpoints "
-            "in, or an empty folder for a new run"
-        )
-    problems = []
+        raise _no_run_folder(save)
+    problems, lineage = [], run
     try:
-        latest = _read_latest(save)
-        if latest not in excluding:
-            return Checkpoint(save / latest)
-        problems.append(f"{latest} is damaged")
+        latest, of_latest = read_latest(save)
+        lineage = run or of_latest
+        if run is None or (of_latest is not None and of_latest.id == run.id):
+            if latest in excluding:
+                problems.append(f"{latest} is damaged")
+            else:
+                return _named_by_latest(save, latest)
     except CheckpointError as error:
         if not fall_back:
             raise
         problems.append(str(error))
-    for path in candidates:
+    for path in _lineage_of(save, candidates, lineage, with_ancestors=run is None):
         if path.name in excluding:
             continue
         try:
@@ -268,9 +276,34 @@ def newest_checkpoint(
             if str(error) not in problems:
                 problems.append(str(error))
             continue
-        logger.warning("%s is loaded instead of a newer one: %s", path, "; ".join(problems))
+        if problems:
+            logger.warning("%s is loaded instead of a newer one: %s", path, "; ".join(problems))
         return checkpoint
-    raise CheckpointError(f"{save} holds no complete checkpoint: " + "; ".join(problems))
+    of_run = "" if lineage is None or lineage.id == UNRECORDED else f" of run {lineage.id}"
+    raise CheckpointError(f"{save} holds no complete checkpoint{of_run}: " + "; ".join(problems))
+
+
+def _no_run_folder(save: Path) -> CheckpointError:
+    if os.path.lexists(save / MANIFEST):
+        return CheckpointError(f"{save} is a checkpoint; give the folder that contains it: {save.parent}")
+    return CheckpointError(
+        f"{save} holds files but no checkpoint (no `{LATEST}`); give the folder that a run saved its checkpoints "
+        "in, or an empty folder for a new run"
+    )
+
+
+def _lineage_of(save: Path, candidates: Sequence[Path], run: Run | None, *, with_ancestors: bool) -> list[Path]:
+    """Return the candidates to fall back to. Raises CheckpointError if they are of several runs and none is known."""
+    if run is not None:
+        return of_run(run, candidates, with_ancestors=with_ancestors)
+    newest = {found.id: path.name for path in reversed(candidates) if (found := run_in(path)) is not None}
+    if len(newest) > 1:
+        runs = ", ".join(f"{tag} of run {name}" for name, tag in newest.items())
+        raise CheckpointError(
+            f"{save} holds checkpoints of several runs, and `{LATEST}` does not say which to resume: {runs}. Write the "
+            "name of a checkpoint into it"
+        )
+    return list(candidates)
 
 
 def holds_checkpoints(folder: Path) -> bool:
@@ -289,14 +322,21 @@ def checkpoint_folders(save: Path) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
-def _read_latest(save: Path) -> str:
+def read_latest(save: Path) -> tuple[str, Run | None]:
+    """Return the tag in `latest`, and the run that it belongs to; None: unknown. Raises CheckpointError."""
     path = save / LATEST
-    remedy = "write the name of a complete checkpoint into it"
     with open_file(path) as descriptor, as_damage(path):
-        content = os.read(descriptor, 4096)
-        tag = content.decode("ascii", "backslashreplace").strip()
+        tag, _, record = os.read(descriptor, LATEST_BYTES).decode("ascii", "backslashreplace").strip().partition("\n")
+        tag = tag.strip()
         if not TAG.fullmatch(tag):
-            raise CheckpointError(f"it says {tag[:80]!r}, which is not the name of a checkpoint; {remedy}")
-        if not (save / tag).is_dir():
-            raise CheckpointError(f"it names {tag}, but {save / tag} is not there; {remedy}")
-    return tag
+            raise CheckpointError(f"it says {tag[:80]!r}, which is not the name of a checkpoint; {LATEST_REMEDY}")
+    try:
+        return tag, Run.of({"run": json.loads(record)}) if record else run_in(save / tag)
+    except (ValueError, CheckpointError):
+        return tag, run_in(save / tag)
+
+
+def _named_by_latest(save: Path, tag: str) -> Checkpoint:
+    if not (save / tag).is_dir():
+        raise CheckpointError(f"{save / LATEST}: it names {tag}, but {save / tag} is not there; {LATEST_REMEDY}")
+    return Checkpoint(save / tag)

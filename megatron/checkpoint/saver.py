@@ -27,7 +27,6 @@ import torch
 
 from megatron.checkpoint.format import (
     ITEM_BYTES,
-    LATEST,
     LEFTOVER,
     CheckpointError,
     Fragment,
@@ -37,7 +36,8 @@ from megatron.checkpoint.format import (
     iteration_of,
     rank_file,
 )
-from megatron.checkpoint.reader import checkpoint_folders
+from megatron.checkpoint.lineage import Run, of_run
+from megatron.checkpoint.reader import checkpoint_folders, read_latest
 from megatron.checkpoint.writer import (
     ManifestEntries,
     Writer,
@@ -82,7 +82,7 @@ class Saver:
     Rank 0 locks SAVE/.lock until its process ends, so two runs never save into one folder, and leftovers of a killed
     run can be removed at the first save. (A file system without locks keeps them.)
 
-    The `keep_last` newest checkpoints by number are kept (None: all), those whose number is a multiple of
+    The `keep_last` newest checkpoints of the run by number are kept (None: all), those whose number is a multiple of
     `retain_interval`, and always the one just saved. A save fails when its folder has not changed for `timeout_s`.
     `beat` is called at each sign of progress, in the thread that saves. `attend` waits for a save in progress: it gets
     a function that waits for at most so many seconds and returns True at the end. Every rank calls it alike, so it may
@@ -129,7 +129,7 @@ class Saver:
         check_tag(tag)
         if not _TOKEN.fullmatch(token):
             raise CheckpointError(f"the token {token!r} of a save must be letters and digits")
-        job = _Job(self, tag, token, began_s)
+        job = _Job(self, tag, token, Run.of(metadata), began_s)
         self._is_attended = False
         try:
             text = json.dumps(metadata, allow_nan=False)
@@ -263,12 +263,13 @@ class Saver:
             hidden_path(self.folder, tag, "failed", token).unlink(missing_ok=True)
         self._failed.clear()
 
-    def _prune(self, tag: str) -> None:
+    def _prune(self, tag: str, run: Run) -> None:
+        """Remove what `keep_last` does not keep of this run's checkpoints."""
         if self._keep_last is None:
             return
         paths = [path for path in checkpoint_folders(self.folder) if iteration_of(path.name) >= 0]
         numbered = [path for path in paths if not path.name.startswith(".") and not path.is_symlink()]
-        for path in numbered[self._keep_last :]:
+        for path in of_run(run, numbered, with_ancestors=False)[self._keep_last :]:
             retained = self._retain_interval and iteration_of(path.name) % self._retain_interval == 0
             if path.name != tag and not retained:
                 remove_checkpoint(path, hidden_path(self.folder, path.name, "deleted", uuid.uuid4().hex[:12]))
@@ -305,8 +306,8 @@ def take_lock(folder: Path) -> tuple[int, bool]:
 class _Job:
     """Steps of one save on one rank."""
 
-    def __init__(self, saver: Saver, tag: str, token: str, began_s: float):
-        self._saver, self._tag, self._token, self._began_s = saver, tag, token, began_s
+    def __init__(self, saver: Saver, tag: str, token: str, run: Run, began_s: float):
+        self._saver, self._tag, self._token, self._run, self._began_s = saver, tag, token, run, began_s
         self._rank, self._world_size = saver._rank, saver._world_size
         self._partial = hidden_path(saver.folder, tag, "partial", token)
         self._failure = hidden_path(saver.folder, tag, "failed", token)
@@ -338,7 +339,7 @@ class _Job:
             commit(saver.folder, self._tag, self._token, entries, metadata_text)
             try:
                 saver._remove_failed()
-                saver._prune(self._tag)
+                saver._prune(self._tag, self._run)
             except OSError as error:  # the checkpoint is complete all the same
                 logger.warning("%s: old checkpoints could not be removed: %s", saver.folder, error)
         else:
@@ -441,8 +442,8 @@ class _Job:
         """Return True if the folder we wrote into has its final name, and `latest` names it."""
         try:
             committed = os.path.samestat(os.stat(self._saver.folder / self._tag), self._own_folder)
-            return committed and (self._saver.folder / LATEST).read_text(encoding="utf-8").strip() == self._tag
-        except (OSError, ValueError):
+            return committed and read_latest(self._saver.folder)[0] == self._tag
+        except (OSError, CheckpointError):
             return False
 
     def _raise_failure(self) -> None:

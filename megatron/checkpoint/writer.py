@@ -248,7 +248,8 @@ def commit(save: Path, tag: str, token: str, entries: ManifestEntries, metadata_
         Checkpoint(partial)  # an incomplete one must not get its name
         sync_folder(partial)
         # before any rename: a full disk shows here
-        write_durably(latest, f"{tag}\n".encode())
+        run = json.loads(metadata_text).get("run")
+        write_durably(latest, f"{tag}\n{'' if run is None else json.dumps(run)}".strip().encode() + b"\n")
         if os.path.lexists(final):
             os.rename(final, replaced)
         try:

@@ -127,10 +127,15 @@ def print_description(found: dict[str, Any]) -> None:
         "parameters": f"{found['num_parameters']:,} in {len(found['parameters'])} tensors",
         "kinds": ", ".join(found["kinds"]),
     }
+    if run := metadata.get("run"):
+        lines["run"] = said(run["id"])
+        for ancestor in reversed(run["ancestors"]):
+            lines.setdefault("began at", f"{said(ancestor['folder'])}, of run {said(ancestor['run'])}")
     for key in ("progress", "layout", "versions", "data_fingerprint", "optimizer"):
         if metadata.get(key) not in (None, {}, ""):
             lines[key.replace("_", " ")] = said(metadata[key])
-    others = [key for key in metadata if key not in ("progress", "layout", "versions", "data_fingerprint", "optimizer")]
+    shown = ("run", "progress", "layout", "versions", "data_fingerprint", "optimizer")
+    others = [key for key in metadata if key not in shown]
     if others:
         lines["also"] = f"{', '.join(others)} (--json prints all)"
     print(found["folder"])

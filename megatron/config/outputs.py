@@ -62,6 +62,9 @@ class CheckpointConfig:
     """Seed dropout with this run's seed instead of the checkpoint's."""
     allow_data_change: bool = False
     """Resume even if the data, or the order of its samples, differs from that of the checkpoint."""
+    allow_used_save: bool = False
+    """Save even if `save` or `save_hf` holds what another run has saved. It is neither resumed nor removed, but
+    replaced where this run saves the same iteration."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron.checkpoint.format import MANIFEST, CheckpointError, Fragment
+from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config.command_line import from_dict, read_preset
@@ -158,7 +159,8 @@ def write_native(model: ModelWeights, folder: Path, progress: ReportNumel) -> Ch
     """Write the weights as the first checkpoint of a run, and open it."""
     shards = parameters_of(model.config)
     dtype = str(DTYPES[model.config.training.precision]).removeprefix("torch.")
-    metadata = {"config": model.config.to_dict(), "progress": asdict(Progress()), "source": model.source}
+    run = Run.new({}, model.checkpoint).to_json()
+    metadata = {"run": run, "config": model.config.to_dict(), "progress": asdict(Progress()), "source": model.source}
     fragments = (
         Fragment(name, "weight", shards[name], 0, 1, 0, tensor.flatten(), dtype)
         for name, tensor in model.reported(progress)

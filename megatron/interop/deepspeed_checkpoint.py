@@ -229,7 +229,8 @@ def _resolved(path: Path) -> Path | None:
     for pointer in ("latest_universal", "latest"):
         if not (path / pointer).is_file():
             continue
-        tag = (path / pointer).read_text(encoding="utf-8", errors="replace").strip()
+        # the first line; our own `latest` has another
+        tag = (path / pointer).read_text(encoding="utf-8", errors="replace").strip().partition("\n")[0].strip()
         if not tag or tag in (".", "..") or Path(tag).name != tag:
             raise CheckpointError(f"{path / pointer} holds {tag!r}; it must be the name of a folder beside it")
         if (path / tag).is_dir() and _holds_tensors(path / tag):

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron.checkpoint.format import MANIFEST, SaveError
+from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.saver import Saver
 from megatron.config.options import Config
 from megatron.parallel.context import ParallelContext
@@ -46,13 +47,14 @@ class Checkpoints:
         ctx: ParallelContext,
         beat: Callable[[], None] = lambda: None,
         source: Mapping[str, Any] | None = None,
+        run: Run = Run(),  # noqa: B008 - frozen
     ):
         """`beat` is called, also by a thread, whenever a save under way has made progress. `source`: description of the
-        Hugging Face model that the run once started from.
+        Hugging Face model that the run once started from. `run`: its identity.
         """
         options = config.checkpoint
         assert options.save is not None
-        self._ctx, self._source = ctx, source
+        self._ctx, self._source, self.run = ctx, source, run
         self._exports: Exports | None = None
         self._last_error: SaveError | None = None
         # equal on all ranks, and no other run's
@@ -76,7 +78,7 @@ class Checkpoints:
         try:
             check_shared(ctx, self._saver.folder, self._token)
             if options.save_hf is not None:
-                self._exports = raise_on_all_ranks(ctx, lambda: Exports(config, ctx.rank))
+                self._exports = raise_on_all_ranks(ctx, lambda: Exports(config, ctx.rank, run))
         except BaseException:
             self._saver.close()
             raise
@@ -117,6 +119,7 @@ class Checkpoints:
             ReplicaCheck(engine.ctx, engine.state.held()).check(progress.iteration)
         with_optimizer = not engine.config.checkpoint.no_save_optim
         content = {
+            "run": self.run.to_json(),
             "progress": dataclasses.asdict(progress),
             "data_fingerprint": fingerprint,
             "config": engine.config.to_dict(),

@@ -26,6 +26,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.checkpoint.format import LEFTOVER, CheckpointError, SaveError, hidden_path
+from megatron.checkpoint.lineage import UNRECORDED, Run
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.saver import take_lock
 from megatron.checkpoint.writer import make_folder, remove_checkpoint
@@ -69,10 +70,11 @@ class Exports:
     vocabulary, a folder that cannot be written to.
     """
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, rank: int, run: Run = Run()) -> None:  # noqa: B008 - frozen
         options = config.checkpoint
         assert options.save_hf is not None
         self._config, self._folder, self._keep_last = config, Path(options.save_hf), options.save_hf_keep_last
+        self._run = run
         self._failed: dict[str, str] = {}
         self._lock: int | None = None
         self._tokenizer: Path | None = None
@@ -85,6 +87,8 @@ class Exports:
             self._lock, is_alone = take_lock(self._folder)
             if is_alone:
                 self._remove_leftovers()
+            if not options.allow_used_save:
+                self._check_unused()
 
     def close(self) -> None:
         if self._lock is not None:
@@ -157,6 +161,7 @@ class Exports:
         mark = {
             "checkpoint": model.checkpoint.tag,
             "token": model.checkpoint.token,
+            "run": self._run.id,
             "iteration": progress["iteration"],
             "consumed_samples": progress["consumed_samples"],
         }
@@ -178,6 +183,23 @@ class Exports:
             write_durably(partial / MARK, (json.dumps(mark, indent=2) + "\n").encode())
         return copied
 
+    def _exports(self) -> dict[Path, str]:
+        """Return the folders of exports, and the identity of the run that made each."""
+        marks = [
+            path
+            for path in self._folder.glob(f"*/{MARK}")
+            if not (path.parent.is_symlink() or path.parent.name[0] == ".")
+        ]
+        return {path.parent: str(read_json(path).get("run", UNRECORDED)) for path in marks}
+
+    def _check_unused(self) -> None:
+        found = self._exports()
+        if found and self._run.id not in found.values():
+            raise CheckpointError(
+                f"save_hf={self._folder} holds exports of another run ({', '.join(sorted(p.name for p in found))}); "
+                "give another folder, or pass --allow-used-save"
+            )
+
     def _made_of(self, name: str) -> str | None:
         """Return the token of the checkpoint that the export of this name was made of; None: there is none.
 
@@ -195,9 +217,9 @@ class Exports:
         if self._keep_last is None:
             return
         found: list[tuple[int, Path]] = []
-        for path in self._folder.glob(f"{SAMPLES}*"):
+        for path, run in self._exports().items():
             samples = path.name.removeprefix(SAMPLES)
-            if samples.isdigit() and (path / MARK).is_file() and not path.is_symlink():
+            if samples.isdigit() and run == self._run.id:
                 found.append((int(samples), path))
         for _, path in sorted(found, reverse=True)[self._keep_last :]:
             remove_checkpoint(path, hidden_path(self._folder, path.name, "deleted", uuid.uuid4().hex[:12]))

@@ -150,7 +150,7 @@ class Guard:
         first = max(0, end - options.rollback_skip_steps * (end - begin))
         for line in self._checkpoints.settle():
             self._log.message(line)
-        checkpoint = checkpoint_before(first, engine.config, engine.ctx)
+        checkpoint = checkpoint_before(first, engine.config, engine.ctx, self._checkpoints.run)
         if checkpoint is None:
             self._log.message(
                 f"WARNING: no checkpoint from before sample {first} to roll back to; the step is skipped instead"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.lineage import START_OPTIONS, Run, of_run, run_in
 from megatron.checkpoint.model_options import check_model_options
-from megatron.checkpoint.reader import Checkpoint, holds_checkpoints, newest_checkpoint
+from megatron.checkpoint.reader import (
+    Checkpoint,
+    checkpoint_folders,
+    holds_checkpoints,
+    newest_checkpoint,
+    read_latest,
+)
 from megatron.config.options import CheckpointConfig, Config
 from megatron.config.options import options as declared_options
 from megatron.data.blend import content_of
@@ -31,8 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START_OPTIONS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
-"""Options that select the start of a run; they apply to its first start alone."""
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
 
 
@@ -51,10 +58,11 @@ class Start:
     """Starting point of a run."""
 
     options: CheckpointConfig
-    """Those of `starting_options`."""
+    """Those that start it now; see `_resuming_options`."""
     checkpoint: Resumable | None
     """None: a new run."""
     progress: Progress
+    run: Run
     saved_data: SavedData | None = None
     """None: no checkpoint whose data this run continues."""
 
@@ -65,14 +73,21 @@ class Start:
 def find_start(config: Config, ctx: ParallelContext) -> Start:
     """Return where the run starts from: its own newest checkpoint, what `load` names, or nothing. Collective.
 
-    Raises CheckpointError.
+    So a run that is started again by the same command, by a supervisor, a scheduler or a user, continues. Raises
+    CheckpointError, also if `save` is used by another run.
     """
-    options = starting_options(config.checkpoint, ctx)
-    checkpoint = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx)
+    options = config.checkpoint
+    own = ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: None if ctx.rank else _own_run(options)))
+    if own is not None:
+        options = _resuming_options(options)
+    checkpoint = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
+    run = ctx.broadcast_object(
+        raise_on_all_ranks(ctx, lambda: None if ctx.rank else _run_of_start(config.checkpoint, own, checkpoint))
+    )
     if checkpoint is None:
-        return Start(options, None, Progress())
+        return Start(options, None, Progress(), run)
     progress, saved_data = raise_on_all_ranks(ctx, lambda: read_progress(checkpoint, options))
-    return Start(options, checkpoint, progress, saved_data)
+    return Start(options, checkpoint, progress, run, saved_data)
 
 
 def restore_start(engine: Engine, start: Start) -> list[str]:
@@ -85,41 +100,93 @@ def restore_start(engine: Engine, start: Start) -> list[str]:
     return raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
 
 
-def starting_options(options: CheckpointConfig, ctx: ParallelContext) -> CheckpointConfig:
-    """Return `options` or, once the run has saved, those that resume its own newest checkpoint.
+def _resuming_options(options: CheckpointConfig) -> CheckpointConfig:
+    """Return the options that resume the run's own newest checkpoint: START_OPTIONS describe the first start alone."""
+    return dataclasses.replace(options, load=options.save, **{name: _DEFAULTS[name] for name in START_OPTIONS[1:]})
 
-    So a run that is started again by the same command, by a supervisor, a scheduler or a user, continues. Its own are
-    those checkpoints in `save` whose run had the same START_OPTIONS. Collective. Raises CheckpointError.
+
+def _own_run(options: CheckpointConfig) -> Run | None:
+    """Return the run that saved in `save` and had the same START_OPTIONS at its first start; None: there is none.
+
+    Of several it is the one that `latest` names, or else the one with the newest checkpoint.
     """
-    own = dataclasses.replace(options, load=options.save, **{name: _DEFAULTS[name] for name in START_OPTIONS[1:]})
-    if options.save is None or own == options:
-        return options
-    folder = Path(options.save)
+    if options.save is None or not holds_checkpoints(Path(options.save)) or _resumes_itself(options):
+        return None
+    runs = [run_in(path) for path in checkpoint_folders(Path(options.save))]
+    with contextlib.suppress(CheckpointError):
+        runs.insert(0, read_latest(Path(options.save))[1])
 
-    def has_saved() -> bool:
-        if ctx.rank or not holds_checkpoints(folder):
-            return False
-        newest = newest_checkpoint(folder, fall_back=options.load_fallback)
-        saved = {} if newest is None else newest.metadata.get("config", {}).get("checkpoint", {})
-        return all(saved.get(name, _DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS) and bool(saved)
+    def is_own(run: Run) -> bool:
+        return bool(run.start) and all(
+            run.start.get(name, _DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS
+        )
 
-    return own if ctx.broadcast_object(raise_on_all_ranks(ctx, has_saved)) else options
+    return next((run for run in runs if run is not None and is_own(run)), None)
 
 
-def find_checkpoint(config: Config, ctx: ParallelContext) -> Resumable | None:
+def _run_of_start(options: CheckpointConfig, own: Run | None, checkpoint: Resumable | None) -> Run:
+    """Return the run that starts from this checkpoint. Raises CheckpointError if `save` is used by another run.
+
+    It is that of the checkpoint where it is resumed in its own folder, and a new one elsewhere.
+    """
+    if own is not None:
+        return own
+    if isinstance(checkpoint, Checkpoint) and _resumes_itself(options):
+        return Run.of(checkpoint.metadata)
+    is_foreign = isinstance(checkpoint, HuggingFaceStart) or checkpoint is None
+    is_continued = isinstance(checkpoint, Checkpoint) and not (options.finetune or options.no_load_optim)
+    start = {name: getattr(options, name) for name in START_OPTIONS}
+    run = Run.new(start, None if is_foreign else checkpoint, is_continued=is_continued)
+    goes_back = checkpoint is not None and _same(options.load, options.save) and not options.finetune
+    if options.save is not None and not options.allow_used_save and not goes_back:
+        _check_unused(Path(options.save))
+    return run
+
+
+def _check_unused(save: Path) -> None:
+    """Raise CheckpointError if the folder holds checkpoints: it is another run's."""
+    if not holds_checkpoints(save):
+        return
+    newest = checkpoint_folders(save)[0]
+    run = run_in(newest)
+    known = (
+        ""
+        if run is None
+        else ", started with "
+        + ", ".join([f"{name}={value}" for name, value in run.start.items() if value != _DEFAULTS[name]] or ["no load"])
+    )
+    raise CheckpointError(
+        f"save={save} holds checkpoints of another run (newest {newest.name}{known}). Give another folder, resume that "
+        f"run with --load {save}, or pass --allow-used-save to save beside them"
+    )
+
+
+def _resumes_itself(options: CheckpointConfig) -> bool:
+    """Return True if the options resume the newest checkpoint of the folder that the run saves to."""
+    return _same(options.load, options.save) and all(
+        getattr(options, name) == _DEFAULTS[name] for name in START_OPTIONS[1:]
+    )
+
+
+def _same(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
+
+
+def find_checkpoint(config: Config, ctx: ParallelContext, own: Run | None = None) -> Resumable | None:
     """Return the checkpoint to resume, every byte of it verified, or None for a new run. Collective.
 
-    A Hugging Face folder is recognised; its files have no checksums. Raises CheckpointError.
+    `own`: only checkpoints of this run, in a folder that others use too. A Hugging Face folder is recognised; its
+    files have no checksums. Raises CheckpointError.
     """
     options = config.checkpoint
     if options.load is None:
         return None
-    checkpoint = _open_start(Path(options.load), config, ctx)
+    checkpoint = _open_start(Path(options.load), config, ctx, own)
     raise_on_all_ranks(ctx, lambda: _check_model(checkpoint, config))
     return checkpoint
 
 
-def _open_start(folder: Path, config: Config, ctx: ParallelContext) -> Resumable | None:
+def _open_start(folder: Path, config: Config, ctx: ParallelContext, own: Run | None) -> Resumable | None:
     options = config.checkpoint
     if options.universal_checkpoint:
         opened = raise_on_all_ranks(ctx, lambda: _opened_universal(folder, config, ctx))
@@ -133,7 +200,7 @@ def _open_start(folder: Path, config: Config, ctx: ParallelContext) -> Resumable
 
     def choose(damaged: set[Path]) -> Path | None:
         names = [path.name for path in damaged]
-        found = newest_checkpoint(folder, tag=tag, fall_back=options.load_fallback, excluding=names)
+        found = newest_checkpoint(folder, tag=tag, fall_back=options.load_fallback, excluding=names, run=own)
         return None if found is None else found.folder
 
     return _first_whole(ctx, choose, load=folder, may_fall_back=may_fall_back)
@@ -237,7 +304,7 @@ def restore(
 ) -> list[str]:
     """Restore weights, optimizer and counters into a new engine, and return the lines of `restore_start`.
 
-    `options`: those of `starting_options`, where they are not the engine's own. Not collective.
+    `options`: those of `Start`, where they are not the engine's own. Not collective.
     """
     plan = plan_restore(checkpoint, progress, engine.config, options or engine.config.checkpoint)
     if isinstance(checkpoint, Checkpoint):  # a foreign one was checked when it was opened
@@ -252,10 +319,10 @@ def restore(
 # Rolling back
 
 
-def checkpoint_before(sample: int, config: Config, ctx: ParallelContext) -> Checkpoint | None:
+def checkpoint_before(sample: int, config: Config, ctx: ParallelContext, run: Run) -> Checkpoint | None:
     """Return the newest undamaged checkpoint, optimizer included, from before `sample` was consumed, or None.
 
-    Collective. It is of the run's own folder, or else of the one that the run resumed from.
+    Collective. It is the run's own or its ancestors', in the run's folder, or else in the one that it resumed from.
     """
     options = config.checkpoint
     folders = [options.save]
@@ -266,7 +333,7 @@ def checkpoint_before(sample: int, config: Config, ctx: ParallelContext) -> Chec
         for folder in (Path(folder) for folder in folders if folder is not None):
             steps = [(path, path.name.removeprefix(TAG)) for path in folder.glob(f"{TAG}*")]
             for path, _ in sorted(((p, int(step)) for p, step in steps if step.isdigit()), key=lambda x: -x[1]):
-                if path not in damaged and _is_before(path, sample):
+                if path not in damaged and of_run(run, [path], with_ancestors=True) and _is_before(path, sample):
                     return path
         return None
 

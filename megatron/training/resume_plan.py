@@ -24,18 +24,20 @@ NO_TRAINING = {
     "data_cache_path", "num_workers", "watchdog_timeout_s", "check_replicas_interval",
 }  # fmt: skip
 """Options of how a run is carried out; a resume does not report their changes."""
+SHOWN_CHARACTERS = 300
+"""Length at which a changed option is cut: a blend may name thousands of datasets."""
 
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What a new engine takes from a checkpoint."""
+    """State that a new engine takes from a checkpoint."""
 
     optimizer: dict[str, Any] | None
     """The optimizer's saved scalars. None: it starts from zero."""
     seed: int | None
     """Seed of dropout. None: the run's own."""
     lines: list[str]
-    """What is restored; as WARNING what is not; the options that have changed."""
+    """Report: the restored state, a WARNING for the rest, and the options that have changed."""
 
 
 def plan_restore(checkpoint: Resumable, progress: Progress, config: Config, options: CheckpointConfig) -> RestorePlan:
@@ -119,4 +121,4 @@ def _changed_options(saved: Any, config: Config) -> list[str]:
         if isinstance(before, dict):
             here = {name: value for name, value in now[section].items() if name not in NO_TRAINING}
             found += differing(here, before)
-    return found
+    return [text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..." for text in found]

@@ -24,6 +24,13 @@ SHARDS = {
     "tied_modules.word_embedding.weight": Shard((5, 6), dim=0, pieces=(5,)),
 }
 METADATA = {
+    "run": {
+        "id": "5af0",
+        "start": {"load": "base"},
+        "ancestors": [
+            {"run": "1e3c", "folder": "base/global_step2", "token": "t", "iteration": 2, "is_continued": True}
+        ],
+    },
     "progress": {"iteration": 7, "consumed_samples": 56000},
     "layout": {"tensor_model_parallel_size": 2, "zero_stage": 1},
     "versions": {"torch": "2.13.0"},
@@ -82,6 +89,8 @@ def test_content_of_a_checkpoint_is_printed(tmp_path: Path, capsys: pytest.Captu
         f"  size              {(folder / 'rank_00000.safetensors').stat().st_size / 1000:.2f} kB in 1 file",
         "  parameters        84 in 3 tensors",
         "  kinds             weight, exp_avg",
+        "  run               5af0",
+        "  began at          base/global_step2, of run 1e3c",
         "  progress          iteration 7, consumed_samples 56,000",
         "  layout            tensor_model_parallel_size 2, zero_stage 1",
         "  versions          torch 2.13.0",

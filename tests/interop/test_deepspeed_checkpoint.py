@@ -250,6 +250,18 @@ def test_a_malicious_pickle_among_deepspeeds_shards_is_refused(tmp_path: Path) -
     assert not marker.exists()
 
 
+def test_the_config_in_a_universal_folder_is_compared(universal: Path) -> None:
+    native = Checkpoint(universal.parent / "native" / "global_step9")
+    native.metadata["config"] = config_of("llama_mha").to_dict()
+    write(native, universal.parent / "described")
+    said = r"num_attention_heads=2 here, 4 there; .*norm_epsilon=0\.01 here, 1e-05 there"
+    with pytest.raises(CheckpointError, match=said):
+        read(
+            universal.parent / "described",
+            config_of("llama_mha", *"--norm-epsilon .01 --num-attention-heads 2".split()),
+        )
+
+
 def test_a_sparse_or_integer_tensor_is_refused(universal: Path) -> None:
     path = universal / "zero" / "2.attention_norm.weight" / "fp32.pt"
     for tensor in (torch.eye(4).to_sparse(), torch.ones(4, dtype=torch.int64)):

@@ -525,7 +525,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     assert [row["iteration"] for row in steps] == list(range(1, len(steps) + 1))
     assert {row["global_batch_size"] for row in steps} == {8}
     assert [row["consumed_samples"] for row in steps] == [8 * row["iteration"] for row in steps]
-    assert (tmp_path / "saved" / "latest").read_text().strip() == f"global_step{len(steps)}"
+    assert (tmp_path / "saved" / "latest").read_text().split()[0] == f"global_step{len(steps)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

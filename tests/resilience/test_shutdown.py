@@ -402,7 +402,7 @@ def test_all_ranks_leave_after_the_same_step_with_one_save(
     assert {went["fault"] for went in told} == {""}
     assert {went["steps"] for went in told} == {steps}
     assert {went["saves"] for went in told} == {(steps + 1) // 2}, "none at odd steps but the last, none twice"
-    assert (saved / "latest").read_text().strip() == f"global_step{steps}"
+    assert (saved / "latest").read_text().split()[0] == f"global_step{steps}"
     assert [row["iteration"] for row in runs.rows(results)] == list(range(1, steps + 1))
     # the interval alone leaves time for a validation, here at 0 and 4
     valid = [row["iteration"] for row in runs.rows(results, "valid")]

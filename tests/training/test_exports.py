@@ -149,7 +149,9 @@ def test_what_is_there_is_not_made_again_and_that_of_another_run_is(
     assert ranks(1)(train_and_hear, words) == [("", [])]  # complete already
     assert {name: (tmp_path / "hf" / name).stat().st_ino for name in names(tmp_path / "hf")} == before
     other = words.replace(f"{tmp_path}/saved", f"{tmp_path}/other")
-    assert ranks(1)(runs.train, f"{other} --seed 5") == [""]
+    said = f"save_hf={tmp_path}/hf holds exports of another run (samples_18, samples_36, samples_48)"
+    assert said in ranks(1)(runs.train, f"{other} --seed 5")[0]
+    assert ranks(1)(runs.train, f"{other} --seed 5 --allow-used-save --save-hf-keep-last 3") == [""]
     assert names(tmp_path / "hf") == sorted(before)
     assert_is_checkpoint(place, tmp_path / "other/global_step3")
 
@@ -242,7 +244,7 @@ def test_a_full_disk_is_told_and_training_goes_on_but_the_end_fails(
     words = command(data, tmp_path, "--save-samples 16")
     told = ranks(2)(train_onto_a_full_disk, f"{words} --micro-batch-size 1", [1])
     for fault, said in told:
-        assert "CheckpointError: not exported: " in fault
+        assert "SaveError: not exported: " in fault
         assert f"{tmp_path}/hf/samples_18: model.safetensors: No space left" in fault
         assert said[0].startswith(f"WARNING: {tmp_path}/hf/samples_18 was not exported, older exports are as they were")
     assert names(tmp_path / "hf") == ["samples_36", "samples_48"]

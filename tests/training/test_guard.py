@@ -231,7 +231,7 @@ def test_too_many_in_a_row_end_the_run_with_their_samples(ranks: RankPools, tmp_
             "iteration 5 (samples 32 to 39); iteration 6 (samples 40 to 47); iteration 7 (samples 48 to 55)" in message
         )
         assert "is not finite, on rank 0" in message
-    assert (tmp_path / "a" / "latest").read_text().strip() == "global_step6"
+    assert (tmp_path / "a" / "latest").read_text().split()[0] == "global_step6"
 
 
 def test_giving_up_exits_with_3(data: Path) -> None:
@@ -270,7 +270,7 @@ def test_drift_of_one_rank_is_named_within_one_check(
     assert f"{name} on rank {rank} (" in told[0]
     assert "differs from its copy on rank" in told[0] or "differs from its copies on 3 other ranks" in told[0]
     assert "numbers, by up to 0.2" in told[0]
-    assert (tmp_path / "a" / "latest").read_text().strip() == "global_step4"
+    assert (tmp_path / "a" / "latest").read_text().split()[0] == "global_step4"
 
 
 def test_the_odd_one_of_four_is_named(ranks: RankPools, data: Path) -> None:

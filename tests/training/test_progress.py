@@ -114,4 +114,4 @@ def test_a_run_is_refused_before_anything_is_built_and_goes_on_when_allowed(
     refused = ranks(2)(runs.train, f"{flags} --train-iters 5")
     assert all("CheckpointError" in fault and "holds other documents" in fault for fault in refused), refused
     assert set(ranks(2)(runs.train, f"{flags} --train-iters 5 --allow-data-change")) == {""}
-    assert (tmp_path / "saved" / "latest").read_text().strip() == "global_step5"
+    assert (tmp_path / "saved" / "latest").read_text().split()[0] == "global_step5"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.lineage import UNRECORDED, Run
 from megatron.checkpoint.model_options import check_known_options
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config.command_line import parse_arguments
@@ -18,9 +19,9 @@ from megatron.config.options import Config
 from megatron.interop.megatron_options import model_options
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
-from megatron.training.resume import find_checkpoint, read_progress
+from megatron.training.resume import Start, checkpoint_before, find_checkpoint, find_start, read_progress
 from megatron.training.resume_plan import RestorePlan, plan_restore
-from tests.checkpoint.states import fragments_of
+from tests.checkpoint.states import fragments_of, saver
 from tests.training import layouts
 
 ROPE = f"{layouts.COMMON} --architecture llama --position-embedding-type rope --rope-scaling-factor 8"
@@ -219,3 +220,131 @@ def test_a_start_with_weights_alone_says_so(tmp_path: Path) -> None:
     save(tmp_path, ROPE)
     said = f"started from {tmp_path}/global_step3: weights; iteration 0, 0 samples"
     assert plan(f"{ROPE} --load {tmp_path} --finetune --lr 1") == RestorePlan(None, None, [said])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose checkpoints
+
+
+def start(words: str) -> Start:
+    return find_start(config_of(words), ParallelContext.single())
+
+
+def save_of(run: Run, folder: Path, step: int, words: str = ROPE) -> Path:
+    """A checkpoint of a run, which `latest` names then."""
+    return save(folder, words, step, run=run.to_json())
+
+
+def damage(checkpoint: Path) -> None:
+    """One bit of a tensor, which its checksum shows."""
+    path = checkpoint / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def step_of(found: Start) -> int | None:
+    return None if found.checkpoint is None else found.progress.iteration
+
+
+def test_a_run_keeps_its_identity_over_its_starts(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    first = start(f"{ROPE} --save {own}").run
+    assert first.start["load"] is None
+    assert first.id != start(f"{ROPE} --save {own}").run.id, "nothing is saved yet"
+    save_of(first, own, 3)
+    for again in (f"--save {own}", f"--save {own} --load {own}", f"--save {own} --load {own}/../own"):
+        found = start(f"{ROPE} {again}")
+        assert (found.run, step_of(found)) == (first, 3)
+    branch = start(f"{ROPE} --load {own} --save {other}").run
+    assert branch.id != first.id
+    [parent] = branch.ancestors
+    assert (parent.run, parent.folder, parent.iteration) == (first.id, f"{own}/global_step3", 3)
+    save_of(branch, other, 4)
+    found = start(f"{ROPE} --load {own} --save {other}")
+    assert (found.run, step_of(found)) == (branch, 4), "the same command resumes"
+
+
+def test_a_folder_of_another_run_is_refused_unless_requested(tmp_path: Path) -> None:
+    used, base = tmp_path / "used", tmp_path / "base"
+    save_of(Run.new({"load": None}), base, 2)
+    theirs = Run.new({"load": "model"})
+    save_of(theirs, used, 5)
+    said = rf"save={used} holds checkpoints of another run \(newest global_step5, started with load=model\)"
+    for words in (f"--save {used}", f"--save {used} --load {base}", f"--save {used} --load {used} --finetune"):
+        with pytest.raises(CheckpointError, match=said):
+            start(f"{ROPE} {words}")
+    # going back in the folder itself is a branch of that run
+    assert start(f"{ROPE} --save {used} --load {used} --ckpt-step 5").run.ancestors[0].run == theirs.id
+    ours = start(f"{ROPE} --save {used} --allow-used-save")
+    assert ours.checkpoint is None
+    save_of(ours.run, used, 3)
+    # each command goes on with its own run, whichever saved last
+    assert step_of(start(f"{ROPE} --save {used}")) == 3
+    assert step_of(start(f"{ROPE} --save {used} --load model")) == 5
+    assert start(f"{ROPE} --save {used} --load model").run.id == theirs.id
+    # `latest` says whose the folder is to others
+    assert step_of(start(f"{ROPE} --load {used}")) == 3
+
+
+def test_a_fallback_stays_in_the_lineage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs, parent = Run.new({"load": "model"}), Run.new({"load": None})
+    save_of(parent, tmp_path, 2)
+    save_of(parent, tmp_path, 8)
+    save_of(theirs, tmp_path, 6)
+    ours = start(f"{ROPE} --load {tmp_path} --save {tmp_path} --ckpt-step 2").run
+    first, newest = save_of(ours, tmp_path, 4), save_of(ours, tmp_path, 5)
+    damage(newest)
+    assert step_of(start(f"{ROPE} --load {tmp_path}")) == 4
+    damage(first)
+    assert step_of(start(f"{ROPE} --load {tmp_path}")) == 2, "the parent's, from before the branch"
+    (newest / "checkpoint.json").unlink()
+    assert step_of(start(f"{ROPE} --load {tmp_path}")) == 2, "`latest` still says whose checkpoints count"
+    with pytest.raises(CheckpointError, match=f"no complete checkpoint of run {ours.id}"):
+        start(f"{ROPE} --load {tmp_path} --save {tmp_path} --ckpt-step 2")
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(CheckpointError, match=rf"of several runs.*global_step8 of run {parent.id}.*Write the name"):
+        start(f"{ROPE} --load {tmp_path}")
+    (tmp_path / "latest").write_text("global_step6")  # as its message recommends
+    assert step_of(start(f"{ROPE} --load {tmp_path}")) == 6
+
+
+def test_a_rollback_stays_in_the_lineage(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    parent, theirs = Run.new({"load": None}), Run.new({"load": "model"})
+    save_of(parent, other, 2)
+    ours = start(f"{ROPE} --load {other} --save {own}").run
+    save_of(parent, other, 4)  # after the branch
+    save_of(theirs, own, 3)
+    config = config_of(f"{ROPE} --load {other} --save {own}")
+    found = checkpoint_before(1000, config, ParallelContext.single(), ours)
+    assert found is not None
+    assert found.folder == other / "global_step2"
+
+
+def test_retention_counts_the_checkpoints_of_its_run(tmp_path: Path) -> None:
+    theirs, ours = Run.new({"load": "model"}), Run.new({"load": None})
+    for step in (7, 8, 9):
+        save_of(theirs, tmp_path, step)
+    one = saver(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        one.save(f"global_step{step}", f"t{step}", fragments_of(0, 1, 1), {"run": ours.to_json()})
+    one.wait()
+    one.close()
+    assert sorted(path.name for path in tmp_path.glob("global_step*")) == [f"global_step{n}" for n in (2, 3, 7, 8, 9)]
+
+
+def test_checkpoints_without_an_identity_are_one_run(tmp_path: Path) -> None:
+    folder = save(tmp_path / "own", ROPE, 3).parent
+    (folder / "latest").write_text("global_step3\n")
+    for words in (f"--save {folder}", f"--save {folder} --load {folder}"):
+        assert start(f"{ROPE} {words}").run.id == UNRECORDED
+        assert step_of(start(f"{ROPE} {words}")) == 3
+    damage(save(folder, ROPE, 4))
+    assert step_of(start(f"{ROPE} --load {folder}")) == 3
+
+
+def test_a_damaged_identity_is_reported(tmp_path: Path) -> None:
+    save(tmp_path, ROPE, 3, run={"id": 1})
+    with pytest.raises(CheckpointError, match=r"its run is .* which is damaged"):
+        start(f"{ROPE} --load {tmp_path} --save {tmp_path}")
