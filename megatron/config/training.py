@@ -61,11 +61,13 @@ class TrainingConfig:
     seed: NonNegative = 1234
     """Random seed of the initial weights, the dropout and the data order."""
     bf16: bool = False
-    """Train in bfloat16 with float32 master weights and gradient accumulation."""
+    """Train in bfloat16 with float32 master weights, gradient accumulation and reduction."""
     fp16: bool = False
     """Train in float16 with dynamic loss scaling. Without bf16 and fp16: float32."""
     grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of gradient accumulation over microbatches."""
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Precision in which gradients are summed over data-parallel ranks. Unset: that of grad_accum_dtype."""
     initial_loss_scale: PositiveFloat = 65536.0
     """fp16: initial loss scale."""
     min_loss_scale: PositiveFloat = 1.0

@@ -179,6 +179,11 @@ def _check_precision_and_device(config: Config) -> Iterator[str]:
         yield "bf16 and fp16 are both on; turn one of them off"
     if training.grad_accum_dtype == "bf16" and not training.bf16:
         yield f"grad_accum_dtype=bf16 needs bf16, but the precision is {training.precision}; set fp32, or turn bf16 on"
+    if training.grad_reduce_dtype not in (None, "fp32", training.precision):
+        yield (
+            f"grad_reduce_dtype={training.grad_reduce_dtype} must be fp32 or the precision of the run, "
+            f"{training.precision}; change it, or unset it"
+        )
     if training.fp16 and training.min_loss_scale > training.initial_loss_scale:
         yield (
             f"min_loss_scale={training.min_loss_scale} is above initial_loss_scale={training.initial_loss_scale}; "

@@ -240,12 +240,13 @@ def allocate(full_name: str, shard: Shard, ctx: TensorRanks, dtype: torch.dtype 
 
 
 def _summed(gradient: Tensor, group: Any) -> Tensor:
+    """Sum over `group` in float32, rounded once: these are small, and 16-bit sums would round at each rank."""
     import torch
     import torch.distributed as dist
 
-    gradient = gradient.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(gradient, group=group)
-    return gradient
+    total = gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.to(gradient.dtype)
 
 
 def shard_of(parameter: Tensor) -> Shard:

@@ -131,9 +131,8 @@ def _sharded_state(
         return -(-count // data_parallel_size) if zero >= from_stage else count
 
     weights = share(parameters, 3) * number
-    # bf16 accumulates gradients in grad_accum_dtype, and frees the low-precision ones layer by layer
-    widths = {"fp32": 4, "fp16": 2, "bf16": 4 if config.training.grad_accum_dtype == "fp32" else 2}
-    gradients = share(trained, 2) * widths[config.training.precision]
+    # accumulated in grad_accum_dtype; those in 16 bits are freed layer by layer
+    gradients = share(trained, 2) * (4 if config.training.grad_accum_dtype == "fp32" else 2)
     # DeepSpeed's sharded fp32 optimizer keeps a copy of its share of the weights too
     master = share(trained, 1) * 4 if number == 2 or zero >= 1 else 0
     moments = 2 if optimizer.optimizer != "sgd" else 1 if optimizer.sgd_momentum > 0 else 0

@@ -39,7 +39,8 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": training.bf16},
         "fp16": {"enabled": training.fp16},
-        "data_types": {"grad_accum_dtype": grad_accum_dtype(config)},
+        "data_types": {"grad_accum_dtype": training.grad_accum_dtype},
+        "communication_data_type": training.grad_reduce_dtype or training.grad_accum_dtype,
         "wall_clock_breakdown": False,
         # activations are recomputed inside the layers; partitioning them over ranks would break sequence parallelism
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "activation_checkpoint_interval": 0},
@@ -63,18 +64,6 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
     if faults:
         raise ConfigError(faults)
     return _merged(made, extra)
-
-
-def grad_accum_dtype(config: Config) -> str:
-    """Return the dtype in which DeepSpeed adds up the microbatches' gradients.
-
-    fp16 under a pipeline adds in fp16: DeepSpeed 0.19.8 sums tied gradients over stages in `.grad`, which float32
-    accumulation moves elsewhere before that, so that tied embeddings would drift apart.
-    """
-    tied = not config.model.untie_embeddings_and_output_weights
-    if config.training.fp16 and tied and config.parallel.pipeline_model_parallel_size > 1:
-        return "fp16"
-    return config.training.grad_accum_dtype
 
 
 def _power_of_two(scale: float) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import compiler
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
@@ -216,6 +217,8 @@ class PipelineEngine(Engine):
 
     def __init__(self, engine: Any, *arguments: Any) -> None:
         super().__init__(engine, *arguments)
+        if getattr(engine.optimizer, "use_grad_accum_attribute", False):
+            engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceTiedGrads: _reduce_tied_gradients}
         self.timers.watch_pipeline(engine)
 
     @property
@@ -229,6 +232,16 @@ class PipelineEngine(Engine):
         loss: Tensor = self.deepspeed.eval_batch(iter(batches), num_micro_batches=num_microbatches)
         self.module.train()
         return loss
+
+
+def _reduce_tied_gradients(engine: Any) -> None:
+    """Sum the accumulated gradients of tied weights over their stages.
+
+    DeepSpeed 0.19.8 sums `.grad`, from which ZeRO has moved them where it accumulates in another dtype than it trains.
+    """
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        if weight.requires_grad:
+            dist.all_reduce(weight.grad_accum, group=group)
 
 
 class SequentialEngine(Engine):

@@ -102,6 +102,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     ),
     "precisions": ("--bf16 --fp16", 1, "bf16 and fp16 are both on", "turn one of them off"),
     "accumulation": ("--grad-accum-dtype bf16", 1, "the precision is fp32", "set fp32"),
+    "reduction": ("--bf16 --grad-reduce-dtype fp16", 1, "grad_reduce_dtype=fp16 must be fp32 or", "unset it"),
     "loss scale": ("--fp16 --min-loss-scale 100000", 1, "min_loss_scale=100000.0 is above", "lower it"),
     "flex": (
         "--attention-backend flex --attention-dropout 0 --device cpu",

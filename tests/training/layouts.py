@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -111,6 +113,13 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
 
 def train_fp16(arguments: str, steps: int) -> dict[str, Any]:
     """`train` in float16, which torch computes on any CPU, though DeepSpeed allows it on few."""
+    with allows_fp16():
+        return train(f"{arguments} --fp16", steps)
+
+
+@contextlib.contextmanager
+def allows_fp16() -> Iterator[None]:
+    """Let DeepSpeed train in float16 on any CPU."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -119,7 +128,54 @@ def train_fp16(arguments: str, steps: int) -> dict[str, Any]:
         patch.object(get_accelerator(), "is_fp16_supported", lambda: True),
         patch.object(get_accelerator(), "supported_dtypes", lambda: dtypes),
     ):
-        return train(f"{arguments} --fp16", steps)
+        yield
+
+
+def gradient_sums(arguments: list[str]) -> list[dict[str, list[str]]]:
+    """The dtypes in which each of these runs sums gradients over ranks in its second step, by the kind of the sum."""
+    import torch.distributed as dist
+
+    sums: list[tuple[Any, Any]] = []  # group and tensor of each
+
+    def recording(collective: Any, place: int) -> Any:
+        def call(*tensors: Any, **named: Any) -> Any:
+            sums.append((named.get("group"), [*tensors, *named.values()][place]))
+            return collective(*tensors, **named)
+
+        return call
+
+    found = []
+    with contextlib.ExitStack() as patches:
+        # reduce_scatter_tensor(output, input). DeepSpeed looks it up once, so all runs share the patch
+        for name, place in {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1}.items():
+            patches.enter_context(patch.object(dist, name, recording(getattr(dist, name), place)))
+        patches.enter_context(allows_fp16())
+        for flags in arguments:
+            engine, task = build(flags)
+            loss_of_step(engine, task, 0)
+            sums.clear()
+            loss_of_step(engine, task, 1)
+            found.append(_dtypes_by_kind(engine, sums))
+    return found
+
+
+def _dtypes_by_kind(engine: Engine, sums: list[tuple[Any, Any]]) -> dict[str, list[str]]:
+    import torch.distributed as dist
+
+    ctx, width = engine.ctx, engine.config.model.hidden_size
+    module: Any = engine.module
+    kinds = {"data": ctx.grad_group, "tensor": ctx.tensor_group}
+    if ctx.num_stages > 1:
+        kinds["tied"] = module.get_tied_weights_and_groups()[0][1]
+    # DeepSpeed's pipeline makes groups of its own
+    kind_of = {tuple(dist.get_process_group_ranks(group)): kind for kind, group in kinds.items() if group is not None}
+    dtypes: dict[str, set[str]] = {}
+    for group, tensor in sums:
+        kind = kind_of.get(tuple(dist.get_process_group_ranks(group)))
+        # norms' gradients under sequence parallelism; otherwise anything but a few losses, norms and flags
+        if kind is not None and (tensor.shape == (width,) if kind == "tensor" else tensor.numel() >= width):
+            dtypes.setdefault(kind, set()).add(str(tensor.dtype).removeprefix("torch."))
+    return {kind: sorted(names) for kind, names in dtypes.items()}
 
 
 def train_sizes(arguments: str, sizes: list[int]) -> list[float]:
