@@ -46,8 +46,9 @@ rm -rf "$folder/huggingface"
 step "7/7 Draw the loss curve"
 "$python" tools/plot_run.py "$HL_RESULTS_DIR" --loss-only --output "$folder/loss.png"
 
-"$python" - "$folder" <<'END'
+"$python" - "$folder" "$vocabulary" <<'END'
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -55,9 +56,10 @@ folder = Path(sys.argv[1])
 rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open(encoding="utf-8")]
 valid = [row for row in rows if row["kind"] == "valid"]
 first, last = valid[0], valid[-1]
+guess = math.log(int(sys.argv[2]))  # of every token alike
 print(f"""
 validation loss {first["lm_loss"]:.2f} at iteration {first["iteration"]}, {last["lm_loss"]:.2f} at iteration \
-{last["iteration"]} ({last["lm_loss"] / first["lm_loss"]:.0%} of the first)
+{last["iteration"]}: {last["lm_loss"] / guess:.0%} of {guess:.2f} = ln {sys.argv[2]}, a uniform guess
 tokenizer       {folder}/tokenizer
 dataset         {folder}/stdlib_text_document.bin, .idx
 checkpoints     {folder}/run/checkpoints
@@ -65,6 +67,6 @@ for transformers {folder}/huggingface
 metrics         {folder}/run/metrics.jsonl, {folder}/run/tensorboard
 loss curve      {folder}/loss.png
 resolved config {folder}/run/config.yaml""")
-sys.exit(0 if last["lm_loss"] < 0.6 * first["lm_loss"] else "the loss did not fall below 60 % of the first")
+sys.exit(0 if last["lm_loss"] < 0.6 * guess else "the loss did not fall below 60 % of a uniform guess")
 END
 printf '\nDone in %d s after set-up.\n' "$((SECONDS - began))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.command_line import PRESETS_DIR, parse_arguments
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from tests.models.outputs import Array, build_model, config_of, context_of, logits_of, mean_loss
@@ -70,6 +72,18 @@ def test_packed_documents_on_ranks_equal_one_process(ranks: RankPools, name: str
     parallel = f"{arguments} --tensor-model-parallel-size 4 --sequence-parallel"
     for logits in ranks(4)(packed_on_rank, parallel, tokens):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS_DIR.glob("tiny_*.yaml")))
+def test_tiny_presets_start_at_the_loss_of_a_uniform_guess(preset: str) -> None:
+    """Tied weights with a large spread start above it: each token predicts itself."""
+    config, _ = parse_arguments(["--config", preset, "--data-path", "none", "--device", "cpu"])
+    size = config.model.vocab_size
+    assert size is not None
+    tokens = torch.randint(0, size, (4, config.training.seq_length + 1), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        loss = build_model(config, SINGLE)(tokens[:, :-1], project=mean_loss(tokens[:, 1:], SINGLE))
+    assert float(loss) == pytest.approx(math.log(size), rel=0.05)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
