@@ -163,6 +163,8 @@ def expectation(arguments: argparse.Namespace, tokenizer: Tokenizer | None, note
         return value if type(value) is int else None
 
     vocab_size = arguments.vocab_size or (tokenizer.vocab_size if tokenizer else integer("vocab_size"))
+    if tokenizer and arguments.tokenizer_type in ("NullTokenizer", "TikTokenizer"):
+        vocab_size = tokenizer.vocab_size  # which --vocab-size describes, without NullTokenizer's end of document
     eod = tokenizer.eod if tokenizer else integer("eod")
     if arguments.append_eod and eod is None:
         raise DataError("--append-eod: the end-of-document id is unknown; give --tokenizer-type and its files")

@@ -48,11 +48,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     tokenizer = add_tokenizer_flags(parser, required=True)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     tokenizer.add_argument(
-        "--parse-special-tokens",
-        action="store_true",
-        help="encode special tokens written out in a document as their ids (default: as text)",
-    )
-    tokenizer.add_argument(
         "--reference-tokenizer",
         action="store_true",
         help="do not use the accelerated tokenizer, whose ids are compared with the reference's on a sample",
@@ -162,9 +157,14 @@ def job_of(arguments: argparse.Namespace) -> PreprocessJob:
     sources, keys = find_input(arguments), tuple(arguments.json_keys)
     if len(keys) > 1 and any(source.kind == "text" for source in sources):
         raise DataError(f"--json-keys {' '.join(keys)}: text files have no keys; give JSONL, or one key")
-    tokenizer = tokenizer_of(arguments, parse_special_tokens=arguments.parse_special_tokens)
+    tokenizer = tokenizer_of(arguments)
     if arguments.append_eod and tokenizer.eod is None:
         raise DataError("--append-eod: this tokenizer has no end-of-document token; name it with --eod-token")
+    if arguments.append_eod and tokenizer.identity["after"][-1:] == [tokenizer.eod]:
+        raise DataError(
+            f"--append-eod would end each document twice: the tokenizer's own files end it with id {tokenizer.eod}. "
+            "Leave out --append-eod, or give --no-prepend-bos"
+        )
     return PreprocessJob(
         sources=sources,
         keys=keys,

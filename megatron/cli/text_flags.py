@@ -78,26 +78,49 @@ def add_tokenizer_flags(
         required=required,
         metavar="TYPE",
         help="GPT2BPETokenizer, HFTokenizer, SentencePieceTokenizer, TikTokenizer or NullTokenizer; also "
-        "HuggingFaceTokenizer, Llama2Tokenizer",
+        "HuggingFaceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer",
     )
     group.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="tokenizer.json or its folder; SentencePiece .model; tiktoken rank file",
+        help="tokenizer.json or its folder; SentencePiece .model; tiktoken rank file, or Megatron's JSON vocabulary",
     )
     group.add_argument("--vocab-file", metavar="PATH", help="GPT2BPETokenizer: vocab.json")
     group.add_argument("--merge-file", metavar="PATH", help="GPT2BPETokenizer: merges.txt")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: one more than the largest id")
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="NullTokenizer: one more than the largest id of a text, which is the end of document. TikTokenizer, JSON: "
+        "number of ids, special tokens included (default: 131072)",
+    )
     group.add_argument(
         "--tiktoken-pattern",
         metavar="NAME",
-        help="TikTokenizer: pattern that splits text (default: found from the size of the file)",
+        help="TikTokenizer: pattern that splits text (default: found from the size of the file; of JSON: v2)",
+    )
+    group.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=int,
+        metavar="N",
+        help="TikTokenizer's JSON: ids before those of the text (default: 1000)",
+    )
+    group.add_argument(
+        "--prepend-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin each text with the begin-of-text id (default: as Megatron's tokenizer of that name; "
+        "docs/data_format.md)",
+    )
+    group.add_argument(
+        "--parse-special",
+        action=argparse.BooleanOptionalAction,
+        help="encode special tokens written out in a document as their ids, not as text (default: likewise)",
     )
     group.add_argument("--eod-token", metavar="TOKEN", help="the end-of-document token (default: the tokenizer's own)")
     return group
 
 
-def tokenizer_of(arguments: argparse.Namespace, *, parse_special_tokens: bool = False) -> Tokenizer:
+def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
     """Build the tokenizer. Raises DataError."""
     from megatron.data.tokenizers.build import build_tokenizer
 
@@ -108,6 +131,8 @@ def tokenizer_of(arguments: argparse.Namespace, *, parse_special_tokens: bool = 
         arguments.merge_file,
         arguments.vocab_size,
         eod_token=arguments.eod_token,
-        parse_special_tokens=parse_special_tokens,
+        prepend_bos=arguments.prepend_bos,
+        parse_special_tokens=arguments.parse_special,
         tiktoken_pattern=arguments.tiktoken_pattern,
+        tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
     )

@@ -38,6 +38,7 @@ class DataConfig:
             "HFTokenizer",
             "HuggingFaceTokenizer",
             "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
             "Llama2Tokenizer",
             "TikTokenizer",
             "NullTokenizer",
@@ -51,8 +52,11 @@ class DataConfig:
     """GPT2BPETokenizer: vocab.json."""
     merge_file: str | None = None
     """GPT2BPETokenizer: merges.txt."""
-    tiktoken_pattern: Literal["r50k", "cl100k", "o200k", "llama3"] | None = None
-    """TikTokenizer: pattern and special tokens of the rank file. Unset: derived from its number of ranks."""
+    tiktoken_pattern: Literal["r50k", "cl100k", "o200k", "llama3", "v1", "v2"] | None = None
+    """TikTokenizer: pattern and special tokens of the rank file. Unset: derived from its number of ranks. `v1`, `v2`:
+    of Megatron's JSON vocabulary, for which unset is v2."""
+    tiktoken_num_special_tokens: Positive | None = None
+    """TikTokenizer: number of ids before those of the text in Megatron's JSON vocabulary. Unset: 1000."""
     eod_token: str | None = None
     """Token that ends a document, such as `<|endoftext|>`. Unset: the tokenizer's."""
     eod_token_id: NonNegative | None = None

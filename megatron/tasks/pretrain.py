@@ -88,9 +88,12 @@ def end_of_document(config: Config) -> int | None:
         data.tokenizer_model,
         data.vocab_file,
         data.merge_file,
-        config.model.vocab_size,
+        # the model's vocabulary includes the end of document, which follows NullTokenizer's
+        config.model.vocab_size - (data.tokenizer_type == "NullTokenizer"),
         eod_token=data.eod_token,
+        prepend_bos=False,  # the data is tokenized
         tiktoken_pattern=data.tiktoken_pattern,
+        tiktoken_num_special_tokens=data.tiktoken_num_special_tokens,
     )
     if tokenizer.vocab_size > config.model.vocab_size:
         raise DataError(

@@ -156,15 +156,15 @@ def test_every_end_of_document_is_counted(tmp_path: Path, blocks: None, capsys: 
     for number in range(60):
         sequences = [generator.integers(0, 999, generator.integers(0, 9)).tolist() for _ in range(number % 4)]
         if number % 3 and sequences:
-            sequences[-1] = [*sequences[-1], 999]
+            sequences[-1] = [*sequences[-1], 1000]
         documents.append(sequences)
     write_documents(tmp_path / "d", documents)
     flat = [[i for ids in sequences for i in ids] for sequences in documents]
-    lacking = [n for n, ids in enumerate(flat) if ids and ids[-1] != 999]
+    lacking = [n for n, ids in enumerate(flat) if ids and ids[-1] != 1000]
     found = inspect_json(capsys, tmp_path / "d", "--verify", *NULL)["verified"]
     assert found["findings"] == {}
     assert found["documents_with_tokens"] == sum(map(bool, flat))
-    assert found["documents_ending_with_eod"] == sum(ids[-1:] == [999] for ids in flat)
+    assert found["documents_ending_with_eod"] == sum(ids[-1:] == [1000] for ids in flat)
 
     assert inspect(tmp_path / "d", "--verify", "--append-eod", "--json", *NULL) == 1
     found = json.loads(capsys.readouterr().out)["verified"]["findings"]
@@ -172,7 +172,7 @@ def test_every_end_of_document_is_counted(tmp_path: Path, blocks: None, capsys: 
     assert found == {
         "end of document": {
             "count": len(lacking),
-            "first": [f"document {n} ends with {flat[n][-1]}, not 999" for n in lacking[:10]],
+            "first": [f"document {n} ends with {flat[n][-1]}, not 1000" for n in lacking[:10]],
         }
     }
 
@@ -219,7 +219,7 @@ def test_another_tokenizer_than_the_datas_is_found(tmp_path: Path, capsys: pytes
         write_documents(tmp_path / "d", [[[1]]], tokenizer=identity)
         assert inspect(tmp_path / "d", "--verify", *NULL) == status
     said = capsys.readouterr().out
-    assert re.search(r'd\.sha256 says .*"vocab_size": 1001.*, but the tokenizer is .*"vocab_size": 1000', said)
+    assert re.search(r'd\.sha256 says .*"vocab_size": 1002.*, but the tokenizer is .*"vocab_size": 1001', said)
 
 
 def test_a_vocabulary_that_the_files_type_cannot_hold_is_found(

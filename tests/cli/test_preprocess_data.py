@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.cli import preprocess_data, train_tokenizer
+from megatron.cli import merge_datasets, preprocess_data, train_tokenizer
 from megatron.data.document_blocks import BLOCK_BYTES
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
@@ -55,8 +55,44 @@ def test_end_of_document_ids_are_counted_in_the_lengths(tmp_path: Path) -> None:
     assert preprocess("--input", source, "--output-prefix", tmp_path / "out", "--append-eod", *NULL) == 0
     data = IndexedDataset(tmp_path / "out_text_document")
     assert data.lengths.tolist() == [4, 2]
-    assert documents(tmp_path / "out_text_document") == [[1, 2, 3, 999], [4, 999]]
+    assert documents(tmp_path / "out_text_document") == [[1, 2, 3, 1000], [4, 1000]]
     assert data.num_tokens == 6
+
+
+def test_the_begin_of_text_id_is_part_of_what_identifies_a_dataset(
+    tmp_path: Path, test_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = jsonl(tmp_path / "in.jsonl", [{"text": "one two"}, {"text": ""}, {"text": "three"}])
+    model = test_data / "tokenizers" / "mistral" / "tokenizer.model.v1"
+    llama = ("--input", source, "--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", model, "--append-eod")
+    assert preprocess(*llama, "--output-prefix", tmp_path / "bos") == 0
+    assert preprocess(*llama, "--output-prefix", tmp_path / "none", "--no-prepend-bos") == 0
+    plain = documents(tmp_path / "none_text_document")
+    assert documents(tmp_path / "bos_text_document") == [[1, *ids] for ids in plain]
+    assert len(plain) == 2
+    capsys.readouterr()
+    inputs = ("--input", str(tmp_path / "bos_text_document"), str(tmp_path / "none_text_document"))
+    assert merge_datasets.main([*inputs, "--output-prefix", str(tmp_path / "both")]) == 1
+    assert "was made with the tokenizer" in capsys.readouterr().err
+
+
+def test_an_end_that_the_tokenizer_adds_is_not_appended_twice(
+    tmp_path: Path, test_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tokenizers
+    from tokenizers import processors
+
+    inner = tokenizers.Tokenizer.from_file(str(test_data / "tokenizers" / "gpt2" / "tokenizer.json"))
+    inner.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 50256)]
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    source = jsonl(tmp_path / "in.jsonl", [{"text": "one"}])
+    arguments = ("--input", source, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", tmp_path)
+    assert preprocess(*arguments, "--output-prefix", tmp_path / "own") == 0
+    assert documents(tmp_path / "own_text_document") == [[505, 50256]]
+    assert preprocess(*arguments, "--output-prefix", tmp_path / "twice", "--append-eod") == 1
+    assert "--append-eod would end each document twice" in capsys.readouterr().err
 
 
 def test_every_key_gets_a_finished_dataset(tmp_path: Path) -> None:
@@ -112,7 +148,7 @@ BAD_LINES = {
     "bad UTF-8": (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
     "unpaired surrogate": (b'{"text": "\\ud800"}', "not JSON"),
     "deep": (b'{"text": ' + b"[" * 5000, "not JSON"),
-    "refused by the tokenizer": (b'{"text": "1000"}', "id 1000 is outside"),
+    "refused by the tokenizer": (b'{"text": "1001"}', "id 1001 is outside"),
 }
 
 
@@ -187,7 +223,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "in.jsonl", [{"text": "65535 65536 69999"}])
     null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "70000", "--append-eod")
     assert preprocess("--input", source, "--output-prefix", tmp_path / "out", *null) == 0
-    assert documents(tmp_path / "out_text_document") == [[65535, 65536, 69999, 69999]]
+    assert documents(tmp_path / "out_text_document") == [[65535, 65536, 69999, 70000]]
     assert IndexedDataset(tmp_path / "out_text_document").dtype == np.int32
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron.data.tokenizers.base import TokenBatch, Tokenizer, any_of, refusal
+from megatron.data.tokenizers.base import IdentifiedTokenizer, TokenBatch, Tokenizer, any_of, refusal, surrounded
 from megatron.data.tokenizers.library import LibraryTokenizer
 from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.data.tokenizers.tiktoken import TikTokenizer
@@ -45,7 +45,7 @@ class AcceleratedTokenizer:
 
     def __init__(
         self,
-        reference: Tokenizer,
+        reference: IdentifiedTokenizer,
         load: Callable[[], gigatoken.Tokenizer],
         apart: re.Pattern[str] | None = None,
         batch_bytes: int = BATCH_BYTES,
@@ -76,6 +76,9 @@ class AcceleratedTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        return surrounded(self._encode_plain(texts), self._reference.added)
+
+    def _encode_plain(self, texts: Sequence[str]) -> TokenBatch:
         left = [i for i, text in enumerate(texts) if self._apart.search(text)] if self._apart else []
         if not left:
             return self._encode(list(texts))
@@ -84,7 +87,7 @@ class AcceleratedTokenizer:
         for i in left:
             rest[i] = ""
         ids, lengths = self._encode(rest)
-        left_ids, left_lengths = self._reference.encode_batch([texts[i] for i in left])
+        left_ids, left_lengths = self._reference.encode_plain([texts[i] for i in left])
         starts = np.cumsum(lengths) - lengths
         ids = np.insert(ids, np.repeat(starts[left], left_lengths), left_ids)
         lengths[left] = left_lengths
@@ -126,6 +129,8 @@ def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
             load = partial(gigatoken.Tokenizer.from_json, content)
             return AcceleratedTokenizer(tokenizer, load, apart, SENTENCEPIECE_BATCH_BYTES)
         if isinstance(tokenizer, TikTokenizer):
+            if tokenizer.pattern not in TIKTOKEN_PATTERNS:
+                raise NotAccelerated(f"gigatoken has no pattern {tokenizer.pattern}")
             pattern = TIKTOKEN_PATTERNS[tokenizer.pattern]
             load = partial(gigatoken.Tokenizer.from_tiktoken, tokenizer.path, pattern, tokenizer.special_tokens)
             return AcceleratedTokenizer(tokenizer, load)

@@ -1,7 +1,8 @@
 """Interface of all tokenizers, under the names that Megatron's users know.
 
-Documents are plain text: a literal `<|endoftext|>` is encoded as those thirteen characters, never as the special id,
-unless `parse_special_tokens` is set. No begin- or end-of-text ids are added; the caller appends the end-of-document id.
+The classes here encode plain text: a literal `<|endoftext|>` is encoded as those thirteen characters, never as the
+special id, unless `parse_special_tokens` is set, and nothing is added around a text, unless `added` is. `build.py` sets
+both as Megatron's tokenizer of that name has them. The caller appends the end-of-document id.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ class TokenBatch(NamedTuple):
     """Tokens of each document."""
 
 
+class Added(NamedTuple):
+    """Ids around a text."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
 class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
@@ -41,7 +49,8 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the ids, as JSON: `type`, `vocab_size`, `eod`, `sha256` of its files and options.
+        """Everything that decides the ids, as JSON: `type`, `vocab_size`, `eod`, `sha256` of its files and options,
+        `before` and `after`, the ids put around each text.
 
         Paths and aliases make no difference.
         """
@@ -65,6 +74,12 @@ class IdentifiedTokenizer(ABC):
 
     vocab_size: int
     eod: int | None
+    bos: int | None = None
+    """Id that begins a text; None if the tokenizer has none."""
+    template: Added = Added()
+    """Ids that the tokenizer's own files put around each text."""
+    added: Added = Added()
+    """Ids that are put around each text which has a token."""
     batch_bytes: int | None = None
 
     def __init__(self, kind: str, *contents: bytes):
@@ -79,13 +94,35 @@ class IdentifiedTokenizer(ABC):
         ids: list[int] = self.encode_batch([text]).ids.tolist()
         return ids
 
-    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        """Return the ids of all texts. Raises DataError."""
+        return surrounded(self.encode_plain(texts), self.added)
+
+    @abstractmethod
+    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
+        """Return the ids of all texts, with nothing added. Raises DataError. Thread-safe."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text. See Tokenizer."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"type": self._kind, "vocab_size": self.vocab_size, "eod": self.eod, "sha256": self._sha256}
+        described = {"type": self._kind, "vocab_size": self.vocab_size, "eod": self.eod, "sha256": self._sha256}
+        return described | {"before": list(self.added.before), "after": list(self.added.after)}
+
+
+def surrounded(batch: TokenBatch, added: Added) -> TokenBatch:
+    """Return the batch with `added` around each text that has a token."""
+    if not any(added):
+        return batch
+    ids, lengths = batch
+    has_token = lengths > 0
+    ends = np.cumsum(lengths)[has_token]
+    starts = ends - lengths[has_token]
+    # inserted at one place, the end of a text comes before the start of the next, as np.insert keeps their order
+    places = np.concatenate([np.repeat(ends, len(added.after)), np.repeat(starts, len(added.before))])
+    values = np.concatenate([np.tile(added.after, len(ends)), np.tile(added.before, len(starts))]).astype(ids.dtype)
+    return TokenBatch(np.insert(ids, places, values), lengths + has_token * (len(added.before) + len(added.after)))
 
 
 def option_bytes(name: str, value: object) -> bytes:

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 from megatron.data.indexed import DataError
-from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.base import Added, Tokenizer
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
 from megatron.data.tokenizers.null import NullTokenizer
 from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.data.tokenizers.tiktoken import TikTokenizer
 
-ALIASES = {"HuggingFaceTokenizer": "HFTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "HFTokenizer",
-    "SentencePieceTokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
-    *ALIASES,
-)
+
+class _Type(NamedTuple):
+    """What one of Megatron's names stands for."""
+
+    kind: Literal["GPT2BPETokenizer", "HFTokenizer", "SentencePieceTokenizer", "TikTokenizer", "NullTokenizer"]
+    prepend_bos: bool | None
+    """Default of `prepend_bos`. None: what the tokenizer's own files put around a text."""
+    parse_special: bool
+    """Default of `parse_special_tokens`."""
+
+
+TOKENIZER_TYPES = {
+    "GPT2BPETokenizer": _Type("GPT2BPETokenizer", False, True),
+    "HFTokenizer": _Type("HFTokenizer", None, True),
+    "HuggingFaceTokenizer": _Type("HFTokenizer", None, True),
+    "SentencePieceTokenizer": _Type("SentencePieceTokenizer", False, False),
+    "GPTSentencePieceTokenizer": _Type("SentencePieceTokenizer", False, False),
+    "Llama2Tokenizer": _Type("SentencePieceTokenizer", True, False),
+    "TikTokenizer": _Type("TikTokenizer", False, True),
+    "NullTokenizer": _Type("NullTokenizer", False, False),
+}
+"""Sources: megatron-core 0.19; Llama2Tokenizer: Megatron-LM up to core 0.16, whose class of that name prepends BOS;
+HFTokenizer: Megatron-DeepSpeed. See the table in docs/data_format.md."""
 MODEL_FILES = {
     "HFTokenizer": "a tokenizer.json or its folder",
     "SentencePieceTokenizer": "a SentencePiece .model",
@@ -33,40 +49,61 @@ def build_tokenizer(
     vocab_size: int | None = None,
     *,
     eod_token: str | None = None,
-    parse_special_tokens: bool = False,
+    prepend_bos: bool | None = None,
+    parse_special_tokens: bool | None = None,
     tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int | None = None,
 ) -> Tokenizer:
     """Return the tokenizer of that type, from the files it needs. Raises DataError.
 
-    `eod_token` (for NullTokenizer: an id) replaces the tokenizer's own end of document. With `parse_special_tokens`,
-    literal special tokens in a document become their ids; NullTokenizer has none.
+    `eod_token` (for NullTokenizer: an id) replaces the tokenizer's own end of document. With `prepend_bos`, each text
+    begins with the BOS id (and ends as the tokenizer's own files say); with `parse_special_tokens`, literal special
+    tokens in a document become their ids. None: as Megatron's tokenizer of that name. NullTokenizer has neither.
     """
-    kind = ALIASES.get(tokenizer_type, tokenizer_type)
-    if kind not in TOKENIZER_TYPES:
+    if tokenizer_type not in TOKENIZER_TYPES:
         raise DataError(f"tokenizer_type={tokenizer_type} is unknown; use one of {', '.join(TOKENIZER_TYPES)}")
-    if tiktoken_pattern is not None and kind != "TikTokenizer":
-        raise DataError(
-            f"tiktoken_pattern={tiktoken_pattern} is for TikTokenizer, not for {tokenizer_type}; leave it out"
-        )
+    kind, prepends, parses = TOKENIZER_TYPES[tokenizer_type]
+    parses = parses if parse_special_tokens is None else parse_special_tokens
+    for name, value in {
+        "tiktoken_pattern": tiktoken_pattern,
+        "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
+    }.items():
+        if value is not None and kind != "TikTokenizer":
+            raise DataError(f"{name}={value} is for TikTokenizer, not for {tokenizer_type}; leave it out")
     tokenizer: GPT2BPETokenizer | HFTokenizer | SentencePieceTokenizer | TikTokenizer | NullTokenizer
     if kind == "GPT2BPETokenizer":
         if not (vocab_file and merge_file):
             raise DataError("GPT2BPETokenizer needs --vocab-file and --merge-file: vocab.json and merges.txt")
-        tokenizer = GPT2BPETokenizer(vocab_file, merge_file, parse_special_tokens)
+        tokenizer = GPT2BPETokenizer(vocab_file, merge_file, parses)
     elif kind == "NullTokenizer":
-        if not vocab_size or not 1 <= vocab_size <= 2**31:
-            raise DataError("NullTokenizer needs --vocab-size: one more than the largest id, at most 2^31")
+        if not vocab_size or not 1 <= vocab_size < 2**31:
+            raise DataError("NullTokenizer needs --vocab-size: one more than the largest id of a text, below 2^31")
+        if parses:
+            raise DataError("parse_special_tokens is not for NullTokenizer, which has no special tokens; leave it out")
         tokenizer = NullTokenizer(vocab_size)
     elif not tokenizer_model:
         raise DataError(f"{tokenizer_type} needs --tokenizer-model: {MODEL_FILES[kind]}")
     elif kind == "HFTokenizer":
-        tokenizer = HFTokenizer(tokenizer_model, parse_special_tokens)
+        tokenizer = HFTokenizer(tokenizer_model, parses)
     elif kind == "SentencePieceTokenizer":
-        tokenizer = SentencePieceTokenizer(tokenizer_model, parse_special_tokens)
+        tokenizer = SentencePieceTokenizer(tokenizer_model, parses)
     else:
-        tokenizer = TikTokenizer(tokenizer_model, tiktoken_pattern, parse_special_tokens)
+        tokenizer = TikTokenizer(
+            tokenizer_model,
+            tiktoken_pattern,
+            parses,
+            vocab_size=vocab_size,
+            num_special_tokens=tiktoken_num_special_tokens,
+        )
     if eod_token is not None:
         tokenizer.eod = tokenizer.token_id(eod_token)
         if tokenizer.eod is None:
             raise DataError(f"eod_token {eod_token!r} is not a token of this {tokenizer_type}; name one that is")
+    prepends = prepends if prepend_bos is None else prepend_bos
+    if prepends is not False:
+        tokenizer.added = tokenizer.template
+    if prepends and not tokenizer.template.before:
+        if tokenizer.bos is None:
+            raise DataError(f"this {tokenizer_type} has no begin-of-text token; turn prepend_bos off")
+        tokenizer.added = Added((tokenizer.bos,), tokenizer.template.after)
     return tokenizer

@@ -12,6 +12,7 @@ from megatron.data.indexed import DataError
 from megatron.data.tokenizers.base import (
     END_OF_TEXT,
     KNOWN_EOD_TOKENS,
+    Added,
     IdentifiedTokenizer,
     TokenBatch,
     end_to_end,
@@ -28,6 +29,7 @@ class LibraryTokenizer(IdentifiedTokenizer):
     """Base of the tokenizers that the `tokenizers` library implements."""
 
     def __init__(self, kind: str, contents: Sequence[bytes], inner: tokenizers.Tokenizer, eod: int | None, parse: bool):
+        """`parse`: literal special tokens become their ids."""
         super().__init__(kind, *contents, option_bytes("parse_special_tokens", parse))
         inner.encode_special_tokens = not parse  # i.e. as plain text
         self._inner = inner
@@ -35,7 +37,7 @@ class LibraryTokenizer(IdentifiedTokenizer):
         self.eod = eod
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values())
 
-    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
         try:
             # the fast variant leaves out character offsets; ids are the same
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -88,6 +90,7 @@ class GPT2BPETokenizer(LibraryTokenizer):
             inner.add_special_tokens([END_OF_TEXT])
         contents = (vocab_content, merge_content)
         super().__init__("GPT2BPETokenizer", contents, inner, vocab.get(END_OF_TEXT), parse_special_tokens)
+        self.bos = self.eod  # as in GPT-2's own configuration
 
 
 def _parse_vocab(path: Path, content: bytes) -> dict[str, int]:
@@ -117,7 +120,9 @@ def _parse_merges(path: Path, content: bytes) -> list[tuple[str, str]]:
 class HFTokenizer(LibraryTokenizer):
     """A tokenizer.json, or the folder that holds one. Raises DataError.
 
-    eod is `eos_token` of the tokenizer_config.json beside it, else the first of KNOWN_EOD_TOKENS in its vocabulary.
+    eod is `eos_token` of the tokenizer_config.json beside it, else the first of KNOWN_EOD_TOKENS in its vocabulary;
+    bos is `bos_token`. What the file's post-processor puts around a text is the template; transformers adds the same,
+    whatever `add_bos_token` says in tokenizer_config.json.
     """
 
     def __init__(self, path: str | Path, parse_special_tokens: bool = False):
@@ -136,23 +141,44 @@ class HFTokenizer(LibraryTokenizer):
             ) from error
         inner.no_truncation()
         inner.no_padding()
-        eod = _eod_of(inner, file.with_name("tokenizer_config.json"))
+        config_path = file.with_name("tokenizer_config.json")
+        eod = _named_token(inner, config_path, "eos_token")
+        if eod is None:
+            known = (inner.token_to_id(name) for name in KNOWN_EOD_TOKENS)
+            eod = next((i for i in known if i is not None), None)
         super().__init__("HFTokenizer", (content,), inner, eod, parse_special_tokens)
+        self.bos = _named_token(inner, config_path, "bos_token")
+        self.template = _template_of(inner, file)
 
 
-def _eod_of(inner: tokenizers.Tokenizer, config_path: Path) -> int | None:
-    if config_path.is_file():
-        what = "a tokenizer_config.json"
-        config = parse_json(config_path, read_bytes(config_path, what), what)
-        name = config.get("eos_token") if isinstance(config, dict) else None
-        name = name.get("content") if isinstance(name, dict) else name
-        if isinstance(name, str):
-            named: int | None = inner.token_to_id(name)
-            if named is None:
-                raise DataError(
-                    f"{config_path} names eos_token {name!r}, which the tokenizer.json beside it does not know; "
-                    "use two files of the same tokenizer"
-                )
-            return named
-    known = (inner.token_to_id(name) for name in KNOWN_EOD_TOKENS)
-    return next((i for i in known if i is not None), None)
+def _named_token(inner: tokenizers.Tokenizer, config_path: Path, role: str) -> int | None:
+    """Return the id of the token that tokenizer_config.json names for `role`; None if it names none."""
+    if not config_path.is_file():
+        return None
+    what = "a tokenizer_config.json"
+    config = parse_json(config_path, read_bytes(config_path, what), what)
+    name = config.get(role) if isinstance(config, dict) else None
+    name = name.get("content") if isinstance(name, dict) else name
+    if not isinstance(name, str):
+        return None
+    named: int | None = inner.token_to_id(name)
+    if named is None:
+        raise DataError(
+            f"{config_path} names {role} {name!r}, which the tokenizer.json beside it does not know; "
+            "use two files of the same tokenizer"
+        )
+    return named
+
+
+def _template_of(inner: tokenizers.Tokenizer, file: Path) -> Added:
+    """Return what the post-processor puts around a text, seen on a short one. Raises DataError if it does more."""
+    if inner.post_processor is None:
+        return Added()
+    # a small vocabulary may have no token for "x"
+    text = next((text for text in ("x", *inner.get_vocab()) if inner.encode(text, add_special_tokens=False).ids), "")
+    plain = inner.encode(text, add_special_tokens=False).ids
+    full = inner.encode(text, add_special_tokens=True).ids
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return Added(tuple(full[:start]), tuple(full[start + len(plain) :]))
+    raise DataError(f"{file} has a post-processor that changes the ids of a text; use one that only adds tokens")

@@ -12,14 +12,17 @@ from megatron.data.tokenizers.base import IdentifiedTokenizer, TokenBatch, end_t
 
 
 class NullTokenizer(IdentifiedTokenizer):
-    """Parser of ids separated by white space, for data prepared elsewhere. eod is the last id."""
+    """Parser of ids separated by white space, for data prepared elsewhere: those of `num_ids` ids, then the eod.
 
-    def __init__(self, vocab_size: int):
-        super().__init__("NullTokenizer", option_bytes("vocab_size", vocab_size))
-        self.vocab_size = vocab_size
-        self.eod = vocab_size - 1
+    Source: megatron-core 0.17 and before. From 0.18 on, its eod is the last of the ids.
+    """
 
-    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+    def __init__(self, num_ids: int):
+        super().__init__("NullTokenizer", option_bytes("num_ids", num_ids))
+        self.vocab_size = num_ids + 1
+        self.eod = num_ids
+
+    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
         return end_to_end([self._encode(text) for text in texts], np.int32)
 
     def _encode(self, text: str) -> NDArray[np.int32]:
@@ -27,9 +30,11 @@ class NullTokenizer(IdentifiedTokenizer):
             ids = np.fromiter(map(int, text.split()), dtype=np.int64)
         except (ValueError, OverflowError) as error:
             raise DataError(f"NullTokenizer reads ids separated by white space: {error}") from None
-        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        num_ids = self.vocab_size - 1
+        outside = ids[(ids < 0) | (ids >= num_ids)]
         if len(outside):
-            raise DataError(f"id {outside[0]} is outside vocab_size={self.vocab_size}; enlarge it, or correct the text")
+            is_eod = ", which is the end-of-document id," if outside[0] == num_ids else ""
+            raise DataError(f"id {outside[0]}{is_eod} is outside vocab_size={num_ids}; enlarge it, or correct the text")
         return ids.astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -46,12 +46,14 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
         self.vocab_size: int = self._inner.get_piece_size()
         eos: int = self._inner.eos_id()
         self.eod = None if eos < 0 else eos
+        bos: int = self._inner.bos_id()
+        self.bos = None if bos < 0 else bos
         control = {self._inner.id_to_piece(i): i for i in range(self.vocab_size) if self._inner.is_control(i)}
         self.special_tokens: dict[str, int] = control if parse_special_tokens else {}
         """Pieces that are parsed in text."""
         self._special = any_of(self.special_tokens)
 
-    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
         if self._special is not None:
             return end_to_end([self._encode(text) for text in texts], np.int32)
         try:

@@ -22,7 +22,7 @@ from megatron.data.tokenizers.base import (
     refusal,
     unknown_id,
 )
-from megatron.data.tokenizers.files import looks_like, read_bytes
+from megatron.data.tokenizers.files import looks_like, parse_json, read_bytes
 
 
 class TiktokenScheme(NamedTuple):
@@ -87,38 +87,73 @@ TIKTOKEN_SCHEMES = {
 }
 
 
-class TikTokenizer(IdentifiedTokenizer):
-    """A tiktoken rank file: a token in base64 and its rank a line, as .tiktoken or Llama 3's tokenizer.model.
+# Source: megatron-core 0.19, core/tokenizers/text/libraries/tiktoken_tokenizer.py; the same since 0.15.
+MEGATRON_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+"""Patterns of Megatron's JSON vocabularies."""
+MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+MEGATRON_VOCAB_SIZE, MEGATRON_NUM_SPECIAL_TOKENS = 1 << 17, 1000
 
-    The pattern and the special tokens are not in the file. `tiktoken_pattern`, one of TIKTOKEN_SCHEMES, names them;
-    without it, the number of ranks decides. Raises DataError.
+
+class TikTokenizer(IdentifiedTokenizer):
+    """A tiktoken rank file, or the JSON vocabulary of Megatron's TikTokenizer. Raises DataError.
+
+    A rank file (.tiktoken, Llama 3's tokenizer.model) has a token in base64 and its rank a line. The pattern and the
+    special tokens are not in it. `tiktoken_pattern`, one of TIKTOKEN_SCHEMES, names them; without it, the number of
+    ranks decides.
+
+    A JSON vocabulary (.json) is a list of {"rank", "token_bytes", "token_str"}. `num_special_tokens` ids come first:
+    MEGATRON_SPECIAL_TOKENS, then <SPECIAL_7> and so on. Then come as many tokens of the file as `vocab_size` leaves
+    room for. `tiktoken_pattern` is v1 or v2, by default v2.
     """
 
     def __init__(
-        self, path: str | Path, tiktoken_pattern: str | None = None, parse_special_tokens: bool = False
+        self,
+        path: str | Path,
+        tiktoken_pattern: str | None = None,
+        parse_special_tokens: bool = False,
+        *,
+        vocab_size: int | None = None,
+        num_special_tokens: int | None = None,
     ) -> None:
         import tiktoken
 
         self.path = Path(path)
         content = read_bytes(self.path, "a tiktoken rank file")
-        ranks = _parse_ranks(self.path, content)
-        self.pattern = _scheme_name(self.path, len(ranks), tiktoken_pattern)
+        bos: int | None
+        if self.path.suffix == ".json":
+            size, num_special = vocab_size or MEGATRON_VOCAB_SIZE, num_special_tokens or MEGATRON_NUM_SPECIAL_TOKENS
+            ranks, specials = _megatron_vocabulary(self.path, content, size, num_special)
+            self.pattern, pattern = _megatron_pattern(self.path, tiktoken_pattern)
+            eod, bos = specials["</s>"], specials["<s>"]
+        else:
+            if num_special_tokens is not None:
+                raise DataError(
+                    f"tiktoken_num_special_tokens={num_special_tokens} is for a JSON vocabulary, not for {self.path}; "
+                    "leave it out"
+                )
+            ranks = _parse_ranks(self.path, content)
+            self.pattern = _scheme_name(self.path, len(ranks), tiktoken_pattern)
+            scheme = TIKTOKEN_SCHEMES[self.pattern]
+            pattern = scheme.pattern
+            specials = {token: len(ranks) + offset for token, offset in scheme.special_tokens.items()}
+            eod, bos = specials[scheme.eod], specials.get("<|begin_of_text|>")
         options = (
             option_bytes("tiktoken_pattern", self.pattern),
             option_bytes("parse_special_tokens", parse_special_tokens),
+            option_bytes("num_special_tokens", len(specials)),
         )
         super().__init__("TikTokenizer", content, *options)
-        scheme = TIKTOKEN_SCHEMES[self.pattern]
-        specials = {token: len(ranks) + offset for token, offset in scheme.special_tokens.items()}
-        self._inner = tiktoken.Encoding(
-            self.path.name, pat_str=scheme.pattern, mergeable_ranks=ranks, special_tokens=specials
-        )
+        self._inner = tiktoken.Encoding(self.path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
         self.special_tokens = specials if parse_special_tokens else {}
         """Tokens that are parsed in text."""
         self.vocab_size: int = self._inner.max_token_value + 1
-        self.eod = specials[scheme.eod]
+        self.eod, self.bos = eod, bos
 
-    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
         return end_to_end([self._encode(text) for text in texts], np.uint32)
 
     def _encode(self, text: str) -> NDArray[np.uint32]:
@@ -141,6 +176,47 @@ class TikTokenizer(IdentifiedTokenizer):
             return self._inner.encode_single_token(token)
         except KeyError:
             return None
+
+
+def _megatron_pattern(path: Path, name: str | None) -> tuple[str, str]:
+    """Return name and pattern."""
+    if name not in (None, *MEGATRON_PATTERNS):
+        raise DataError(f"tiktoken_pattern={name} is for rank files, but {path} is a JSON vocabulary; use v1 or v2")
+    return name or "v2", MEGATRON_PATTERNS[name or "v2"]
+
+
+def _megatron_vocabulary(
+    path: Path, content: bytes, vocab_size: int, num_special: int
+) -> tuple[dict[bytes, int], dict[str, int]]:
+    """Return the ids of the tokens and of the special tokens in a JSON vocabulary of Megatron's TikTokenizer."""
+    what = "a list of objects with rank, token_bytes and token_str"
+    entries = parse_json(path, content, what)
+    if not len(MEGATRON_SPECIAL_TOKENS) <= num_special < vocab_size:
+        raise DataError(
+            f"tiktoken_num_special_tokens={num_special} must be at least {len(MEGATRON_SPECIAL_TOKENS)} and below "
+            f"vocab_size={vocab_size}; change one of them"
+        )
+    if not isinstance(entries, list) or len(entries) < vocab_size - num_special:
+        found = f"{len(entries)} tokens" if isinstance(entries, list) else "no list of tokens"
+        raise DataError(
+            f"{path} has {found}; vocab_size={vocab_size} with {num_special} special tokens takes "
+            f"{vocab_size - num_special}. Give a smaller vocab_size, or {what}"
+        )
+    ranks: dict[bytes, int] = {}
+    for number, entry in enumerate(entries[: vocab_size - num_special]):
+        try:
+            token = base64.b64decode(entry["token_bytes"], validate=True)
+            is_next = entry["rank"] == number and token not in ranks and (number >= 256 or token == bytes([number]))
+        except (TypeError, KeyError, ValueError):
+            is_next = False
+        if not is_next:
+            raise DataError(
+                f"{path}: entry {number} is {str(entry)[:80]}; ranks count up from 0, the first 256 are the bytes, and "
+                "no token is there twice"
+            )
+        ranks[token] = num_special + number
+    fillers = (f"<SPECIAL_{number}>" for number in range(len(MEGATRON_SPECIAL_TOKENS), num_special))
+    return ranks, {token: number for number, token in enumerate([*MEGATRON_SPECIAL_TOKENS, *fillers])}
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
@@ -180,6 +256,10 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 def _scheme_name(path: Path, num_ranks: int, name: str | None) -> str:
     choices = ", ".join(f"{known} (of {scheme.num_ranks} ranks)" for known, scheme in TIKTOKEN_SCHEMES.items())
+    if name in MEGATRON_PATTERNS:
+        raise DataError(
+            f"tiktoken_pattern={name} is for JSON vocabularies, but {path} is a rank file; use one of {choices}"
+        )
     if name is not None:
         if name not in TIKTOKEN_SCHEMES:
             raise DataError(f"tiktoken_pattern={name} is unknown; use one of {choices}")

@@ -44,7 +44,12 @@ LLAMA3_PATTERN = (
     r"|\s+(?!\S)|\s+"
 )
 
+ROOT = Path(__file__).resolve().parents[3]
+
 REAL = ("gpt2", "gpt2_json", "bloom", "mistral_v1", "mistral_v3", "r50k", "cl100k")
+
+
+PLAIN: dict[str, Any] = {"prepend_bos": False, "parse_special_tokens": False}
 
 
 def build_real(name: str, test_data: Path, **options: Any) -> Tokenizer:
@@ -59,7 +64,7 @@ def build_real(name: str, test_data: Path, **options: Any) -> Tokenizer:
         "r50k": ("TikTokenizer", str(tiktoken / "r50k_base.tiktoken")),
         "cl100k": ("TikTokenizer", str(tiktoken / "cl100k_base.tiktoken")),
     }
-    return build_tokenizer(*arguments[name], **options)  # type: ignore[arg-type]
+    return build_tokenizer(*arguments[name], **PLAIN | options)  # type: ignore[arg-type]
 
 
 def corpus(test_data: Path, step: int = 1) -> list[str]:
@@ -101,11 +106,9 @@ def rank_file(tokens: list[bytes]) -> bytes:
 
 
 def test_both_file_formats_give_the_same_ids_and_round_trip(files: Path) -> None:
-    bpe = build_tokenizer(
-        "GPT2BPETokenizer", vocab_file=str(files / "vocab.json"), merge_file=str(files / "merges.txt")
-    )
-    from_folder = build_tokenizer("HFTokenizer", str(files))
-    from_file = build_tokenizer("HuggingFaceTokenizer", str(files / "tokenizer.json"))
+    bpe = build_tokenizer("GPT2BPETokenizer", "", str(files / "vocab.json"), str(files / "merges.txt"), **PLAIN)
+    from_folder = build_tokenizer("HFTokenizer", str(files), **PLAIN)
+    from_file = build_tokenizer("HuggingFaceTokenizer", str(files / "tokenizer.json"), **PLAIN)
     for tokenizer in (bpe, from_folder, from_file):
         assert (tokenizer.vocab_size, tokenizer.eod) == (259, 258)
         assert tokenizer.encode("hello") == [257, *bpe.encode("lo")]
@@ -233,10 +236,12 @@ def test_eod_is_the_configs_eos_token(test_data: Path, files: Path) -> None:
 def test_null_tokenizer_reads_ids() -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert tokenizer.encode(" 3 14\n15 ") == [3, 14, 15]
-    assert tokenizer.eod == 99
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)  # as in megatron-core 0.16: no id of a text
     assert tokenizer.decode([3, 14]) == "3 14"
-    with pytest.raises(DataError, match="id 100 is outside vocab_size=100"):
+    with pytest.raises(DataError, match="id 100, which is the end-of-document id, is outside vocab_size=100"):
         tokenizer.encode("100")
+    with pytest.raises(DataError, match="id 101 is outside vocab_size=100"):
+        tokenizer.encode("101")
     with pytest.raises(DataError, match="'pi'"):
         NullTokenizer(9).encode("3 pi")
 
@@ -357,7 +362,7 @@ def test_the_end_of_document_can_be_named(name: str, token: str, expected: int |
 
 def test_the_end_of_document_of_ids_is_an_id() -> None:
     assert build_tokenizer("NullTokenizer", vocab_size=100, eod_token="7").eod == 7
-    for bad in ("100", "-1", "x", "", "9" * 5000):
+    for bad in ("101", "-1", "x", "", "9" * 5000):
         with pytest.raises(DataError, match="is not a token of this NullTokenizer"):
             build_tokenizer("NullTokenizer", vocab_size=100, eod_token=bad)
 
@@ -384,7 +389,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_literal_special_tokens_stay_text_by_default(name: str, test_data: Path) -> None:
+def test_literal_special_tokens_stay_text_unless_parsed(name: str, test_data: Path) -> None:
     token, special = SPECIAL[name]
     plain = build_real(name, test_data)
     parsing = build_real(name, test_data, parse_special_tokens=True)
@@ -431,7 +436,8 @@ def test_identity_depends_on_contents_and_options_only(files: Path, tmp_path: Pa
     different = [
         identity("GPT2BPETokenizer", "", copy / vocab.name, copy / merges.name),
         identity("GPT2BPETokenizer", "", vocab, merges, eod_token="he"),
-        identity("GPT2BPETokenizer", "", vocab, merges, parse_special_tokens=True),
+        identity("GPT2BPETokenizer", "", vocab, merges, parse_special_tokens=False),
+        identity("GPT2BPETokenizer", "", vocab, merges, prepend_bos=True),
         *(identity("TikTokenizer", files / "ranks.tiktoken", tiktoken_pattern=name) for name in TIKTOKEN_SCHEMES),
         build_tokenizer("NullTokenizer", vocab_size=259).identity,
         bpe,
