@@ -165,7 +165,7 @@ class GPTDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Return sample `index`: seq_length + 1 token ids.
 
-        Raises DataError for an id outside the vocabulary, or if the files contradict each other.
+        Raises DataError for an id outside the vocabulary, or if the files contradict each other or were truncated.
         """
         sample: NDArray[np.int64] = self._read(self._reader.read_one, index)
         return sample
@@ -187,6 +187,7 @@ class GPTDataset:
 
     def _read(self, read: Callable[..., Any], *arguments: Any) -> Any:
         """Call the reader, and add the name of this dataset to its errors."""
+        self._data.check_sizes()
         try:
             return read(*arguments)
         except IndexError as error:

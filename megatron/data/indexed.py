@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import time
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ LOSS_MASK_SUFFIX = "_loss_mask"
 BLOCK_ENTRIES = 1 << 20
 """Table entries processed at a time, which bounds the memory."""
 
+SIZE_CHECK_INTERVAL_S = 0.01
+"""Least time between two looks at the sizes of the files, so that they cost nothing."""
+
 # Enough of a .bin to detect a rewritten one, little enough to read at every start.
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK_BYTES = 4096
@@ -66,6 +70,9 @@ class IndexedDataset:
     """Memory-mapped reader of PREFIX.bin and PREFIX.idx.
 
     Opening reads only the header and the ends of the tables, whatever the size of the dataset. Raises DataError.
+
+    A file that is truncated while it is mapped kills the process that reads beyond its new end, by SIGBUS. Readers call
+    `check_sizes` before, as `read` does.
     """
 
     def __init__(self, prefix: str | Path):
@@ -73,6 +80,7 @@ class IndexedDataset:
         self._idx_path, self._bin_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
         self._idx = idx = _map(self._idx_path, self.prefix)
         self._bin = _map(self._bin_path, self.prefix)
+        self._next_check_s = 0.0
         self.dtype, num_sequences, num_document_entries = self._read_header(idx)
         self.has_modes = len(idx) > HEADER_BYTES + 12 * num_sequences + 8 * num_document_entries
         """True for a multimodal index, which has a mode for each sequence."""
@@ -157,6 +165,20 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return len(self._bin) // self.dtype.itemsize
 
+    def check_sizes(self) -> None:
+        """Raise DataError if a file was truncated since it was opened. Looks once every SIZE_CHECK_INTERVAL_S."""
+        now_s = time.monotonic()
+        if now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + SIZE_CHECK_INTERVAL_S
+        for path, mapped in ((self._idx_path, self._idx), (self._bin_path, self._bin)):
+            size = mapped.size()  # of the file now; len() is that of the map
+            if size < len(mapped):
+                raise DataError(
+                    f"{path} has {size} bytes, but had {len(mapped)} when it was opened: it was truncated while it was "
+                    "read; copy it again"
+                )
+
     def release_memory(self) -> None:
         """Release the pages read so far, as a pass over the whole dataset should; the next read loads them again."""
         self._idx.madvise(mmap.MADV_DONTNEED)
@@ -193,6 +215,7 @@ class IndexedDataset:
 
         Raises IndexError outside the dataset or the sequence, DataError if the index points outside the .bin.
         """
+        self.check_sizes()
         if not 0 <= sequence < len(self.lengths):
             raise IndexError(f"sequence {sequence} is outside the {len(self.lengths)} of {self.prefix}")
         whole = int(self.lengths[sequence])

@@ -12,20 +12,44 @@ from pathlib import Path
 
 
 class AppendFile:
-    """File that grows by whole lines: each is in it when `write` returns, or no part of it is."""
+    """File that grows by whole lines: each is in it when `write` returns, or no part of it is.
+
+    A file that is deleted meanwhile is begun anew, with a warning.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._path = path
+        self._file = _open(path)
 
     def write(self, line: bytes) -> None:
         """Append a line. Raises OSError, as on a full disk."""
-        end = os.fstat(self._file).st_size
+        status = os.fstat(self._file)
+        if status.st_nlink == 0:
+            self._begin_anew()
+            status = os.fstat(self._file)
+        end = status.st_size
         if os.write(self._file, line) < len(line):
             os.ftruncate(self._file, end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def _begin_anew(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = _open(self._path)
+        os.close(self._file)
+        self._file = file
+        warn_deleted(self._path)
+
     def close(self) -> None:
         os.close(self._file)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+def warn_deleted(path: Path) -> None:
+    """Report a file that was deleted during the run, and is begun anew."""
+    _warn(f"{path} was deleted during the run: what it held is lost. A new file is begun; training continues")
 
 
 class WriteErrors:

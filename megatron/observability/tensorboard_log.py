@@ -6,29 +6,42 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.observability.append_file import warn_deleted
+
 
 class TensorBoardLog:
     """One event file, which holds all the scalars of a step as one event.
 
     This is the FileWriter below SummaryWriter, whose `add_scalar` writes an event for each tag: 2 ms a logged step
     instead of 0.2. A resumed run writes a file of its own; TensorBoard drops the points that it supersedes. (A
-    SessionLog would purge by step, which is an iteration for some tags and a number of samples for others.)
+    SessionLog would purge by step, which is an iteration for some tags and a number of samples for others.) A file that
+    is deleted meanwhile is begun anew, with a warning.
 
     A thread writes the events. After its first error, such as a full disk, every call raises that OSError.
     """
 
     def __init__(self, folder: str | Path) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import FileWriter  # late: the import takes 0.1 s
 
-        self._summary = Summary
+        self._summary, self._folder = Summary, Path(folder)
         # the thread raises its error too, which prints a traceback: the calls report it
         self._excepthook = threading.excepthook
         threading.excepthook = self._ignore_writer
-        self._writer = FileWriter(str(folder))
+        self._open()
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import FileWriter  # late: the import takes 0.1 s
+
+        earlier = set(self._folder.glob("*"))
+        self._writer = FileWriter(str(self._folder))
+        self._file = (set(self._folder.glob("*")) - earlier).pop()
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Write one event. Raises OSError."""
+        if not self._file.exists():
+            self._writer.close()
+            self._open()
+            warn_deleted(self._file)
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._writer.add_summary(self._summary(value=values), step)
 

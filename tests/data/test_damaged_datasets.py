@@ -326,3 +326,43 @@ def test_a_full_disk_is_predicted_and_handled(
     assert merge_datasets.main(command) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert os.listdir(small_disk) == []
+
+
+READ_AFTER_A_CUT = """
+import os, sys, time
+from pathlib import Path
+from megatron.data.gpt import GPTDataset
+from megatron.data.indexed import SIZE_CHECK_INTERVAL_S, DataError, IndexedDataset
+
+for suffix in (".bin", ".idx"):
+    for way in ("read", "item", "batch"):
+        prefix = sys.argv[1] + way + suffix
+        data = IndexedDataset(prefix)
+        samples = GPTDataset(data, range(len(data)), num_samples=4, seq_length=4, seed=1)
+        ways = {"read": lambda: data.read(1), "item": lambda: samples[2], "batch": lambda: samples.get_batch([0, 3])}
+        read = ways[way]
+        read()
+        os.truncate(prefix + suffix, 0)
+        time.sleep(2 * SIZE_CHECK_INTERVAL_S)
+        try:
+            read()
+        except DataError as error:
+            print(error)
+"""
+
+
+def test_a_file_truncated_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """In a process of its own, which reading beyond the end of a mapped file would kill."""
+    cases = [(way, suffix) for suffix in (".bin", ".idx") for way in ("read", "item", "batch")]
+    for way, suffix in cases:
+        write_dataset(tmp_path / f"{way}{suffix}", [20, 30])
+    command = [sys.executable, "-c", READ_AFTER_A_CUT, f"{tmp_path}/"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert len(run.stdout.splitlines()) == len(cases)
+    for (way, suffix), line in zip(cases, run.stdout.splitlines(), strict=True):
+        size = 100 if suffix == ".bin" else HEADER_BYTES + 2 * 12 + 3 * 8
+        assert line == (
+            f"{tmp_path}/{way}{suffix}{suffix} has 0 bytes, but had {size} when it was opened: it was truncated while "
+            "it was read; copy it again"
+        )

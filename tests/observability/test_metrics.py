@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -389,6 +390,38 @@ def test_a_full_disk_costs_rows_and_is_said_once_and_at_the_end(
     log.close()
     assert capsys.readouterr().err == "WARNING: metrics.jsonl: 2 writes failed, and their content is lost\n"
     assert [row["iteration"] for row in rows(tmp_path)] == [1, 4]
+
+
+def test_a_deleted_results_folder_is_said_once_a_file_and_begun_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    with open_log(config_for(folder)) as log:
+        log.log_step(at(1))
+        shutil.rmtree(folder)
+        log.log_step(at(2))
+        log.log_step(at(3))
+    assert capsys.readouterr().err.splitlines() == [
+        f"WARNING: {folder / name} was deleted during the run: what it held is lost. A new file is begun; training "
+        "continues"
+        for name in ("metrics.jsonl", "train.log")
+    ]
+    assert [row["iteration"] for row in rows(folder)] == [2, 3]
+    assert (folder / "train.log").read_text().count("consumed samples") == 2
+
+
+def test_a_folder_that_cannot_be_made_again_costs_rows_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    with open_log(config_for(folder)) as log:
+        shutil.rmtree(folder)
+        folder.touch()  # a file in its place
+        log.log_step(at(1))
+        log.log_step(at(2))
+    files = ("metrics.jsonl", "train.log")
+    assert capsys.readouterr().err.splitlines() == [
+        *(f"WARNING: {name} cannot be written: File exists; training continues" for name in files),
+        *(f"WARNING: {name}: 2 writes failed, and their content is lost" for name in files),
+    ]
 
 
 def test_a_row_that_fits_in_part_is_taken_back(tmp_path: Path) -> None:

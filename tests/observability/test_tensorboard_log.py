@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import resource
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -76,3 +78,16 @@ def test_only_its_own_errors_are_kept_from_stderr(tmp_path: Path, monkeypatch: p
     thread.join()
     log.close()
     assert seen == [OSError]
+
+
+def test_a_deleted_folder_is_said_once_and_begun_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "tensorboard"
+    log = TensorBoardLog(folder)
+    log.write({"loss": 1.0}, 1)
+    shutil.rmtree(folder)
+    for step in (2, 3):
+        log.write({"loss": float(step)}, step)
+    log.close()
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"WARNING: {folder}/events\S+ was deleted during the run: .* training continues", warning)
+    assert points(folder, "loss") == [(2, 2), (3, 3)]
