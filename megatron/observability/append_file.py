@@ -14,7 +14,7 @@ from pathlib import Path
 class AppendFile:
     """File that grows by whole lines: each is in it when `write` returns, or no part of it is.
 
-    A file that is deleted meanwhile is begun anew, with a warning.
+    A file that is deleted meanwhile is recreated, with a warning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,14 +25,14 @@ class AppendFile:
         """Append a line. Raises OSError, as on a full disk."""
         status = os.fstat(self._file)
         if status.st_nlink == 0:
-            self._begin_anew()
+            self._recreate()
             status = os.fstat(self._file)
         end = status.st_size
         if os.write(self._file, line) < len(line):
             os.ftruncate(self._file, end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _begin_anew(self) -> None:
+    def _recreate(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = _open(self._path)
         os.close(self._file)
@@ -48,8 +48,8 @@ def _open(path: Path) -> int:
 
 
 def warn_deleted(path: Path) -> None:
-    """Report a file that was deleted during the run, and is begun anew."""
-    _warn(f"{path} was deleted during the run: what it held is lost. A new file is begun; training continues")
+    """Report a file that was deleted during the run, and is recreated."""
+    _warn(f"{path} was deleted during the run: its content so far is lost. It is recreated; training continues")
 
 
 class WriteErrors:

@@ -15,7 +15,7 @@ class TensorBoardLog:
     This is the FileWriter below SummaryWriter, whose `add_scalar` writes an event for each tag: 2 ms a logged step
     instead of 0.2. A resumed run writes a file of its own; TensorBoard drops the points that it supersedes. (A
     SessionLog would purge by step, which is an iteration for some tags and a number of samples for others.) A file that
-    is deleted meanwhile is begun anew, with a warning.
+    is deleted meanwhile is recreated, with a warning.
 
     A thread writes the events. After its first error, such as a full disk, every call raises that OSError.
     """

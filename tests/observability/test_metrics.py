@@ -392,7 +392,7 @@ def test_a_full_disk_costs_rows_and_is_said_once_and_at_the_end(
     assert [row["iteration"] for row in rows(tmp_path)] == [1, 4]
 
 
-def test_a_deleted_results_folder_is_said_once_a_file_and_begun_anew(
+def test_a_deleted_results_folder_is_reported_once_a_file_and_recreated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -402,7 +402,7 @@ def test_a_deleted_results_folder_is_said_once_a_file_and_begun_anew(
         log.log_step(at(2))
         log.log_step(at(3))
     assert capsys.readouterr().err.splitlines() == [
-        f"WARNING: {folder / name} was deleted during the run: what it held is lost. A new file is begun; training "
+        f"WARNING: {folder / name} was deleted during the run: its content so far is lost. It is recreated; training "
         "continues"
         for name in ("metrics.jsonl", "train.log")
     ]

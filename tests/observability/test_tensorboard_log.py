@@ -80,7 +80,7 @@ def test_only_its_own_errors_are_kept_from_stderr(tmp_path: Path, monkeypatch: p
     assert seen == [OSError]
 
 
-def test_a_deleted_folder_is_said_once_and_begun_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deleted_folder_is_reported_once_and_recreated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "tensorboard"
     log = TensorBoardLog(folder)
     log.write({"loss": 1.0}, 1)

@@ -13,7 +13,7 @@ from megatron.data.tokenizers.tiktoken import TikTokenizer
 
 
 class _Type(NamedTuple):
-    """What one of Megatron's names stands for."""
+    """Meaning of one of Megatron's names."""
 
     kind: Literal["GPT2BPETokenizer", "HFTokenizer", "SentencePieceTokenizer", "TikTokenizer", "NullTokenizer"]
     prepend_bos: bool | None
@@ -39,6 +39,9 @@ MODEL_FILES = {
     "SentencePieceTokenizer": "a SentencePiece .model",
     "TikTokenizer": "a tiktoken rank file",
 }
+
+
+AnyTokenizer = GPT2BPETokenizer | HFTokenizer | SentencePieceTokenizer | TikTokenizer | NullTokenizer
 
 
 def build_tokenizer(
@@ -70,7 +73,7 @@ def build_tokenizer(
     }.items():
         if value is not None and kind != "TikTokenizer":
             raise DataError(f"{name}={value} is for TikTokenizer, not for {tokenizer_type}; leave it out")
-    tokenizer: GPT2BPETokenizer | HFTokenizer | SentencePieceTokenizer | TikTokenizer | NullTokenizer
+    tokenizer: AnyTokenizer
     if kind == "GPT2BPETokenizer":
         if not (vocab_file and merge_file):
             raise DataError("GPT2BPETokenizer needs --vocab-file and --merge-file: vocab.json and merges.txt")
@@ -88,22 +91,21 @@ def build_tokenizer(
     elif kind == "SentencePieceTokenizer":
         tokenizer = SentencePieceTokenizer(tokenizer_model, parses)
     else:
-        tokenizer = TikTokenizer(
-            tokenizer_model,
-            tiktoken_pattern,
-            parses,
-            vocab_size=vocab_size,
-            num_special_tokens=tiktoken_num_special_tokens,
-        )
+        tokenizer = TikTokenizer(tokenizer_model, tiktoken_pattern, parses, vocab_size, tiktoken_num_special_tokens)
     if eod_token is not None:
         tokenizer.eod = tokenizer.token_id(eod_token)
         if tokenizer.eod is None:
             raise DataError(f"eod_token {eod_token!r} is not a token of this {tokenizer_type}; name one that is")
-    prepends = prepends if prepend_bos is None else prepend_bos
-    if prepends is not False:
-        tokenizer.added = tokenizer.template
-    if prepends and not tokenizer.template.before:
-        if tokenizer.bos is None:
-            raise DataError(f"this {tokenizer_type} has no begin-of-text token; turn prepend_bos off")
-        tokenizer.added = Added((tokenizer.bos,), tokenizer.template.after)
+    tokenizer.added = _added(tokenizer, tokenizer_type, prepends if prepend_bos is None else prepend_bos)
     return tokenizer
+
+
+def _added(tokenizer: AnyTokenizer, tokenizer_type: str, prepends: bool | None) -> Added:
+    """Return the ids around each text; None for `prepends`: those of the tokenizer's own files."""
+    if prepends is False:
+        return Added()
+    if prepends is None or tokenizer.template.before:
+        return tokenizer.template
+    if tokenizer.bos is None:
+        raise DataError(f"this {tokenizer_type} has no begin-of-text token; turn prepend_bos off")
+    return Added((tokenizer.bos,), tokenizer.template.after)

@@ -115,7 +115,6 @@ class TikTokenizer(IdentifiedTokenizer):
         path: str | Path,
         tiktoken_pattern: str | None = None,
         parse_special_tokens: bool = False,
-        *,
         vocab_size: int | None = None,
         num_special_tokens: int | None = None,
     ) -> None:
