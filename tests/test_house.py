@@ -23,6 +23,7 @@ FLOORS = {
     "accelerator": 1,
     "exit_codes": 1,
     "descriptors": 1,
+    "network": 1,
     "files": 1,
     "command_names": 1,
     "parallel": 2,
@@ -300,6 +301,12 @@ def test_every_option_has_a_reader(section: str) -> None:
 # Forbidden
 
 
+OBJECT_COLLECTIVES = (
+    *("all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list"),
+    "send_object_list",
+)
+
+
 def forbidden(module: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(module):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -311,6 +318,8 @@ def forbidden(module: ast.Module) -> Iterator[tuple[int, str]]:
             continue
         called = ast.unparse(node.func)
         options_given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if called.rpartition(".")[2] in OBJECT_COLLECTIVES:
+            yield node.lineno, f"{called}, which unpickles what it receives"
         if called in ("eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.full_load", "yaml.unsafe_load"):
             yield node.lineno, called
         if options_given.get("shell", "False") != "False":
@@ -343,6 +352,7 @@ def test_nothing_forbidden_is_called() -> None:
         "subprocess.run(command, shell=True)",
         "os.system(command)",
         "torch.load(path)",
+        "dist.all_gather_object(gathered, mine)",
         "torch.load(path, weights_only=False)",
         "numpy.load(path, allow_pickle=True)",
     ],

@@ -3,7 +3,7 @@
     python -m megatron.launch.agent --ranks-per-node M [--nodes N --rendezvous HOST:PORT] [--max-restarts R] -- FLAGS
 
 Every run goes through it: tools/launch.py becomes the agent of this machine, or has DeepSpeed's launcher start one on
-each host; InstructLab's run_training starts one. It imports torch on several nodes alone, for their rendezvous.
+each host; InstructLab's run_training starts one. It does not import torch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import multiprocessing
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 import types
 from collections import deque
@@ -26,6 +24,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -33,7 +32,8 @@ from megatron.descriptors import raise_limit
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.launch import rank
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
-from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError, TorchRendezvous
+from megatron.launch.messages import SECRET, MissingSecretError, run_secret
+from megatron.launch.rendezvous import Membership, NodeOptions, NodesRendezvous, Rendezvous, RendezvousFailedError
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 
 WATCH_S = 0.05
@@ -45,6 +45,8 @@ HUNG_GRACE_S = 1.5
 """The same after a watchdog has ended a rank: the others end by themselves, unless they are stopped or stuck."""
 KILL_S = 1.0
 """Time for the ranks to end after a second signal, and for a killed process to disappear."""
+SECRET_TIMEOUT_S = 60
+"""Time for the launcher to bring the secret of a run to its hosts, which it does while their agents start."""
 JOIN_SAVE_S = 120
 """Time for healthy ranks to save before they restart because a node joins."""
 
@@ -54,6 +56,8 @@ class AgentOptions(NodeOptions):
     """Ranks of a node, and the nodes of their run. Each field is an option of the agent's command line."""
 
     ranks_per_node: int = 1
+    secret_file: str | None = None
+    """File in the home folder from which the secret of the run is read, once, if no variable has it."""
 
     def arguments(self) -> list[str]:
         """Return the command line that `parse` reads."""
@@ -106,7 +110,7 @@ class Agent:
         self._context: Any = multiprocessing.get_context(start_method)
         self._train_flags = tuple(train_flags)
         self._received = received
-        self._rendezvous = TorchRendezvous(options) if options.nodes > 1 else Rendezvous(options)
+        self._rendezvous = NodesRendezvous(options) if options.nodes > 1 else Rendezvous(options)
         self._membership: Membership | None = None
         self._processes: list[BaseProcess] = []
         self._restarts = 0
@@ -141,6 +145,7 @@ class Agent:
                 return DONE if failure is None else shell_status(failure.returncode)
         finally:
             self._end_ranks()
+            self._rendezvous.leave()
 
     def _start_ranks(self) -> None:
         """Start the processes, agree with the other nodes, then give each process its environment."""
@@ -288,16 +293,32 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             start_method = "forkserver" if shares_imports and os.environ.get("DS_ACCELERATOR") == "cpu" else "spawn"
             if start_method == "forkserver":
                 start_fork_server()
-        if options.nodes > 1:  # torch is imported while the ranks start
-            modules = ["torch.distributed.elastic.rendezvous.registry"]
-            threading.Thread(target=importlib.import_module, args=modules, daemon=True).start()
         try:
+            if options.nodes > 1:
+                with interruptible(received):
+                    find_secret(options)
             return Agent(options, start_method, train_flags, received).run()
         except SystemExit as interrupted:
             return int(interrupted.code or DONE)
+        except MissingSecretError as error:
+            report(str(error))
+            return REFUSED
         except RendezvousFailedError as error:
             report(str(error))
             return FAILED
+
+
+def find_secret(options: AgentOptions) -> None:
+    """Set the secret of the run from the file in which the launcher puts it. Raises MissingSecretError."""
+    if options.secret_file is not None and SECRET not in os.environ:
+        path, deadline_s = Path.home() / options.secret_file, time.monotonic() + SECRET_TIMEOUT_S
+        while not path.exists():
+            if time.monotonic() > deadline_s:
+                raise MissingSecretError(f"the launcher brought no secret of this run to {path} by ssh; start it again")
+            time.sleep(WATCH_S)
+        os.environ[SECRET] = path.read_text().strip()
+        path.unlink()
+    run_secret()
 
 
 def start_fork_server() -> None:

@@ -13,6 +13,7 @@ from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import check
 from megatron.descriptors import limit_fault
+from megatron.launch.messages import MissingSecretError, run_secret
 from megatron.launch.plan import Request
 from megatron.training.deepspeed_config import deepspeed_config
 
@@ -33,6 +34,11 @@ def check_restarts(request: Request, config: Config, devices_per_node: int) -> I
         host, colon, port = request.rendezvous.rpartition(":")
         if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
             yield f"rendezvous={request.rendezvous} is not HOST:PORT; give the first node's, such as node0:29500"
+        if request.nodes > 1 and not request.dry_run:
+            try:
+                run_secret()
+            except MissingSecretError as error:
+                yield str(error)
     known = set(check(config, request.nodes * devices_per_node))
     for nodes in range(request.nodes - 1, fewest - 1, -1):
         world_size = nodes * devices_per_node

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import IO
 from megatron.exit_codes import shell_status
 from megatron.launch.agent import FAILED_GRACE_S, AgentOptions, run_agent
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
+from megatron.launch.messages import SECRET
 from megatron.launch.plan import LaunchPlan
 from megatron.resilience.shutdown import SIGNALS
 
@@ -41,7 +43,35 @@ def launch(plan: LaunchPlan) -> int:
     # the user's own come first, and ssh keeps the first value of each
     alive = SHORT_KEEP_ALIVE if plan.min_nodes < plan.nodes else KEEP_ALIVE
     environment["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, [os.environ.get("PDSH_SSH_ARGS_APPEND"), *alive]))
+    if plan.nodes > 1:
+        send_secret(plan, environment)
     return run_on_hosts(remote_command(plan), environment, plan)
+
+
+def send_secret(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
+    """Start to write a new secret for the agents into a file on each host, by ssh's standard input.
+
+    A command line, and DeepSpeed's launcher puts variables there, can be read by every user of the host.
+    """
+    secret = os.environ.get(SECRET) or secrets.token_hex(32)
+
+    def send(host: str, name: str) -> None:
+        write = f"umask 077 && cat > {name}.partial && mv {name}.partial {name}"
+        options = ["-a", "-x", "-oBatchMode=yes", *shlex.split(environment["PDSH_SSH_ARGS_APPEND"])]
+        command = ["ssh", *options, host, f"sh -c '{write}'"]
+        sent = subprocess.run(command, input=secret.encode(), capture_output=True, env=dict(environment))
+        if sent.returncode:
+            reason = sent.stderr.decode(errors="replace").strip()
+            print(f"the secret of this run could not be written on {host}: {reason}", file=sys.stderr)
+
+    for number, host in enumerate(plan.hosts):
+        name = secret_file(plan).replace("%n", str(number))
+        threading.Thread(target=send, args=(host.name, name), daemon=True).start()
+
+
+def secret_file(plan: LaunchPlan) -> str:
+    """Return the name of the file in the home folder of host %n, of which several may share one."""
+    return f".megatron-{plan.run_id}.%n"
 
 
 def agent_options(plan: LaunchPlan) -> AgentOptions:
@@ -68,7 +98,8 @@ def agent_command(plan: LaunchPlan) -> list[str]:
         return [*command, *agent_options(plan).arguments(), "--", *plan.train_flags]
     command[1:1] = ["-X", f"run={plan.run_id}"]
     # pdsh writes the number of the host for %n
-    command += [*agent_options(plan).arguments(), "--node-rank", "%n", "--", *plan.train_flags]
+    secret = ["--secret-file", secret_file(plan)] if plan.nodes > 1 else []
+    command += [*agent_options(plan).arguments(), "--node-rank", "%n", *secret, "--", *plan.train_flags]
     if plan.activate_dir is None:
         return command
     return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate_dir, *command]

@@ -1,38 +1,36 @@
 """Rendezvous of the agents of a run: how many nodes there are, which of them this one is, where rank 0 listens.
 
-One node needs no agreement, and so neither torch nor an open port here. Several nodes use torch's elastic rendezvous
-(`DynamicRendezvousHandler` over c10d), which also detects nodes that are lost or join.
+One node needs no agreement, and so no open port here. Of several, the first serves it (rendezvous_server.py), and each,
+the first included, is a client. Every message is authenticated with the secret of the run (messages.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import os
+import selectors
 import socket
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-    from torch.distributed.elastic.rendezvous import RendezvousHandler
+from megatron.launch import rendezvous_server
+from megatron.launch.messages import SECRET, Connection, run_secret
+from megatron.launch.rendezvous_server import LOST_BEATS
+from megatron.network import LOOPBACK, address_towards, free_port, listen_address, listening_socket, resolve
 
 JOIN_TIMEOUT_S = 600
 """Time for enough nodes to join."""
-LAST_CALL_S = 30
-"""Time for further nodes to join once there are enough."""
-KEEP_ALIVE_S = 5
-"""Interval of each node's heartbeat. A node that misses three is lost."""
 EXIT_BARRIER_S = 30
 """Time that a node whose ranks are done waits for the others."""
-STORE_LINGER_S = 2
-"""Time that the first node still serves the store when all are done, for the others to leave."""
-WATCH_S = 0.25
-"""Interval at which a node looks for others that wait to join."""
 RETRY_S = 1.0
 """Interval of attempts to reach the first node."""
 CONNECT_TIMEOUT_S = 5.0
+RECONNECT_S = 15.0
+"""Time to connect again to a first node that was lost, or for a program without the secret to leave its address."""
 POLL_S = 0.05
 
 
@@ -75,7 +73,7 @@ class Rendezvous:
     def join(self) -> Membership:
         """Wait until enough nodes are there. Raises RendezvousFailedError."""
         endpoint = self._options.rendezvous
-        return Membership(0, 1, *(split_endpoint(endpoint) if endpoint else ("127.0.0.1", free_port("127.0.0.1"))))
+        return Membership(0, 1, LOOPBACK, split_endpoint(endpoint)[1] if endpoint else free_port(LOOPBACK))
 
     def nodes_waiting(self) -> bool:
         """Return whether nodes wait to join. Raises RendezvousFailedError when the first node is lost."""
@@ -85,11 +83,14 @@ class Rendezvous:
         """Wait a limited time for the ranks of the other nodes to end."""
 
     def close(self) -> None:
-        """Leave; nodes that still wait to join end."""
+        """End the rendezvous: nodes that still wait to join end."""
+
+    def leave(self) -> None:
+        """Release sockets and threads, in whatever state."""
 
 
-class TorchRendezvous(Rendezvous):
-    """Torch's rendezvous, with the nodes ordered by `node_rank`.
+class NodesRendezvous(Rendezvous):
+    """Rendezvous of several nodes, ordered by `node_rank`.
 
     Without restarts no node can be replaced, so the rendezvous is left as soon as all have joined: a network that fails
     for some minutes between the agents need not concern the ranks.
@@ -97,137 +98,234 @@ class TorchRendezvous(Rendezvous):
 
     def __init__(self, options: NodeOptions) -> None:
         super().__init__(options)
-        self._handler: RendezvousHandler | None = None
-        self._store: Store | None = None
-        self._num_nodes = 0
-        self._serves = False
+        # a secret may serve several runs, which must not mix
+        self._secret = run_secret() + options.run_id.encode()
+        self._client: Client | None = None
+        self._server: rendezvous_server.Server | None = None
+        self._host, self._port = split_endpoint(options.rendezvous or "")
         self._address = ""
-        self._looked_s = 0.0
 
     def join(self) -> Membership:
-        from torch.distributed import DistError
-        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
-
         try:
-            if self._handler is None:
-                self._connect()
-            assert self._handler is not None
-            found = self._handler.next_rendezvous()
-            self._store, self._num_nodes = found.store, found.world_size
-            membership = self._order(found.rank)
-            if self._options.max_restarts == 0:
-                self._handler.shutdown()
-                self._handler = None
-        except RendezvousClosedError:
-            raise RendezvousFailedError("the run has ended on the other nodes") from None
-        except (RendezvousError, DistError, OSError) as error:
+            self._client = self._client or self._connected()
+            own = listen_address(self._host) if self._server is not None else self._address
+            order = [self._server is None, self._options.node_rank or 0, self._address, os.getpid()]
+            # rank 0 listens on the first node
+            membership = self._client.place(order=order, address=self._address, port=free_port(own))
+        except OSError as error:
             raise RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
+        if self._options.max_restarts == 0:
+            self._client.stop()
+            self._client = None
         return membership
 
     def nodes_waiting(self) -> bool:
-        from torch.distributed.elastic.rendezvous import RendezvousError
-
-        if self._handler is None or time.monotonic() - self._looked_s < WATCH_S:
-            return False
-        self._looked_s = time.monotonic()
-        try:
-            return self._handler.num_nodes_waiting() > 0
-        except RendezvousError as error:
-            raise RendezvousFailedError(f"lost the rendezvous at {self._options.rendezvous}: {error}") from None
+        return self._client is not None and self._client.nodes_waiting()
 
     def finish(self) -> None:
-        from torch.distributed import DistError
-        from torch.distributed.elastic.utils.store import barrier
-
-        if self._options.max_restarts == 0:
-            return
-        with contextlib.suppress(DistError):  # a node that failed at the very end
-            barrier(self._store, self._num_nodes, key_prefix="megatron/end", barrier_timeout=EXIT_BARRIER_S)
+        if self._client is not None:
+            self._client.finish()
 
     def close(self) -> None:
-        if self._handler is not None:
-            self._handler.shutdown()
-            if self._serves:
-                time.sleep(STORE_LINGER_S)
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.stop(rendezvous_server.LINGER_S)
 
-    def _connect(self) -> None:
-        """Reach the first node, or serve the store there. Raises RendezvousError or OSError."""
-        from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
-        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    def leave(self) -> None:
+        if self._client is not None:
+            self._client.stop()
+        if self._server is not None:
+            self._server.stop(0.0)
 
-        options = self._options
-        # a new attempt must find neither the keys of the last one nor its rank 0: each gets a store of its own
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self._serves, self._address = self._find_first_node()
-
-        def handler(is_host: bool) -> RendezvousHandler:
-            parameters = RendezvousParameters(
-                backend="c10d",
-                endpoint=options.rendezvous or "",
-                run_id=options.run_id,
-                min_nodes=options.min_nodes or options.nodes,
-                max_nodes=options.nodes,
-                local_addr=self._address,
-                is_host=is_host,
-                join_timeout=JOIN_TIMEOUT_S,
-                last_call_timeout=LAST_CALL_S,
-                keep_alive_interval=KEEP_ALIVE_S,
-            )
-            return get_rendezvous_handler(parameters)
-
-        if self._serves:
-            # of two agents on one machine the first serves
-            with contextlib.suppress(RendezvousConnectionError):
-                self._handler = handler(True)
-                return
-            self._serves = False
-        self._handler = handler(False)
-
-    def _find_first_node(self) -> tuple[bool, str]:
-        """Return whether this is the first node, and this node's address for the others. Raises OSError."""
-        from megatron.parallel.context import address_towards
-
-        host, port = split_endpoint(self._options.rendezvous or "")
+    def _connected(self) -> Client:
+        """Serve the rendezvous if this is the first node, and return a client of it. Raises OSError."""
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         while True:
             try:
-                first = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+                first = resolve(self._host)
                 own = address_towards(first)
                 if self._options.node_rank == 0 or (self._options.node_rank is None and own == first):
-                    return True, host
-                socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
-                return False, own or socket.gethostname()
+                    break
+                self._address = own or socket.gethostname()
+                return Client(self._connect, f"{self._host}:{self._port}")
             except OSError:  # the first node may not have started yet, nor have a name
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(RETRY_S)
+        self._serve()
+        self._address = self._host if self._server is not None else own or socket.gethostname()
+        return Client(self._connect, f"{self._host}:{self._port}")
 
-    def _order(self, place: int) -> Membership:
-        """Number the nodes by their `node_rank`, rather than by their addresses as torch does."""
-        assert self._store is not None
-        order = [not self._serves, self._options.node_rank or 0, self._address, os.getpid()]
-        # rank 0 listens on the first node
-        mine: list[Any] = [order, self._address, free_port("")]
-        keys = [f"megatron/node{number}" for number in range(self._num_nodes)]
-        self._store.set(keys[place], json.dumps(mine))
+    def _connect(self) -> Connection:
+        address = listen_address(self._host) if self._server is not None else self._host
+        connected = socket.create_connection((address, self._port), timeout=CONNECT_TIMEOUT_S)
+        return Connection(connected, self._secret, is_server=False)
+
+    def _serve(self) -> None:
+        """Start the server, unless another agent on this machine is the first node. Raises OSError."""
+        try:
+            listener = listening_socket(listen_address(self._host), self._port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return
+            raise
+        options = self._options
+        self._server = rendezvous_server.Server(
+            listener,
+            self._secret,
+            min_nodes=options.min_nodes or options.nodes,
+            max_nodes=options.nodes,
+            may_change=options.max_restarts > 0,
+        )
+        self._server.start()
+
+
+class Client(threading.Thread):
+    """Connection of this node to the rendezvous. A thread receives, and sends heartbeats; the rest is for the main one.
+
+    Where the connection breaks it connects again, as a new node, which makes the ranks restart.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], endpoint: str) -> None:
+        """Connect. Raises OSError."""
+        super().__init__(name="rendezvous client", daemon=True)
+        self._connect, self._endpoint = connect, endpoint
+        self._connection = connect()
+        self._lock = threading.Lock()
+        self._request: dict[str, Any] | None = None
+        """Message to send as soon as this connection can."""
+        self._join: dict[str, Any] | None = None
+        """The same, again after each new connection, until this node has its number."""
+        self._membership: Membership | None = None
+        self._waiting = 0
+        self._is_done = self._is_closed = self._leaves = self._was_lost = False
+        self._fault: str | None = None
+        self._known_s: float | None = None
+        self.start()
+
+    def place(self, **mine: Any) -> Membership:
+        """Join, and wait for this node's number. Raises RendezvousFailedError."""
+        self._membership, self._waiting = None, 0
+        self._is_done = self._was_lost = False
+        self._join = self._request = {"kind": "join", **mine}
+        self._send_request()
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-        while not self._store.check(keys):  # not `wait`, which no signal interrupts
+        while self._membership is None:
+            if self._is_closed:
+                raise RendezvousFailedError("the run has ended on the other nodes")
+            self._check()
             if time.monotonic() > deadline_s:
-                raise RendezvousFailedError(f"a node left the rendezvous at {self._options.rendezvous} while joining")
+                raise RendezvousFailedError(f"too few nodes came to the rendezvous at {self._endpoint}")
             time.sleep(POLL_S)
-        nodes = sorted(json.loads(self._store.get(key)) for key in keys)
-        return Membership(nodes.index(mine), self._num_nodes, nodes[0][1], nodes[0][2])
+        return self._membership
+
+    def nodes_waiting(self) -> bool:
+        """Return whether the nodes change. Raises RendezvousFailedError."""
+        self._check()
+        return self._waiting > 0 or self._was_lost
+
+    def finish(self) -> None:
+        """Wait a limited time until the other nodes are done, or have left."""
+        self._request = {"kind": "done"}
+        self._send_request()
+        deadline_s = time.monotonic() + EXIT_BARRIER_S
+        while not (self._is_done or self._is_closed or self._was_lost or self._fault):
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """End the rendezvous for all nodes, and leave it."""
+        self._request = {"kind": "close"}
+        self._send_request()
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the rendezvous."""
+        self._leaves = True
+        with contextlib.suppress(OSError):  # what has been sent still arrives; the server then closes its end
+            self._connection.socket.shutdown(socket.SHUT_WR)
+        self.join(CONNECT_TIMEOUT_S)
+        self._connection.close()
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise RendezvousFailedError(self._fault)
+
+    def _send_request(self) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the thread notices a connection that is broken
+            if self._request is not None and self._connection.can_send:
+                request, self._request = self._request, None
+                self._connection.send(**request)
+
+    # The thread
+
+    def run(self) -> None:
+        since_s = time.monotonic()
+        while self._fault is None:
+            try:
+                self._use_connection()
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+                if self._leaves or self._is_closed:
+                    return
+                since_s = max(since_s, self._known_s or 0.0)
+                self._reconnect(since_s + RECONNECT_S, error)
+
+    def _use_connection(self) -> None:
+        """Receive until the connection breaks. Raises OSError, EOFError and ValueError."""
+        connection = self._connection
+        beat_s = heard_s = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection.socket, selectors.EVENT_READ)
+            while True:
+                selector.select(POLL_S)
+                now_s = time.monotonic()
+                for message in connection.receive():
+                    heard_s = self._known_s = now_s
+                    self._take(message)
+                if self._leaves:
+                    continue
+                self._send_request()
+                if connection.is_known and now_s - heard_s > rendezvous_server.KEEP_ALIVE_S * LOST_BEATS:
+                    raise OSError("the first node is silent")
+                if connection.is_known and now_s - beat_s > rendezvous_server.KEEP_ALIVE_S:
+                    beat_s = now_s
+                    with self._lock:
+                        connection.send(kind="beat")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message.pop("kind")
+        if kind == "placed":
+            self._join, self._waiting = None, 0
+            self._membership = Membership(**message)
+        elif kind == "waiting":
+            self._waiting = message["count"]
+        self._is_done |= kind == "done"
+        self._is_closed |= kind == "closed"
+
+    def _reconnect(self, deadline_s: float, error: Exception) -> None:
+        """Connect again, or note the fault if that takes too long."""
+        self._connection.close()
+        time.sleep(RETRY_S)
+        while time.monotonic() < deadline_s and not self._leaves:
+            try:
+                connection = self._connect()
+            except OSError as again:
+                error = again
+                time.sleep(RETRY_S)
+                continue
+            with self._lock:
+                self._connection, self._request = connection, self._join
+            self._was_lost = self._membership is not None
+            return
+        if self._known_s is None and not isinstance(error, ConnectionRefusedError):
+            self._fault = f"the program at {self._endpoint} does not know the secret of this run ({SECRET})"
+        else:
+            self._fault = f"lost the rendezvous at {self._endpoint}: {error or type(error).__name__}"
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
     """Host and port of HOST:PORT."""
     host, _, port = endpoint.rpartition(":")
     return host, int(port)
-
-
-def free_port(address: str) -> int:
-    """Return a port that is free on this interface; '' stands for all of them."""
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        port: int = listener.getsockname()[1]
-        return port

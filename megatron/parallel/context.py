@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron import network
 from megatron.accelerator import quiet
+from megatron.parallel import plain_data
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shards import LayoutError
 
@@ -23,41 +26,65 @@ COLLECTIVES = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 LARGEST_TAG = 1  # of messages from rank to rank; DeepSpeed's pipeline sends with 0, on the CPU in the same group
 
 
-def address_towards(address: str) -> str | None:
-    """Return this machine's own address from which `address` is reached; None if unknown."""
-    try:
-        family, kind, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(there)  # sends nothing
-            own: str = probe.getsockname()[0]
-    except OSError:
-        return None
-    return own
+@functools.cache
+def _register_rendezvous() -> str:
+    """Return the URL under which torch finds `_open_store`."""
+    import torch.distributed as dist
+
+    dist.register_rendezvous_handler("megatron", _open_store)
+    return "megatron://"
 
 
-def interface_towards(address: str) -> str | None:
-    """Return the network interface of this machine from which `address` is reached; None if unknown.
+def _open_store(url: str, timeout: timedelta, **ignored: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield the store that the launcher's variables describe, this rank and the number of ranks. Raises OSError.
 
-    By default gloo takes the address that the machine's own name resolves to, on Debian and Ubuntu 127.0.1.1.
+    As torch's env:// does, except that rank 0 listens on the address MASTER_ADDR alone instead of on all of them.
     """
-    import psutil
+    import torch.distributed as dist
 
-    own = address_towards(address)
-    if own is None or own.startswith("127.") or own == "::1":
-        return None
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if any(entry.address == own for entry in addresses)), None)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port, listener = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None
+    if rank == 0 and not _has_agent_store():
+        with network.listening_socket(network.listen_address(host), port) as listening:
+            port = listening.getsockname()[1]
+            listener = listening.detach()  # the store closes it
+    yield (
+        dist.TCPStore(
+            host, port, world_size, is_master=listener is not None, timeout=timeout, master_listen_fd=listener
+        ),
+        rank,
+        world_size,
+    )
+
+
+def _has_agent_store() -> bool:
+    """Return True if torchrun's agent serves the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _set_variables() -> None:
+    """Complete the variables of a launcher: place in the world, and the interfaces to listen on.
+
+    A run on one machine listens on the loopback interface alone.
+    """
+    for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", network.LOOPBACK)):
+        os.environ.setdefault(name, alone)
+    world_size = os.environ["WORLD_SIZE"]
+    os.environ.setdefault("MASTER_PORT", "29500" if world_size != "1" else "0")
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == world_size
+    if is_one_machine and not _has_agent_store():
+        os.environ["MASTER_ADDR"] = network.LOOPBACK
+    if interface := network.interface_towards(os.environ["MASTER_ADDR"]):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if network.is_loopback(os.environ["MASTER_ADDR"]):  # by default NCCL takes any other
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def _join_process_group(device_kind: str, timeout: timedelta) -> None:
     """Join the process group that the launcher's variables describe; alone without them."""
     import deepspeed
 
-    for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, alone)
-    os.environ.setdefault("MASTER_PORT", "29500" if os.environ["WORLD_SIZE"] != "1" else "0")
-    if interface := interface_towards(os.environ["MASTER_ADDR"]):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    _set_variables()
     if not deepspeed.comm.is_initialized():
         if device_kind == "cpu":
             # DeepSpeed 0.19.8 would compile an all-reduce for inference at the first start on a machine; a run
@@ -67,6 +94,7 @@ def _join_process_group(device_kind: str, timeout: timedelta) -> None:
             deepspeed.init_distributed(
                 dist_backend=COLLECTIVES[device_kind],
                 timeout=timeout,
+                init_method=_register_rendezvous(),
                 verbose=False,
             )
 
@@ -212,24 +240,30 @@ class ParallelContext:
         return int(largest.item())
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """Return every rank's object, in order of rank. Collective."""
+        """Return every rank's object, in order of rank. Collective. Raises TypeError unless it is plain data."""
         if self.world_size == 1:
             return [mine]
         import torch.distributed as dist
 
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, mine, group=self.control_group)
-        return gathered
+        content = plain_data.encode(mine)
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        dist.all_gather(list(sizes.split(1)), torch.tensor([len(content)]), group=self.control_group)
+        padded = torch.frombuffer(bytearray(content.ljust(int(sizes.max()))), dtype=torch.uint8)
+        gathered = torch.empty(self.world_size, len(padded), dtype=torch.uint8)
+        dist.all_gather(list(gathered), padded, group=self.control_group)
+        return [plain_data.decode(bytes(row.numpy())) for row in gathered]
 
     def broadcast_object(self, mine: Any) -> Any:
-        """Return rank 0's object, on every rank. Collective."""
+        """Return rank 0's object, on every rank. Collective. Raises TypeError unless it is plain data."""
         if self.world_size == 1:
             return mine
         import torch.distributed as dist
 
-        box = [mine]
-        dist.broadcast_object_list(box, src=0, group=self.control_group)
-        return box[0]
+        content = bytearray(plain_data.encode(mine) if self.rank == 0 else b"")
+        content = content.ljust(self.broadcast(len(content)))
+        received = torch.frombuffer(content, dtype=torch.uint8)
+        dist.broadcast(received, src=0, group=self.control_group)
+        return plain_data.decode(bytes(content))
 
     def sum_over_batch_ranks(self, number: float) -> float:
         """Sum over the ranks of batch_group. Collective in that group."""

@@ -20,7 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.parallel.context import ParallelContext, address_towards
+from megatron.network import address_towards, is_loopback
+from megatron.parallel.context import ParallelContext
 
 MAC_BYTES = hashlib.sha256().digest_size
 LARGEST_BYTES = 8192
@@ -125,18 +126,14 @@ def _numbered(ranks: Sequence[int], world_size: int) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
 class Channel:
     """Datagrams between the watchdogs of all ranks. Used by their threads; `send` also by the main one."""
 
     def __init__(self, ctx: ParallelContext, address: str):
         """Exchange the addresses. Collective."""
         addresses = ctx.gather_objects(address)
-        elsewhere = [other for other in addresses if not _is_loopback(other)]
-        if _is_loopback(address) and elsewhere:  # the first host's own name often resolves to such an address
+        elsewhere = [other for other in addresses if not is_loopback(other)]
+        if is_loopback(address) and elsewhere:  # the first host's own name often resolves to such an address
             address = address_towards(elsewhere[0]) or address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)

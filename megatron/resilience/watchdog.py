@@ -26,7 +26,8 @@ from typing import IO, TYPE_CHECKING
 from megatron.config.options import Config
 from megatron.descriptors import shortage
 from megatron.exit_codes import HUNG
-from megatron.parallel.context import ParallelContext, address_towards
+from megatron.network import LOOPBACK, address_towards
+from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import OtherRankFailed, PeerLostError, is_lost_peer
 from megatron.resilience.rank_reports import FAILED, LOST, RUNNING, STUCK, Channel, Report, verdict
 
@@ -117,7 +118,7 @@ class Watchdog:
         """Connect to the other ranks. Collective."""
         if self._thread is None:
             return
-        address = address_towards(os.environ["MASTER_ADDR"]) or "127.0.0.1"
+        address = address_towards(os.environ["MASTER_ADDR"]) or LOOPBACK
         channel = Channel(ctx, address)
         started = time.strftime("%Y%m%d-%H%M%S", time.localtime(ctx.broadcast(int(time.time()))))
         if self._results_dir is not None:

@@ -25,6 +25,7 @@ from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
 from megatron.launch import agent, hosts, rank
 from megatron.launch.agent import AgentOptions
 from megatron.launch.hl_requests import from_environment
+from megatron.launch.messages import SECRET
 from megatron.launch.plan import RefusedError, Request
 from megatron.launch.preflight import preflight
 from tests import runs
@@ -141,6 +142,7 @@ def test_each_host_gets_one_agent_that_sees_all_devices(tmp_path: Path) -> None:
         rendezvous="10.0.0.1:29500",
         run_id=plan.run_id,
         max_restarts=3,
+        secret_file=f".megatron-{plan.run_id}.1",
     )
 
 
@@ -331,7 +333,8 @@ def test_one_node_needs_neither_torch_nor_a_listener() -> None:
     assert ran.stdout == "[] set()\n", ran.stderr
 
 
-def test_an_agent_that_waits_for_others_ends_at_a_signal() -> None:
+def test_an_agent_that_waits_for_others_ends_at_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "of the nodes of a test")
     port = free_port()
     timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM))
     timer.start()
@@ -437,8 +440,8 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
 
 NODE = """
 import sys
-from megatron.launch import agent, rendezvous
-rendezvous.LAST_CALL_S, rendezvous.KEEP_ALIVE_S = 2, 2
+from megatron.launch import agent, rendezvous_server
+rendezvous_server.LAST_CALL_S, rendezvous_server.KEEP_ALIVE_S = 2, 2
 sys.exit(agent.main(sys.argv[1:]))
 """
 
@@ -449,7 +452,7 @@ def node(number: int, rendezvous: str, flags: list[str], output: Path) -> subpro
         return subprocess.Popen(
             [sys.executable, "-u", "-c", NODE, *own, rendezvous, "--", *flags],
             cwd=ROOT,
-            env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", SECRET: "of the nodes of a test"},
             stdout=file,
             stderr=subprocess.STDOUT,
         )
@@ -599,8 +602,10 @@ def test_the_pods_of_the_kubernetes_job_are_nodes_of_one_run(tmp_path: Path) -> 
     assert (service["kind"], job["kind"]) == ("Service", "Job")
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    variables = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
     name = job["metadata"]["name"]
+    (secret,) = [entry for entry in container["env"] if "valueFrom" in entry]
+    assert secret["name"] == SECRET
     # what gives the first pod its name, and the name its address
     assert variables["HL_RENDEZVOUS"].startswith(f"{name}-0.{service['metadata']['name']}:")
     assert pod["subdomain"] == service["metadata"]["name"]

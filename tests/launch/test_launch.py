@@ -722,6 +722,7 @@ def test_ssh_gives_up_a_host_that_says_nothing(
     if own is not None:
         monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", own)
     monkeypatch.setattr(hosts, "run_on_hosts", keep)
+    monkeypatch.setattr(hosts, "send_secret", lambda plan, environment: None)
     hosts.launch(over_two_hosts(tmp_path))
     options = given[0]["PDSH_SSH_ARGS_APPEND"].split()
     # ssh keeps the first it is given

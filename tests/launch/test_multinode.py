@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -97,6 +98,19 @@ def runs_ranks(host: Host) -> bool:
     return host.run("pgrep", "-f", "megatron.launch.agent|multiprocessing").returncode == 0
 
 
+def addresses_listened_on(host: Host) -> set[str]:
+    """All but that of its sshd."""
+    shown = host.run("ss", "-Hltun").stdout.splitlines()
+    places = [line.split()[4].rpartition(":") for line in shown]
+    return {address for address, _, port in places if port != "22"}
+
+
+def command_lines() -> Iterator[bytes]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield path.read_bytes()
+
+
 def losses(results: Path) -> dict[int, float]:
     return {row["iteration"]: row["lm_loss"] for row in rows(results)}
 
@@ -109,8 +123,13 @@ def test_two_hosts_train_and_stop_at_the_kill_switch_and_four_resume(
     # data, index cache and kill switch lie on the second host's own disk
     own_data, own_switches, kill_switch = hosts[1].own_disk(data), hosts[1].own_disk(switches), switches / "kill"
     layout = {"HL_DP": "1", "HL_TP": "1", "HL_PP": "2", "HL_KILL_SWITCH": str(kill_switch)}
-    first = Run(hosts, hosts.login, data, results, nodes=2, **layout)
+    secret = "a secret that this test knows"
+    first = Run(hosts, hosts.login, data, results, nodes=2, **layout, MEGATRON_RUN_SECRET=secret)
     first.wait_for_iteration(3)
+    for host in hosts[0], hosts[1]:
+        assert addresses_listened_on(host) == {host.address}
+    assert not any(secret.encode() in line for line in command_lines())
+    assert not list(Path("~").expanduser().glob(".megatron-*")), "the agents have removed the files of the secret"
     (own_switches / "kill").touch()
     assert first.status() == 0, first.said
     assert f"10.77.0.1: Detected kill switch at {kill_switch}, iteration=" in first.said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chaos
-from tests import runs
+from tests import runs, strangers
 from tests.ranks import RankPools
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks as Linux shows them")
@@ -37,9 +38,19 @@ def test_killed_ranks_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: 
     data = chaos.write_dataset(tmp_path / "data")
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
     undisturbed(ranks, data, whole, 30)
+    places: list[tuple[str, int, socket.SocketKind]] = []
+
+    def strangers_come(run: chaos.Disturbed) -> bool:
+        """Once it has saved, attack all that the processes of the run listen on."""
+        if "saved" not in "".join(run.lines):
+            return False
+        places.extend(strangers.listening([run.process.pid, *strangers.children(run.process.pid)]))
+        strangers.attack(places, tmp_path / "executed")
+        return True
+
     moments: list[Callable[[chaos.Disturbed], bool]] = [
         chaos.after(0.2),  # while the ranks start
-        lambda run: "saved" in "".join(run.lines),
+        strangers_come,
         lambda run: while_a_save_is_under_way(run, disturbed / "saved"),
     ]
     outcome = chaos.disturb(chaos.flags_of(data, disturbed, 30, save_interval=5), moments, seed=0, max_restarts=3)
@@ -48,6 +59,9 @@ def test_killed_ranks_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: 
     for number in (1, 2, 3):
         assert f"was killed by SIGKILL; restart {number} of 3\n" in outcome.text
     assert f"resumed {disturbed / 'saved'}/global_step" in outcome.text
+    assert places, "no stranger came"
+    assert {address for address, _, _ in places} == {"127.0.0.1"}, "others than this machine may connect"
+    assert not (tmp_path / "executed").exists()
     assert_equal_runs(disturbed, whole)
 
 

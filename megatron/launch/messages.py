@@ -1,0 +1,126 @@
+"""Authenticated messages over a TCP connection: JSON objects, each with an HMAC that is verified before it is parsed.
+
+Both ends know the secret of the run. Each sends a nonce first; the key of the connection is derived from the secret and
+both nonces, and each message has a number, so nothing recorded can be sent again. A message is its size (4 bytes), its
+HMAC-SHA256, and JSON. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from typing import Any
+
+SECRET = "MEGATRON_RUN_SECRET"
+"""Variable with the secret of a run over several nodes, equal on all of them."""
+SHORTEST_SECRET = 16
+NONCE_BYTES = 32
+MAC_BYTES = hashlib.sha256().digest_size
+SIZE = struct.Struct("!I")
+LARGEST_BYTES = 16384
+"""Size of a message. Those between agents are below 1,000 bytes."""
+SEND_TIMEOUT_S = 5.0
+
+
+class StrangerError(OSError):
+    """The other end does not know the secret of this run, or is another program."""
+
+
+class MissingSecretError(ValueError):
+    """The nodes of a run have no secret in common."""
+
+
+def run_secret() -> bytes:
+    """Return the secret of this run. Raises MissingSecretError."""
+    secret = os.environ.get(SECRET, "")
+    if len(secret) < SHORTEST_SECRET:
+        problem = f"has {len(secret)} characters" if secret else "is not set"
+        raise MissingSecretError(
+            f"{SECRET} {problem}; give all nodes of the run the same {SHORTEST_SECRET} characters or more, which no "
+            "one else knows, such as those of `openssl rand -hex 32`"
+        )
+    return secret.encode()
+
+
+class Connection:
+    """One end of a connection, which sends and receives without waiting for the other."""
+
+    def __init__(self, connected: socket.socket, secret: bytes, *, is_server: bool) -> None:
+        """Send the nonce. Raises OSError."""
+        self.socket, self._secret, self._is_server = connected, secret, is_server
+        connected.setblocking(False)
+        with contextlib.suppress(OSError):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._key = b""
+        self._received = bytearray()
+        self._counts = [0, 0]  # sent, received
+        self.is_known = False
+        """The other end has proved that it knows the secret."""
+        self._write(self._nonce)
+
+    def send(self, **message: Any) -> None:
+        """Send a message. It must not be called before `receive` has returned for the first time. Raises OSError."""
+        body = json.dumps(message).encode()
+        self._write(SIZE.pack(len(body)) + self._mac(body, sends=True) + body)
+        self._counts[0] += 1
+
+    @property
+    def can_send(self) -> bool:
+        """The nonce of the other end has come."""
+        return bool(self._key)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have come. Raises StrangerError, EOFError at the end, and OSError."""
+        with contextlib.suppress(BlockingIOError):
+            content = self.socket.recv(65536)
+            if not content:
+                raise EOFError
+            self._received += content
+        if not self._key and len(self._received) >= NONCE_BYTES:
+            theirs, self._received = bytes(self._received[:NONCE_BYTES]), self._received[NONCE_BYTES:]
+            nonces = (self._nonce, theirs) if self._is_server else (theirs, self._nonce)
+            self._key = hmac.digest(self._secret, b"megatron agents" + b"".join(nonces), "sha256")
+        messages = []
+        while self._key and len(self._received) >= SIZE.size:
+            (size,) = SIZE.unpack_from(self._received)
+            if size > LARGEST_BYTES:
+                raise StrangerError(f"a message of {size} bytes")
+            begin = SIZE.size + MAC_BYTES
+            if len(self._received) < begin + size:
+                break
+            body = bytes(self._received[begin : begin + size])
+            if not hmac.compare_digest(self._received[SIZE.size : begin], self._mac(body, sends=False)):
+                raise StrangerError("the other end does not know the secret of this run")
+            self._counts[1] += 1
+            self.is_known = True
+            del self._received[: begin + size]
+            messages.append(json.loads(body))
+        return messages
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _mac(self, body: bytes, *, sends: bool) -> bytes:
+        from_server = self._is_server if sends else not self._is_server
+        place = b"server" if from_server else b"client"
+        return hmac.digest(self._key, b"%b %d " % (place, self._counts[0 if sends else 1]) + body, "sha256")
+
+    def _write(self, content: bytes) -> None:
+        left, deadline_s = memoryview(content), time.monotonic() + SEND_TIMEOUT_S
+        while left:
+            try:
+                left = left[self.socket.send(left) :]
+            except BlockingIOError:
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self.socket, selectors.EVENT_WRITE)
+                    if not selector.select(deadline_s - time.monotonic()):
+                        raise TimeoutError(f"the other end reads nothing for {SEND_TIMEOUT_S:g} s") from None

@@ -1,0 +1,186 @@
+"""Server of the rendezvous, a thread in the agent of the first node: which nodes there are, and what number each has.
+
+Nodes that know the secret of the run send `join`, `beat`, `done` and `close`. They receive `placed` with their number,
+`waiting` with the number of nodes that wait to join (also as a heartbeat), `done` and `closed`. A node is a connection:
+it is lost when this ends, or is silent for three heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.launch.messages import Connection
+
+KEEP_ALIVE_S = 5.0
+"""Interval of each node's heartbeat."""
+LOST_BEATS = 3
+"""Heartbeats that a lost node has missed."""
+LAST_CALL_S = 30.0
+"""Time for further nodes to join once there are enough."""
+INTRODUCTION_S = 10.0
+"""Time for a new connection to prove that it knows the secret."""
+MOST_STRANGERS = 256
+"""Number of connections that have not done so yet; a further one closes the oldest."""
+LINGER_S = 2.0
+"""Time for the nodes to read the last message."""
+POLL_S = 0.1
+
+
+@dataclass
+class Node:
+    """Another agent, or that of this node itself."""
+
+    heard_s: float
+    order: list[Any] | None = None
+    """Key by which the nodes are sorted and numbered; None: it has not joined."""
+    address: str = ""
+    port: int = 0
+    is_member: bool = False
+    """It has a number in the present round; not while it waits for the next one."""
+    is_done: bool = False
+
+
+class Server(threading.Thread):
+    """Serves the rendezvous on `listener` until `stop`, or without `may_change` until all nodes have their numbers."""
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, *, min_nodes: int, max_nodes: int, may_change: bool
+    ) -> None:
+        super().__init__(name="rendezvous", daemon=True)
+        self._listener, self._secret = listener, secret
+        self._min_nodes, self._max_nodes, self._may_change = min_nodes, max_nodes, may_change
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._nodes: dict[Connection, Node] = {}
+        self._round: list[Connection] = []
+        self._last_call_s: float | None = None
+        self._said: tuple[int, float] = (0, 0.0)
+        self._end_s: float | None = None
+        self._is_closed = False
+
+    def stop(self, linger_s: float) -> None:
+        """End once the nodes have left, at most `linger_s` from now."""
+        self._end_s = time.monotonic() + linger_s
+        self.join(linger_s + 1.0)
+
+    def run(self) -> None:
+        while self._end_s is None or (self._nodes and time.monotonic() < self._end_s):
+            for key, _ in self._selector.select(POLL_S):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            self._look(time.monotonic())
+        for connection in list(self._nodes):
+            self._drop(connection)
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        strangers = [connection for connection in self._nodes if not connection.is_known]
+        if len(strangers) >= MOST_STRANGERS:
+            self._drop(strangers[0])
+        try:
+            connected, _ = self._listener.accept()
+        except OSError:  # it has left again, or there is no descriptor for it
+            time.sleep(POLL_S)
+            return
+        try:
+            connection = Connection(connected, self._secret, is_server=True)
+        except OSError:
+            connected.close()
+            return
+        self._nodes[connection] = Node(time.monotonic())
+        self._selector.register(connected, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: Connection) -> None:
+        if connection not in self._nodes:
+            return  # dropped since it was selected
+        try:
+            for message in connection.receive():
+                self._nodes[connection].heard_s = time.monotonic()
+                self._take(connection, message)
+        except Exception:  # of whatever a stranger sends; a node reports it itself
+            self._drop(connection)
+
+    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
+        node = self._nodes[connection]
+        if message["kind"] == "join":
+            node.order, node.address, node.port = message["order"], message["address"], message["port"]
+            node.is_member = node.is_done = False
+            if self._is_closed:
+                connection.send(kind="closed")
+            elif len(self._waiting()) >= self._min_nodes:
+                self._last_call_s = time.monotonic() + LAST_CALL_S
+        elif message["kind"] == "done":
+            node.is_done = True
+        elif message["kind"] == "close":
+            self._is_closed = True
+            self._send_all(list(self._nodes), kind="closed")
+
+    def _look(self, now_s: float) -> None:
+        """Drop who is silent, number the nodes if it is time, and send what has changed."""
+        for connection, node in list(self._nodes.items()):
+            limit_s = KEEP_ALIVE_S * LOST_BEATS if connection.is_known else INTRODUCTION_S
+            if now_s - node.heard_s > limit_s:
+                self._drop(connection)
+        waiting = self._waiting()
+        members = [connection for connection, node in self._nodes.items() if node.is_member]
+        if len(waiting) < self._min_nodes:
+            self._last_call_s = None
+        is_time = self._last_call_s is not None and now_s >= self._last_call_s
+        if not members and not self._is_closed and (len(waiting) == self._max_nodes or is_time):
+            self._place(waiting)
+            return
+        left = [self._nodes[connection] for connection in self._round if connection in self._nodes]
+        if any(node.is_done for node in left) and all(node.is_done or not node.is_member for node in left):
+            done, self._round = [connection for connection in self._round if connection in self._nodes], []
+            self._send_all([connection for connection in done if self._nodes[connection].is_done], kind="done")
+        count = len(waiting) if members and len(members) < self._max_nodes else 0
+        if count != self._said[0] or now_s - self._said[1] > KEEP_ALIVE_S:
+            self._said = count, now_s
+            self._send_all(
+                [connection for connection in self._nodes if connection.is_known], kind="waiting", count=count
+            )
+
+    def _waiting(self) -> list[Connection]:
+        """Return the nodes that have joined and have no number yet, in their order, the first of them first."""
+        found = [connection for connection, node in self._nodes.items() if node.order and not node.is_member]
+        return sorted(found, key=lambda connection: self._nodes[connection].order or [])[: self._max_nodes]
+
+    def _place(self, waiting: list[Connection]) -> None:
+        first = self._nodes[waiting[0]]
+        self._round, self._last_call_s = list(waiting), None
+        for number, connection in enumerate(waiting):
+            self._nodes[connection].is_member = True
+            self._send_all(
+                [connection],
+                kind="placed",
+                node=number,
+                num_nodes=len(waiting),
+                master_addr=first.address,
+                master_port=first.port,
+            )
+        if not self._may_change:
+            self._end_s = time.monotonic() + LINGER_S
+
+    def _send_all(self, connections: list[Connection], **message: Any) -> None:
+        for connection in connections:
+            if connection in self._nodes and connection.is_known:
+                try:
+                    connection.send(**message)
+                except OSError:
+                    self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        if self._nodes.pop(connection, None) is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(connection.socket)
+            connection.close()

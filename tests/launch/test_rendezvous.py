@@ -1,0 +1,253 @@
+"""Rendezvous of several nodes, all in this process: rounds, nodes that leave and return, strangers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron import network
+from megatron.launch import rendezvous, rendezvous_server
+from megatron.launch.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SECRET, SIZE, Connection, StrangerError
+from megatron.launch.rendezvous import Membership, NodeOptions, NodesRendezvous, RendezvousFailedError
+from tests.ranks import free_port
+from tests.strangers import Bomb
+
+SHARED = "a secret of the nodes of a test"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, SHARED)
+    for module, name, value in (
+        (rendezvous_server, "LAST_CALL_S", 0.4),
+        (rendezvous_server, "KEEP_ALIVE_S", 0.3),
+        (rendezvous, "RETRY_S", 0.05),
+        (rendezvous, "RECONNECT_S", 0.6),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+class Nodes:
+    """Nodes of one run by their number, and threads in which they wait."""
+
+    def __init__(self, count: int, min_nodes: int, max_restarts: int = 3) -> None:
+        self.endpoint = f"127.0.0.1:{free_port()}"
+        self.threads = ThreadPoolExecutor(8)
+        self._options: dict[str, Any] = {"nodes": count, "min_nodes": min_nodes, "max_restarts": max_restarts}
+        self.made: list[NodesRendezvous] = []
+
+    def make(self, number: int) -> NodesRendezvous:
+        node = NodesRendezvous(NodeOptions(node_rank=number, rendezvous=self.endpoint, **self._options))
+        self.made.append(node)
+        return node
+
+    def join(self, *nodes: NodesRendezvous) -> list[Membership]:
+        return [found.result(20) for found in self.start(*nodes)]
+
+    def start(self, *nodes: NodesRendezvous) -> list[Future[Membership]]:
+        return [self.threads.submit(node.join) for node in nodes]
+
+    def close(self) -> None:
+        for node in reversed(self.made):
+            node.close()
+            node.leave()
+        self.threads.shutdown()
+
+
+@pytest.fixture
+def make_nodes() -> Iterator[Callable[..., Nodes]]:
+    made: list[Nodes] = []
+
+    def make(*arguments: Any, **options: Any) -> Nodes:
+        made.append(Nodes(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "rendezvous" not in names
+    assert "rendezvous client" not in names
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def leave(node: NodesRendezvous) -> None:
+    """Break its connection, as the end of its agent does."""
+    assert node._client is not None
+    node._client._leaves = True
+    node._client._connection.socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_nodes_are_numbered_by_their_rank_and_agree_on_the_first(make_nodes: Callable[..., Nodes]) -> None:
+    nodes = make_nodes(3, 3, max_restarts=0)
+    third, first, second = (nodes.make(number) for number in (2, 0, 1))
+    found = nodes.join(third, first, second)
+    assert [membership.node for membership in found] == [2, 0, 1]
+    assert {(one.num_nodes, one.master_addr, one.master_port) for one in found} == {
+        (3, "127.0.0.1", found[0].master_port)
+    }
+    assert found[0].master_port != int(nodes.endpoint.rpartition(":")[2])
+    # without restarts they have left, and nothing listens
+    until(lambda: first._server is not None and not first._server.is_alive())
+
+
+def test_a_node_that_fails_restarts_with_the_others_and_a_lost_one_is_left_out(
+    make_nodes: Callable[..., Nodes],
+) -> None:
+    nodes = make_nodes(2, 1)
+    first, second = nodes.make(0), nodes.make(1)
+    assert [one.num_nodes for one in nodes.join(first, second)] == [2, 2]
+    assert not first.nodes_waiting()
+    (again,) = nodes.start(second)  # its ranks failed
+    until(first.nodes_waiting)
+    assert not again.done(), "the first node still trains"
+    assert [one.node for one in (*nodes.join(first), again.result(20))] == [0, 1]
+
+    leave(second)
+    (alone,) = nodes.join(first)
+    assert (alone.node, alone.num_nodes) == (0, 1)
+    third = nodes.make(1)  # in its place
+    (joined,) = nodes.start(third)
+    until(first.nodes_waiting)
+    assert [one.num_nodes for one in (*nodes.join(first), joined.result(20))] == [2, 2]
+
+
+def test_nodes_wait_for_each_other_at_the_end_and_a_late_one_learns_of_it(make_nodes: Callable[..., Nodes]) -> None:
+    nodes = make_nodes(2, 1)
+    first, second = nodes.make(0), nodes.make(1)
+    nodes.join(first, second)
+    finished = nodes.threads.submit(first.finish)
+    time.sleep(0.3)
+    assert not finished.done()
+    second.finish()
+    finished.result(20)
+    second.close()
+    with pytest.raises(RendezvousFailedError, match="the run has ended on the other nodes"):
+        first.join()
+
+
+def test_the_last_node_does_not_wait_for_one_that_was_lost(make_nodes: Callable[..., Nodes]) -> None:
+    nodes = make_nodes(2, 1)
+    first, second = nodes.make(0), nodes.make(1)
+    nodes.join(first, second)
+    finished = nodes.threads.submit(first.finish)
+    leave(second)
+    finished.result(20)
+
+
+def test_a_connection_that_breaks_is_made_again_and_restarts_the_ranks(make_nodes: Callable[..., Nodes]) -> None:
+    nodes = make_nodes(2, 1)
+    first, second = nodes.make(0), nodes.make(1)
+    nodes.join(first, second)
+    assert second._client is not None
+    second._client._connection.socket.shutdown(socket.SHUT_RDWR)
+    until(second.nodes_waiting)
+    (again,) = nodes.start(second)
+    until(first.nodes_waiting)
+    assert [one.num_nodes for one in (*nodes.join(first), again.result(20))] == [2, 2]
+
+
+def test_without_the_first_node_the_others_end(make_nodes: Callable[..., Nodes]) -> None:
+    nodes = make_nodes(2, 1)
+    first, second = nodes.make(0), nodes.make(1)
+    nodes.join(first, second)
+    assert first._server is not None
+    leave(first)
+    first._server.stop(0.0)
+    with pytest.raises(RendezvousFailedError, match=f"lost the rendezvous at {nodes.endpoint}"):
+        until(lambda: second.nodes_waiting() and False)
+
+
+def test_nodes_with_another_secret_are_refused_by_name(
+    make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = make_nodes(2, 2)
+    first = nodes.make(0)
+    (waiting,) = nodes.start(first)
+    monkeypatch.setenv(SECRET, "a secret of another run, or a guess")
+    with pytest.raises(RendezvousFailedError, match=f"does not know the secret of this run .{SECRET}"):
+        nodes.make(1).join()
+    assert not waiting.done()
+    monkeypatch.setenv(SECRET, SHARED)
+    assert [one.node for one in (*nodes.join(nodes.make(1)), waiting.result(20))] == [1, 0]
+
+
+def test_a_first_node_that_others_cannot_reach_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Debian, where a machine's own name is 127.0.1.1."""
+    monkeypatch.setattr(network, "resolve", lambda host: "127.0.1.1")
+    monkeypatch.setattr(rendezvous, "resolve", lambda host: "127.0.1.1")
+    node = NodesRendezvous(NodeOptions(nodes=2, node_rank=0, rendezvous=f"node0:{free_port()}", max_restarts=1))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(RendezvousFailedError, match=r"node0 is 127.0.1.1 on this machine, which .* GLOO_SOCKET_IFNAME"):
+        node.join()
+    name, address = next((name, address) for name, address in network._interfaces() if "." in address)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    assert network.listen_address("node0") == address
+
+
+def test_strangers_cannot_join_nor_stop_the_rendezvous_nor_run_anything(
+    make_nodes: Callable[..., Nodes], tmp_path: Path
+) -> None:
+    nodes = make_nodes(2, 2)
+    first = nodes.make(0)
+    (waiting,) = nodes.start(first)
+    host, port = nodes.endpoint.split(":")
+    bomb = pickle.dumps(Bomb(tmp_path / "executed"))
+    join = json.dumps({"kind": "join", "order": [True], "address": "6.6.6.6", "port": 1}).encode()
+    nonce, mac = bytes(NONCE_BYTES), bytes(MAC_BYTES)
+    until(lambda: first._client is not None and first._client._connection.can_send)
+    attacks = [
+        b"",
+        bomb,
+        nonce,
+        nonce + SIZE.pack(len(join)) + mac + join,
+        nonce + SIZE.pack(len(bomb)) + mac + bomb,
+        nonce + SIZE.pack(2**32 - 1) + mac,
+        nonce + SIZE.pack(LARGEST_BYTES) + mac + b"[" * LARGEST_BYTES,
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(5000),
+    ]
+    strangers = [socket.create_connection((host, int(port))) for _ in range(300)]
+    for number, stranger in enumerate(strangers):
+        try:
+            stranger.sendall(attacks[number % len(attacks)])
+        except OSError:
+            continue  # it was closed for another
+    (second,) = nodes.join(nodes.make(1))
+    assert (waiting.result(20).num_nodes, second.node) == (2, 1)
+    assert list(tmp_path.iterdir()) == []
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_recorded_message_is_not_taken_twice() -> None:
+    ours, theirs = socket.socketpair()
+    server, client = (
+        Connection(ours, b"known to both", is_server=True),
+        Connection(theirs, b"known to both", is_server=False),
+    )
+    assert server.receive() == client.receive() == []
+    client.send(kind="beat")
+    recorded = ours.recv(1000, socket.MSG_PEEK)
+    assert server.receive() == [{"kind": "beat"}]
+    theirs.sendall(recorded)
+    with pytest.raises(StrangerError):
+        server.receive()
+    server.close()
+    client.close()
