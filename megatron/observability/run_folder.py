@@ -9,6 +9,7 @@ Each is replaced in one piece. A failed write, as on a full disk, is reported an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -25,7 +26,9 @@ from typing import Any
 import psutil
 
 from megatron import accelerator
-from megatron.checkpoint.reader import checkpoint_folders
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.lineage import Run, of_run
+from megatron.checkpoint.reader import checkpoint_folders, read_latest
 from megatron.config.command_line import to_yaml
 from megatron.config.options import Config
 from megatron.files import IMPORT_ROOT, replacing
@@ -219,10 +222,11 @@ class Summary:
         save = self._config.checkpoint.save
         if save is None:
             return "none are saved"
-        try:
-            tags = [path.name for path in checkpoint_folders(Path(save)) if not path.name.startswith(".")]
-        except OSError:
-            tags = []
+        tags = []
+        with contextlib.suppress(OSError, CheckpointError):
+            run = read_latest(Path(save))[1] or Run()
+            found = of_run(run, checkpoint_folders(Path(save)), with_ancestors=False)
+            tags = [path.name for path in found if not path.name.startswith(".")]
         return f"{len(tags)} in {save}, newest {tags[0]}" if tags else f"none in {save}"
 
 

@@ -147,17 +147,13 @@ def _check_unused(save: Path) -> None:
     """Raise CheckpointError if the folder holds checkpoints: it is another run's."""
     if not holds_checkpoints(save):
         return
-    newest = checkpoint_folders(save)[0]
-    run = run_in(newest)
-    known = (
-        ""
-        if run is None
-        else ", started with "
-        + ", ".join([f"{name}={value}" for name, value in run.start.items() if value != _DEFAULTS[name]] or ["no load"])
-    )
+    newest, started = checkpoint_folders(save)[0], ""
+    if (run := run_in(newest)) is not None:
+        given = [f"{name}={value}" for name, value in run.start.items() if value != _DEFAULTS.get(name)]
+        started = f", started with {', '.join(given) or 'no load'}"
     raise CheckpointError(
-        f"save={save} holds checkpoints of another run (newest {newest.name}{known}). Give another folder, resume that "
-        f"run with --load {save}, or pass --allow-used-save to save beside them"
+        f"save={save} holds checkpoints of another run (newest {newest.name}{started}). Give another folder, resume "
+        f"that run with --load {save}, or pass --allow-used-save to save beside them"
     )
 
 

@@ -107,8 +107,8 @@ def _lost_position(checkpoint: Resumable, progress: Progress) -> list[str]:
         lost.append("the data position was not restored (no consumed samples): data starts from the beginning")
     elif progress.iteration and "data_fingerprint" not in checkpoint.metadata:
         lost.append(
-            f"the data was not compared; the checkpoint does not identify its own. It continues after "
-            f"{progress.consumed_samples} samples of this run's"
+            "the data was not compared, which the checkpoint does not identify; it continues after "
+            f"{progress.consumed_samples} samples"
         )
     return lost
 

@@ -311,6 +311,30 @@ def test_ranks_give_up_when_rank_0_has_died(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*partial*"))
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_rank_that_leaves_by_an_error_does_not_wait_for_those_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    monkeypatch.setattr("megatron.checkpoint.saver.LEAVING_TIMEOUT_S", 0.1)
+    one = saver(tmp_path, 1, 2, asynchronous=True, timeout_s=600.0)
+    one.save("global_step1", "a", fragments_of(1, 1, 2), {})
+    one.leave(lost=lost)
+    [outcome] = one.finished()
+    reason = "another rank has ended" if lost else "timeout after 0 s without a sign of rank 0"
+    assert str(outcome.error) == f"saving global_step1 failed on rank 1: {reason}"
+    assert (tmp_path / ".global_step1.failed-a").read_text() == str(outcome.error)
+
+
+def test_a_rank_that_leaves_by_its_own_error_finishes_what_the_others_continue(tmp_path: Path) -> None:
+    savers = [saver(tmp_path, rank, 2, asynchronous=True, timeout_s=600.0) for rank in range(2)]
+    for rank, each in enumerate(savers):
+        each.save("global_step1", "a", fragments_of(rank, 1, 2, 1), {"progress": {"iteration": 1}})
+    savers[1].leave(lost=False)
+    savers[0].wait()
+    assert [outcome.error for each in savers for outcome in each.finished()] == [None, None]
+    assert_holds(newest(tmp_path), 1)
+
+
 def test_a_rank_may_own_nothing(tmp_path: Path) -> None:
     savers = [saver(tmp_path, rank, 2, asynchronous=True) for rank in range(2)]
     savers[1].save("global_step1", "a", [], {})

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron.checkpoint.lineage import Run
 from megatron.config.options import CheckpointConfig, Config, LoggingConfig, TrainingConfig
 from megatron.observability import run_folder
 from megatron.observability.metrics import MetricsLog
@@ -135,10 +136,13 @@ def test_full_disk_is_told_and_ends_nothing(
 
 def test_checkpoints_are_counted(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    for tag in ("global_step5", "global_step10", ".global_step15.partial-abc"):
+    ours, theirs = Run.new({}), Run.new({})
+    tags = {"global_step5": ours, "global_step10": ours, "global_step12": theirs, ".global_step15.partial-abc": ours}
+    for tag, run in tags.items():
         (saved / tag).mkdir(parents=True)
-        (saved / tag / "checkpoint.json").touch()
+        (saved / tag / "checkpoint.json").write_text(f'{{\n "metadata": {json.dumps({"run": run.to_json()})},\n')
     (saved / "global_step20").mkdir()  # no checkpoint
+    (saved / "latest").write_text(f"global_step10\n{json.dumps(ours.to_json())}\n")
     live(config_of(tmp_path / "results", save=str(saved)), Progress(), 10)
     assert f"2 in {saved}, newest global_step10\n" in (tmp_path / "results" / "summary.txt").read_text()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,20 @@ def test_what_a_resume_does_not_restore_is_a_warning(
     restored = ["weights", *(["optimizer"] if optimizer else []), *(["random streams"] if seed else [])]
     assert found.lines[0].startswith(f"resumed {tmp_path}/global_step3: {', '.join(restored)}; iteration 3, ")
     assert found.lines[1:] == [line.replace("FOLDER", f"{tmp_path}/global_step3") for line in lines]
+
+
+def test_what_a_foreign_checkpoint_does_not_say_is_a_warning() -> None:
+    """One of Megatron's, converted: without moments, seed and data, and with few of its arguments."""
+    metadata = {"progress": asdict(Progress(5, 40)), "optimizer": {"step": 5}}
+    foreign: Any = SimpleNamespace(folder="run", kinds=("weight",), metadata=metadata, uncompared=["rotary_base"])
+    config = config_of(f"{ROPE} --load run --universal-checkpoint")
+    assert plan_restore(foreign, Progress(5, 40), config, config.checkpoint).lines == [
+        "resumed run: weights; iteration 5, 40 samples",
+        f"{ANEW}; run was saved without it, so it starts from zero",
+        f"{SEED} (the checkpoint has no seed); dropout uses seed=1234",
+        "WARNING: run does not state rotary_base: compare them with its run yourself",
+        "WARNING: the data was not compared, which the checkpoint does not identify; it continues after 40 samples",
+    ]
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
