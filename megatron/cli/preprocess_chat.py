@@ -3,8 +3,9 @@
     python tools/preprocess_chat.py --input chats.jsonl --output-prefix data/chats \\
         --tokenizer-model tokenizer.json --chat-template chatml --max-length 4096 --workers 4 --show 3
 
-Each line is {"messages": [{"role": "user", "content": "..."}, ...]}. The loss is on what the assistant writes; see
-docs/chats.md. All that is left out is counted, and the files get their names only when all of them are complete.
+Each line is {"messages": [{"role": "user", "content": "..."}, ...]}, with "tools" if there are any. The loss is on what
+the assistant writes; see docs/chats.md. All that is left out is counted, and the files get their names only when all of
+them are complete.
 """
 
 from __future__ import annotations
@@ -244,6 +245,7 @@ def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
         "blank lines": totals.num_blank,
         **{f"dropped, {reason}": count for reason, count in totals.dropped.items()},
         **{f"bad, {reason}": count for reason, count in totals.bad.items()},
+        **{f"not written by the template, {kind}": count for kind, count in totals.left_out.items()},
     }
     rows += [(name, f"{count:,}") for name, count in counted.items() if count]
     width = max(len(name) for name, _ in rows)

@@ -37,7 +37,10 @@ logger = logging.getLogger("megatron.api")
 NAME = "data"
 SHORTEST_SAMPLE = 20
 """InstructLab leaves out samples of fewer tokens as broken."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "additional_chat_templates/tool_use.jinja",
+)
 MOCK_STEPS = 4
 """Global batches in an epoch of mock data."""
 
@@ -114,6 +117,9 @@ def _summary(totals: ChatTotals) -> str:
     left_out = [f"{count:,} {reason}" for reason, count in {**totals.dropped, **totals.bad}.items()]
     if totals.added_tokens:
         text += f"; added to the tokenizer: {' '.join(totals.added_tokens)}"
+    if totals.left_out:
+        unwritten = [f"{count:,} {kind}" for kind, count in totals.left_out.items()]
+        text += f"; not written by the template: {', '.join(unwritten)}"
     return text + (f"; left out: {', '.join(left_out)}" if left_out else "")
 
 

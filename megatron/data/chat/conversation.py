@@ -1,20 +1,34 @@
 """Conversations, and the rows of a chat file that hold them.
 
-A row is {"messages": [{"role": ..., "content": ...}, ...], "unmask": true or false}; other keys are ignored.
+A row is {"messages": [{"role": ..., "content": ...}, ...]}, with tools, documents, chat_template_kwargs and unmask if
+it has them; other keys are ignored. Messages become what `apply_chat_template` of transformers gives to a template.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from megatron.data.chat.template import Message
+import orjson
+
+from megatron.data.chat.template import NO_VARIABLES, Message
 from megatron.data.indexed import DataError
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+SYSTEM_ROLES = ("system", "developer")
+"""Roles that `unmask` does not train."""
 PRETRAINING = "pretraining"
 """Role in InstructLab's older rows: a single message that holds a whole conversation as text."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of an assistant's reasoning, each under which some templates read it."""
+_TRAIN_FLAGS = {"train": True, "training": True, "loss": True, "weight": True, "mask": False}
+"""Keys of a message that decide whether it is trained, with the value that trains it."""
+_EXCLUDING_FLAGS = {"weight", "mask"}
+"""Flags that only exclude a turn: `weight: 1` trains no message of the user."""
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 _TURNS_OF_PRETRAINING = (
     re.compile(r"<\|(user|assistant|system)\|>\n?"),
@@ -38,6 +52,24 @@ class Chat:
     messages: Sequence[Message]
     unmask: bool = False
     """Train on everything but the system messages."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template: tools, documents, and those of chat_template_kwargs."""
+    flags: tuple[bool | None, ...] = ()
+    """For each message whether it is trained; None: by its role. Empty: all by their roles."""
+
+    def is_trained(self, number: int, unmask: bool = False) -> bool:
+        """Return true if message `number` is trained. `unmask`: as if the row had it."""
+        flag = self.flags[number] if self.flags else None
+        if flag is not None:
+            return flag
+        role = self.messages[number]["role"]
+        return role == "assistant" or ((unmask or self.unmask) and role not in SYSTEM_ROLES)
+
+    def part(self, head: int, start: int, end: int) -> Chat:
+        """Return the conversation of the first `head` messages and of [start, end)."""
+        numbers = [*range(head), *range(start, end)]
+        flags = tuple(self.flags[i] for i in numbers) if self.flags else ()
+        return replace(self, messages=[self.messages[i] for i in numbers], flags=flags)
 
 
 def parse_row(row: object) -> Chat:
@@ -53,39 +85,202 @@ def parse_row(row: object) -> Chat:
     if unmask is not None and not isinstance(unmask, bool):
         raise BadRow("bad unmask", f"'unmask' is {unmask!r}; write true or false")
     messages: list[Message] = []
+    flags: list[bool | None] = []
     is_pretraining = False
     for number, message in enumerate(given, start=1):
-        _check_message(message, number)
+        if _is_plain(message):
+            messages.append(message)
+            flags.append(None)
+            continue
+        _check_role(message, number)
         if message["role"] == PRETRAINING:
-            messages += _unrolled(message["content"], number)
+            messages += _unrolled(message.get("content"), number)
             is_pretraining = True
         else:
-            messages.append(message)
-    return Chat(messages, bool(unmask) or is_pretraining)
+            messages.append(_checked(message, number))
+            flags.append(_train_flag(message, number) if len(message) > 2 else None)
+    if is_pretraining or flags.count(None) == len(flags):
+        flags = []
+    return Chat(messages, bool(unmask) or is_pretraining, _variables(row), tuple(flags))
 
 
-def _check_message(message: object, number: int) -> None:
+# ---------------------------------------------------------------------------------------------------------------------
+# Messages
+
+
+def _is_plain(message: object) -> bool:
+    """Return true if a message has a role and a text only."""
+    return (
+        isinstance(message, dict)
+        and len(message) == 2
+        and message.get("role") in ROLES
+        and isinstance(content := message.get("content"), str)
+        and (message["role"] != "assistant" or bool(content.strip()))
+    )
+
+
+def _check_role(message: object, number: int) -> None:
     if not isinstance(message, dict):
         raise BadRow("bad message", f'message {number} is not an object such as {{"role": "user", "content": "..."}}')
-    role, content = message.get("role"), message.get("content")
-    if role not in (*ROLES, PRETRAINING):
+    role = message.get("role")
+    if role not in ROLES and role != PRETRAINING:
         what = f"role {role!r} of message {number} is unknown" if "role" in message else f"message {number} has no role"
         raise BadRow("unknown role", f"{what}; the roles are {', '.join(ROLES)}")
-    if content is None and role == "assistant" and message.get("tool_calls"):
-        return
-    if not isinstance(content, str):
-        what = "is missing" if content is None else f"is a JSON {type(content).__name__}, not a string"
-        raise BadRow("missing content", f"the content of message {number} ({role}) {what}; write the text, or drop it")
-    if (
-        role == "assistant"
-        and not content.strip()
-        and not (message.get("tool_calls") or message.get("reasoning_content"))
-    ):
+
+
+def _checked(message: Message, number: int) -> Message:
+    """Return a message for a template: without empty keys, with calls as objects. Raises BadRow."""
+    role, content = message["role"], message.get("content")
+    if len(message) > 2 or content is None:
+        message = _normalized(message, number)
+    has_more = role == "assistant" and ("tool_calls" in message or any(message.get(name) for name in REASONING))
+    if content is None:
+        if not has_more:
+            raise BadRow(
+                "missing content", f"the content of message {number} ({role}) is missing; write the text, or drop it"
+            )
+        return message
+    is_empty = not content.strip() if isinstance(content, str) else not _text_of_parts(content, message, number)
+    if is_empty and role == "assistant" and not has_more:
         raise BadRow("missing content", f"the content of message {number} (assistant) is empty; write what it answers")
+    return message
 
 
-def _unrolled(text: str, number: int) -> list[Message]:
+def _text_of_parts(content: object, message: Message, number: int) -> str:
+    """Return the text in a list of parts, without surrounding white space. Raises BadRow."""
+    where = f"the content of message {number} ({message['role']})"
+    if not isinstance(content, list):
+        raise BadRow(
+            "missing content",
+            f"{where} is a JSON {type(content).__name__}, not a string or a list of text parts; write it as text",
+        )
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise BadRow(
+                "bad content part",
+                f"{where} is a JSON list, not a string or a list of text parts: one is of type {kind!r}; a part is "
+                '{"type": "text", "text": "..."}',
+            )
+    return "".join(part["text"] for part in content).strip()
+
+
+def _normalized(message: Message, number: int) -> Message:
+    """Return a message as transformers gives it to a template, with tool calls in one form. Raises BadRow."""
+    changed = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((changed[name] for name in REASONING if name in changed), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise BadRow("bad reasoning", f"the reasoning of message {number} is {reasoning!r}; write it as text")
+        changed = {"thinking": reasoning, **changed, "reasoning_content": reasoning}
+    calls = changed.pop("tool_calls", None)
+    if not calls and isinstance(changed.get("function_call"), dict):
+        calls = [{"type": "function", "function": changed.pop("function_call")}]
+    if calls:
+        if message["role"] != "assistant" or not isinstance(calls, list):
+            what = f"message {number} ({message['role']}) has tool_calls {str(calls)[:40]!r}"
+            raise BadRow("bad tool call", f"{what}; a list of calls belongs to the assistant")
+        changed["tool_calls"] = [_checked_call(call, number) for call in calls]
+    return changed
+
+
+def _checked_call(call: object, number: int) -> dict[str, Any]:
+    """Return a tool call with a name and arguments, an object or its JSON text. Raises BadRow."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(name, str) or not name.strip():
+        raise BadRow(
+            "bad tool call",
+            f'a tool call of message {number} is {str(call)[:60]}; write {{"type": "function", "function": {{"name": '
+            '"...", "arguments": {...}}}',
+        )
+    given = function.get("arguments")
+    arguments = given
+    if isinstance(given, str) and given.strip():
+        try:
+            arguments = orjson.loads(given)
+        except orjson.JSONDecodeError as error:
+            raise BadRow(
+                "bad tool call", f"the arguments of {name} in message {number} are not JSON ({error}); correct the text"
+            ) from None
+    if arguments and not isinstance(arguments, dict):
+        raise BadRow(
+            "bad tool call",
+            f"the arguments of {name} in message {number} are {str(arguments)[:60]!r}; write a JSON object",
+        )
+    function = {**function, "arguments": given if arguments else {}}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _train_flag(message: Message, number: int) -> bool | None:
+    """Return the value of `train`, `weight` and the like; None without them. Raises BadRow."""
+    found: dict[str, bool] = {}
+    for key, training_value in _TRAIN_FLAGS.items():
+        value = message.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1):  # False and True are among them
+            raise BadRow(
+                "bad train flag", f"{key!r} of message {number} is {str(value)[:40]!r}; write true or false, or 1 or 0"
+            )
+        found[key] = bool(value) == training_value
+    if not found:
+        return None
+    if len(set(found.values())) > 1:
+        raise BadRow("bad train flag", f"{' and '.join(found)} of message {number} contradict each other; keep one")
+    is_trained = next(iter(found.values()))
+    if is_trained and found.keys() <= _EXCLUDING_FLAGS:
+        return None
+    return is_trained
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def _variables(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the variables of the template in a row. Raises BadRow."""
+    if len(row) == 1:
+        return NO_VARIABLES
+    found: dict[str, Any] = {}
+    kwargs = row.get("chat_template_kwargs")
+    if kwargs:
+        reserved = [name for name in _RESERVED if name in kwargs]
+        if not isinstance(kwargs, dict) or reserved:
+            what = f"holds {', '.join(reserved)}, a key of the row" if reserved else f"is {str(kwargs)[:40]!r}"
+            raise BadRow("bad chat_template_kwargs", f"'chat_template_kwargs' {what}; write an object of options")
+        found |= kwargs
+    tools, functions = (_objects(row, key) for key in ("tools", "functions"))
+    if tools and functions:
+        raise BadRow("bad tools", "the row has 'tools' and 'functions'; keep 'tools'")
+    if functions:
+        tools = [{"type": "function", "function": function} for function in functions]
+    if tools:
+        found["tools"] = tools
+    if documents := _objects(row, "documents"):
+        found["documents"] = documents
+    return found or NO_VARIABLES
+
+
+def _objects(row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return a list of objects, also from JSON text. Raises BadRow."""
+    value = row.get(key)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise BadRow(f"bad {key}", f"{key!r} is text that is not JSON ({error}); write a list of objects") from None
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadRow(f"bad {key}", f"{key!r} is {str(value)[:60]!r}; write a list of objects")
+    return value
+
+
+def _unrolled(text: object, number: int) -> list[Message]:
     """Return the user and assistant messages in the text of an older row. System messages are left out."""
+    if not isinstance(text, str):
+        raise BadRow("missing content", f"the content of message {number} (pretraining) is not text; write the text")
     found = next((pattern for pattern in _TURNS_OF_PRETRAINING if pattern.search(text)), None)
     if found is None:
         raise BadRow(
@@ -101,13 +296,12 @@ def _unrolled(text: str, number: int) -> list[Message]:
     return [message for message in messages if message["role"] != "system" and message["content"].strip()]
 
 
-def split_exchanges(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """Return the leading system messages, and the rest cut before each question of the user."""
-    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    exchanges: list[list[Message]] = []
-    for i in range(first, len(messages)):
-        is_question = messages[i]["role"] == "user" and messages[i - 1]["role"] != "user"
-        if not exchanges or is_question:
-            exchanges.append([])
-        exchanges[-1].append(messages[i])
-    return list(messages[:first]), exchanges
+def exchanges_of(messages: Sequence[Message]) -> list[int]:
+    """Return the numbers at which the exchanges begin, after the leading system messages, and that of the end."""
+    first = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
+    starts = [
+        i
+        for i in range(first, len(messages))
+        if i == first or (messages[i]["role"] == "user" and messages[i - 1]["role"] != "user")
+    ]
+    return [*starts, len(messages)]

@@ -14,10 +14,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.chat.conversation import BadRow, Chat, split_exchanges
+from megatron.data.chat.conversation import BadRow, Chat, exchanges_of
+from megatron.data.chat.marks import Span
 from megatron.data.chat.template import ChatTemplate, TemplateFailure
 from megatron.data.chat.tokenizer import ChatTokenizer, EncodedText
-from megatron.data.chat.turns import Rendered, Span, TurnFinder
+from megatron.data.chat.turns import Rendered, TurnFinder
 from megatron.data.indexed import DataError
 
 TrainOn = Literal["assistant", "all_but_system"]
@@ -64,6 +65,8 @@ class ChatCounts:
     """Samples left out."""
     bad: Counter[str] = field(default_factory=Counter)
     """Rows that cannot be used."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Texts of messages, and options, that the template leaves out of conversations that are used."""
 
     def add(self, other: ChatCounts) -> None:
         self.num_rows += other.num_rows
@@ -72,16 +75,27 @@ class ChatCounts:
         self.num_split += other.num_split
         self.dropped.update(other.dropped)
         self.bad.update(other.bad)
+        self.left_out.update(other.left_out)
 
 
 class ChatEncoder:
     """Encode conversations as samples, many at a time."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: ChatTokenizer, rules: ChatRules):
-        """Raises DataError if the template writes an EOS that the tokenizer lacks."""
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: ChatTokenizer,
+        rules: ChatRules,
+        tool_template: ChatTemplate | None = None,
+    ):
+        """Raises DataError if a template writes an EOS that the tokenizer lacks.
+
+        `tool_template` is used for conversations with tools; None: `template`.
+        """
         self.template, self.tokenizer, self.rules = template, tokenizer, rules
         self._finder = TurnFinder(template)
-        if "eos_token" in template.variables:
+        self._tool_finder = TurnFinder(tool_template) if tool_template else self._finder
+        if "eos_token" in template.variables | self._tool_finder.template.variables:
             tokenizer.eos_of_text()
 
     def encode(self, chats: Sequence[Chat], counts: ChatCounts) -> list[list[Sample] | BadRow]:
@@ -107,6 +121,7 @@ class ChatEncoder:
             try:
                 results[number] = self._fitted(chats[number], sample, counts)
                 counts.num_appended_eos += text.has_appended_eos and bool(results[number])
+                counts.left_out.update(text.left_out)
             except BadRow as error:
                 results[number] = error
         return results
@@ -114,28 +129,28 @@ class ChatEncoder:
     def _write(self, chat: Chat) -> _Written:
         """Return a conversation's text and its trained spans. Raises BadRow, DataError."""
         try:
-            rendered = self._finder.find(chat.messages)
+            finder = self._tool_finder if "tools" in chat.variables else self._finder
+            rendered = finder.find(chat.messages, chat.variables, chat.is_trained)
         except TemplateFailure as error:
-            raise BadRow("refused by the template", str(error)) from None
-        text, spans = rendered.text, [turn for turn in rendered.turns if turn]
+            raise BadRow(error.kind, str(error)) from None
+        text = rendered.text
+        spans = [span for i, turn in enumerate(rendered.turns) if turn for span in rendered.generation.get(i, [turn])]
         has_appended_eos = self.rules.append_eos and self._is_open_ended(rendered)
         if has_appended_eos:
             eos = self.tokenizer.eos_of_text()
             # the model then also writes the white space before it
             spans[-1] = (spans[-1][0], len(text) + len(eos))
             text += eos
-        if chat.unmask or self.rules.train_on == "all_but_system":
-            for message, content in zip(chat.messages, rendered.contents, strict=True):
-                if message["role"] not in ("assistant", "system") and content:
+        unmask = self.rules.train_on == "all_but_system"
+        if unmask or chat.unmask or chat.flags:
+            for i, content in enumerate(rendered.contents):
+                if content and chat.messages[i]["role"] != "assistant" and chat.is_trained(i, unmask):
                     spans.append(content)
-        return _Written(text, _merged(spans), has_appended_eos)
+        return _Written(text, _merged(spans), has_appended_eos, rendered.left_out)
 
     def _is_open_ended(self, rendered: Rendered) -> bool:
         """Return true if the assistant has the last message and no text or special token ends its content."""
-        content, turn = rendered.contents[-1], rendered.turns[-1]
-        if turn is None or content is None or rendered.text[content[1] :].strip():
-            return False
-        return not rendered.text[content[0] : content[1]].endswith(self.tokenizer.special_tokens)
+        return rendered.is_open and not rendered.text.rstrip().endswith(self.tokenizer.special_tokens)
 
     def _tokenize(self, written: Sequence[_Written]) -> list[Sample]:
         texts = [one.text for one in written]
@@ -180,18 +195,18 @@ class ChatEncoder:
 
     def _split(self, chat: Chat, sample: Sample, limit: int) -> list[Sample]:
         """Return pieces of whole exchanges, each after the system messages; an exchange above `limit` is cut."""
-        head, exchanges = split_exchanges(chat.messages)
+        starts = exchanges_of(chat.messages)
         pieces: list[Sample] = []
         done = 0
         try:
-            while done < len(exchanges):
+            while done < len(starts) - 1:
                 # the most exchanges that fit, by bisection
                 fits, best = 0, None
-                low, high = 1, len(exchanges) - done
+                low, high = 1, len(starts) - 1 - done
                 while low <= high:
                     middle = (low + high) // 2
-                    messages = [*head, *(m for exchange in exchanges[done : done + middle] for m in exchange)]
-                    piece = self._tokenize([self._write(Chat(messages, chat.unmask))])[0]
+                    part = chat.part(starts[0], starts[done], starts[done + middle])
+                    piece = self._tokenize([self._write(part)])[0]
                     if piece.length <= limit:
                         fits, best, low = middle, piece, middle + 1
                     else:
@@ -214,6 +229,7 @@ class _Written:
     text: str
     spans: list[Span]
     has_appended_eos: bool
+    left_out: list[str]
 
 
 def _merged(spans: list[Span]) -> list[Span]:

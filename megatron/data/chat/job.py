@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -79,4 +79,7 @@ def prepare_chats(job: ChatJob) -> ChatSetup:
             "--tokenizer-output, or leave out --add-special-tokens"
         )
     template = ChatTemplate(source, tokenizer.tokens)
-    return ChatSetup(ChatEncoder(template, tokenizer, job.rules), tokenizer, source, lacking)
+    tool_template = None
+    if source.tool_use is not None:
+        tool_template = ChatTemplate(replace(source, text=source.tool_use), tokenizer.tokens)
+    return ChatSetup(ChatEncoder(template, tokenizer, job.rules, tool_template), tokenizer, source, lacking)

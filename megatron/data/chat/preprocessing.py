@@ -48,6 +48,8 @@ class ChatTotals:
     """Samples left out, by reason."""
     bad: dict[str, int]
     """Rows that cannot be used, by reason."""
+    left_out: dict[str, int]
+    """Texts and options that the template leaves out of rows that are used, by kind."""
     faults: tuple[str, ...]
     """The first bad rows, each with its file and line."""
     vocab_size: int
@@ -141,6 +143,7 @@ def preprocess_chats(job: ChatJob, progress: Callable[[int], None] | None = None
         num_blank=num_blank,
         dropped=dict(counts.dropped),
         bad=dict(counts.bad),
+        left_out=dict(counts.left_out),
         faults=tuple(faults),
         vocab_size=setup.tokenizer.vocab_size,
         added_tokens=setup.added_tokens,

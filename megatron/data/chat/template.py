@@ -11,10 +11,11 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.data.chat.template_presets import PRESETS
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     import jinja2
 
 Message = Mapping[str, Any]
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
+TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 """Tokens that tokenizer_config.json names and templates may write by name."""
 
@@ -38,8 +41,24 @@ MARKER = re.compile(rf"<{_BAR}[^\s<>|\uff5c]+{_BAR}>|<(?:start|end)_of_\w+>")
 """Text that is a single token wherever a template writes it."""
 
 
+GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+"""Tag around the text that the model writes."""
+GENERATION_MARKS = "\ufdd0\ufdd1"
+"""Written before and after such text by `ChatTemplate.render(marks_generation=True)`. They are not characters."""
+
+REFUSED, LEFT_OUT, UNCLEAR = "refused by the template", "left out by the template", "turn not identified"
+"""Kinds of a TemplateFailure."""
+
+
 class TemplateFailure(DataError):
-    """A template refuses these messages, for a reason in its own words if it has any."""
+    """A template refuses these messages, leaves a part of them out, or hides where the model writes.
+
+    `kind` is the name under which it is counted.
+    """
+
+    def __init__(self, reason: str, kind: str = REFUSED):
+        super().__init__(reason)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -53,14 +72,20 @@ class TemplateSource:
     """bos_token, eos_token and pad_token of the template's file."""
     added_tokens: tuple[str, ...] = ()
     """Tokens to add to the tokenizer, by the template's file."""
+    tool_use: str | None = None
+    """Text of the tokenizer's template for conversations with tools, if it has another for them."""
 
     def tokens_to_add(self) -> tuple[str, ...]:
         """Return the tokens that a tokenizer needs: those that the file names, else the markers in the template."""
-        return self.added_tokens or tuple(dict.fromkeys(found[0] for found in MARKER.finditer(self.text)))
+        return self.added_tokens or tuple(dict.fromkeys(found[0] for found in MARKER.finditer(self.all_text)))
+
+    @property
+    def all_text(self) -> str:
+        return self.text + (self.tool_use or "")
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        return hashlib.sha256(self.all_text.encode()).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,9 +122,10 @@ def _read(path: Path) -> str:
 
 
 def _tokenizers_own(folder: Path) -> TemplateSource:
-    file = folder / TEMPLATE_NAME
+    file, for_tools = folder / TEMPLATE_NAME, folder / TOOL_TEMPLATE_NAME
+    tool_use = _read(for_tools) if for_tools.is_file() else None
     if file.is_file():
-        return TemplateSource(_read(file), str(file))
+        return TemplateSource(_read(file), str(file), tool_use=tool_use)
     template = read_config(folder).get("chat_template")
     if isinstance(template, list):
         templates = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict)}
@@ -108,13 +134,13 @@ def _tokenizers_own(folder: Path) -> TemplateSource:
                 f"{folder / CONFIG_NAME} has the chat templates {', '.join(templates) or 'none'}, and none is named "
                 "default; write the one you want to a .jinja file and give it with --chat-template"
             )
-        template = templates["default"]
+        template, tool_use = templates["default"], tool_use or templates.get("tool_use")
     if not isinstance(template, str):
         raise DataError(
             f"the tokenizer in {folder} has no chat template, neither {TEMPLATE_NAME} nor chat_template in "
             f"{CONFIG_NAME}; give one with --chat-template: a .jinja or .py file, or a preset ({', '.join(PRESETS)})"
         )
-    return TemplateSource(template, str(folder / CONFIG_NAME))
+    return TemplateSource(template, str(folder / CONFIG_NAME), tool_use=tool_use)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -216,20 +242,26 @@ def _special_tokens(node: ast.expr | None, values: Mapping[str, ast.expr], path:
 # Rendering
 
 
-def _environment() -> jinja2.Environment:
+def _environment(marks_generation: bool = False) -> jinja2.Environment:
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}...{% endgeneration %}`, which marks the model's text; here it only renders its content."""
+        """`{% generation %}...{% endgeneration %}`, which holds the model's text, written with marks or without."""
 
         tags = {"generation"}  # noqa: RUF012  an attribute of Jinja's
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            if not marks_generation:
+                return nodes.Scope(body, lineno=line)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body, lineno=line)
+
+        def _marked(self, caller: Callable[[], str]) -> str:
+            return GENERATION_MARKS[0] + caller() + GENERATION_MARKS[1]
 
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
@@ -262,6 +294,9 @@ class ChatTemplate:
             self._template = environment.from_string(source.text)
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source.text)))
             """Names that the template uses."""
+            self.marks_generation = GENERATION.search(source.text) is not None
+            """The template marks the model's text."""
+            self._marking = _environment(True).from_string(source.text) if self.marks_generation else self._template
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             place = f"{source.origin}:{line}" if line else source.origin
@@ -274,15 +309,28 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
+        eos = self._variables["eos_token"]
+        self.end_marker = re.compile(f"{MARKER.pattern}|{re.escape(eos)}") if eos else MARKER
+        """Special tokens that may end a turn."""
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Return the text of a conversation. Raises TemplateFailure."""
+    def failure(self, what: str, kind: str) -> TemplateFailure:
+        """Return an error of this template: `what` it does, and the remedy."""
+        return TemplateFailure(f"chat template {self.source.origin} {what}", kind)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        marks_generation: bool = False,
+    ) -> str:
+        """Return the text of a conversation. `variables`: tools, documents and others. Raises TemplateFailure."""
+        template = self._marking if marks_generation else self._template
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             # as `render` does, without rebuilding the same globals each time
-            context = self._template.new_context(
-                {**self._variables, "messages": messages, "add_generation_prompt": add_generation_prompt}, shared=True
-            )
-            return "".join(self._template.root_render_func(context))
+            context = template.new_context({**self._variables, **variables, **given}, shared=True)
+            return "".join(template.root_render_func(context))
         except RecursionError:
             raise TemplateFailure(f"chat template {self.source.origin} calls itself without end") from None
         except Exception as error:  # of the template's expressions: TemplateError, TypeError, KeyError, ...

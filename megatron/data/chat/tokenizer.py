@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron.data.chat.template import (
     CONFIG_NAME,
     TEMPLATE_NAME,
+    TOOL_TEMPLATE_NAME,
     TemplateSource,
     named_tokens,
     read_config,
@@ -238,12 +239,14 @@ def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source
     for name, token in tokenizer.tokens.items():
         config[name] = token
     config["chat_template"] = source.text
-    target.mkdir(parents=True, exist_ok=True)
     contents = {
         TOKENIZER_NAME: tokenizer.content.decode(),
         TEMPLATE_NAME: source.text,
         CONFIG_NAME: json.dumps(config, ensure_ascii=False, indent=2) + "\n",
     }
+    if source.tool_use is not None:
+        contents[TOOL_TEMPLATE_NAME] = source.tool_use
     for name, content in contents.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
         with replacing(target / name) as file:
             file.write(content.encode())

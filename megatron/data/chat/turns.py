@@ -1,37 +1,29 @@
 """Spans of contents and assistant turns in a rendered conversation.
 
 A template is a program that may trim, join, reorder and leave out text, so its source shows nothing. It is rendered
-twice: plainly, and with a pair of marks, private-use characters, around every content. If the text without the marks is
-the plain text, they show the place of each content. An assistant turn begins at the end of the inference prompt (the
-messages before it and the generation prompt) and ends at the end of the conversation rendered up to this turn.
+twice: plainly, and with marks around every text of the messages (marks.py), which show the place of each message. An
+assistant turn begins at the end of the inference prompt (the messages before it and the generation prompt) and ends at
+the end of the conversation rendered up to this turn. A turn whose begin or end does not show is an error.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.data.chat.template import MARKER, ChatTemplate, Message, TemplateFailure
-
-# Four marks a message from the private use area; those of long conversations are from the supplementary one.
-_FIRST_MARK, _LAST_MARK = 0xE000, 0xF8FF
-_WIDE_FIRST_MARK, _WIDE_LAST_MARK = 0xF0000, 0xFFFFD
-_MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}{chr(_WIDE_FIRST_MARK)}-{chr(_WIDE_LAST_MARK)}]")
-_MARKS_A_MESSAGE = 4
+from megatron.data.chat.forms import render_readable
+from megatron.data.chat.marks import ALPHABETS, Marked, Place, Places, Span, choose_alphabet
+from megatron.data.chat.omissions import has_text, holds_arguments, unread_variables, unwritten_leaves
+from megatron.data.chat.template import LEFT_OUT, NO_VARIABLES, UNCLEAR, ChatTemplate, Message, TemplateFailure
 
 # Ends of a header: if a turn has only the beginning of the generation prompt, that is matched up to one of these.
 _HEADER_END = re.compile(r"[\s>\]:]")
 
 _LARGEST_MEMORY = 1 << 14
 """Number of layouts remembered."""
-
-_MARKED_FIELDS = ("content", "reasoning_content")
-
-Span = tuple[int, int]
-"""Characters [start, end)."""
 
 
 @dataclass(frozen=True)
@@ -42,233 +34,13 @@ class Rendered:
     contents: list[Span | None]
     """Content of each message without surrounding white space; None if empty or not in the text."""
     turns: list[Span | None]
-    """Text that the model writes for each assistant message; None for others, and for those left out."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Place of a content, and the method by which it was found."""
-
-    start: int
-    end: int
-    by_filler: bool = False
-
-
-class TurnFinder:
-    """Render conversations with one template and find their turns. Results are cached by layout."""
-
-    def __init__(self, template: ChatTemplate):
-        self._template = template
-        self._known: dict[tuple[Any, ...], Span] = {}
-
-    def find(self, messages: Sequence[Message]) -> Rendered:
-        """Render a conversation. Raises TemplateFailure, also if the assistant's text cannot be identified."""
-        text = self._template.render(messages)
-        places, reasoning = self._places(messages, text)
-        turns: list[Span | None] = [None] * len(messages)
-        layout = tuple((message["role"], *message.keys()) for message in messages)
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                turns[i] = self._turn(messages, text, places, reasoning[i], i, layout)
-        self._join_merged(messages, text, turns)
-        return Rendered(text, [(place.start, place.end) if place else None for place in places], turns)
-
-    # Marks
-
-    def _places(self, messages: Sequence[Message], text: str) -> tuple[list[_Place | None], list[int | None]]:
-        """Return the place of each message's content, and the start of its reasoning."""
-        numbers = range(len(messages))
-        if not _MARKS.search(text) and _has_marks_for(messages):
-            marked = self._try_marked(messages, numbers)
-            if marked is not None and _MARKS.sub("", marked) == text:
-                return _read_marks(marked, len(messages))
-        # the template depends on text that the marks changed: each message separately
-        places: list[_Place | None] = []
-        reasoning: list[int | None] = []
-        for i in numbers:
-            place, thought = self._place_alone(messages, text, i)
-            places.append(place)
-            reasoning.append(thought)
-        return places, reasoning
-
-    def _place_alone(self, messages: Sequence[Message], text: str, i: int) -> tuple[_Place | None, int | None]:
-        if _MARKS.search(text) or not _has_marks_for(messages):
-            return None, None
-        marked = self._try_marked(messages, (i,))
-        if marked is not None and _MARKS.sub("", marked) == text:
-            places, reasoning = _read_marks(marked, len(messages))
-            return places[i], reasoning[i]
-        return self._place_by_filler(messages, text, i), None
-
-    def _place_by_filler(self, messages: Sequence[Message], text: str, i: int) -> _Place | None:
-        """Return the part of the text that changes when the content is replaced."""
-        if not _is_text(messages[i].get("content")):
-            return None
-        filled = self._try_render(_filled(messages, i))
-        if filled is None or filled.count(_filler(i)) != 1:
-            return None
-        before, after = filled.split(_filler(i))
-        if not (text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)):
-            return None
-        return _Place(len(before), len(text) - len(after), by_filler=True)
-
-    def _try_marked(self, messages: Sequence[Message], numbers: Sequence[int], **options: bool) -> str | None:
-        return self._try_render(_marked(messages, numbers), **options)
-
-    def _try_render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
-        """Return the text; None if the template refuses these messages."""
-        try:
-            return self._template.render(messages, add_generation_prompt)
-        except TemplateFailure:
-            return None
-
-    # Turns
-
-    def _turn(
-        self,
-        messages: Sequence[Message],
-        text: str,
-        places: Sequence[_Place | None],
-        reasoning: int | None,
-        i: int,
-        layout: tuple[Any, ...],
-    ) -> Span | None:
-        """Return the span that the model writes for message i."""
-        own = places[i]
-        cap = own.start if own else None
-        if reasoning is not None and (cap is None or reasoning < cap):
-            cap = reasoning
-        before = [j for j in range(i) if _is_before(places[j], cap)]
-        # the last content that ends before this one: the reference point in other renders
-        anchor = max(before, key=lambda j: places[j].end, default=None)  # type: ignore[union-attr]
-        base = places[anchor].end if anchor is not None else 0  # type: ignore[union-attr]
-        if own is None and not _writes_something(messages[i]):
-            return None
-        if own is None or cap is None:
-            return self._turn_without_content(messages, text, places, anchor, i)
-        later = [place.start for place in places[i + 1 :] if place and place.start >= own.end]
-        limit = min(later, default=len(text))
-        key = (i, anchor, layout, text[base:cap], text[own.end : limit])
-        known = self._known.get(key)
-        if known is None:
-            start = _start_in(text[base:cap], self._prompt(messages, places, anchor, i))
-            known = cap - base - start, self._end(messages, text, own, i) - own.end
-            if len(self._known) < _LARGEST_MEMORY:
-                self._known[key] = known
-        return cap - known[0], own.end + known[1]
-
-    def _prompt(
-        self, messages: Sequence[Message], places: Sequence[_Place | None], anchor: int | None, i: int
-    ) -> _Prompt:
-        """Return the inference prompt for message i after the anchor."""
-        earlier = messages[:i]
-        with_prompt = self._try_render(earlier, add_generation_prompt=True) if earlier else None
-        without = self._try_render(earlier) if earlier else None
-        tail = None
-        if with_prompt is not None and without is not None:
-            tail = self._tail(earlier, with_prompt, places, anchor, add_generation_prompt=True)
-        else:  # the template refuses the beginning alone; it may accept the whole
-            with_prompt = self._try_render(messages, add_generation_prompt=True)
-            without = self._try_render(messages)
-        if with_prompt is None or without is None:
-            return _Prompt(tail, "")
-        return _Prompt(tail, with_prompt[_common(with_prompt, without) :])
-
-    def _tail(
-        self,
-        messages: Sequence[Message],
-        text: str,
-        places: Sequence[_Place | None],
-        anchor: int | None,
-        add_generation_prompt: bool = False,
-    ) -> str | None:
-        """Return the text after the anchor's content in the render of a part of the conversation."""
-        if anchor is None:
-            return text
-        place = places[anchor]
-        assert place is not None
-        if place.by_filler:
-            other = self._try_render(_filled(messages, anchor), add_generation_prompt)
-            parts = other.split(_filler(anchor)) if other else []
-            tail = parts[1] if len(parts) == 2 else None
-            return tail if tail is not None and text.endswith(tail) else None
-        marked = self._try_marked(messages, (anchor,), add_generation_prompt=add_generation_prompt)
-        if marked is None or _MARKS.sub("", marked) != text:
-            return None
-        found, _ = _read_marks(marked, len(messages))
-        own = found[anchor]
-        return text[own.end :] if own else None
-
-    def _end(self, messages: Sequence[Message], text: str, own: _Place, i: int) -> int:
-        """Return the end of message i, whose content has a known place."""
-        upto = messages[: i + 1]
-        rest = text[own.end :]
-        whole = text if len(upto) == len(messages) else self._try_render(upto)
-        alone: list[_Place | None] = [None] * i + [own]
-        tail = rest if whole is text else None if whole is None else self._tail(upto, whole, alone, i)
-        if tail is None:  # only an end marker can show the end of this turn
-            marker = MARKER.match(rest.lstrip())
-            return own.end + (len(rest) - len(rest.lstrip()) + marker.end() if marker else 0)
-        tail = tail[: self._before_lasting_prompt(upto, tail, alone, i)]
-        return own.end + len(tail[: _common(tail, rest)].rstrip())
-
-    def _before_lasting_prompt(self, upto: Sequence[Message], tail: str, alone: Sequence[_Place | None], i: int) -> int:
-        """Return the length of `tail` that belongs to turn i if a template always writes its generation prompt.
-
-        Such a prompt shows if the text up to a turn is not a prefix of the text with a next turn. The suffix that it
-        shares with the end of every other turn begins with the end-of-turn marker.
-        """
-        plain = self._try_render(upto)
-        if plain is None or not tail.strip() or self._try_render(upto, add_generation_prompt=True) != plain:
-            return len(tail)
-        longer = [*upto, {"role": "user", "content": "next"}]
-        followed = self._try_render(longer)
-        rest = self._tail(longer, followed, alone, i) if followed is not None else None
-        if rest is None or rest.startswith(tail.rstrip()):
-            return len(tail)
-        earlier = self._try_render(upto[:i]) if i else None
-        shared_end = _common(earlier[::-1], plain[::-1]) if earlier else 0
-        begin = max(len(tail) - shared_end, 0)
-        certain = _common(tail, rest)
-        markers = [found for found in MARKER.finditer(tail, begin) if found.end() <= certain]
-        if len(markers) > 1 or (markers and not tail[: markers[0].start()].strip()):
-            return markers[0].end()
-        return min(begin, certain)
-
-    def _turn_without_content(
-        self, messages: Sequence[Message], text: str, places: Sequence[_Place | None], anchor: int | None, i: int
-    ) -> Span | None:
-        """Return a turn of tool calls only, or one whose content the template rewrites beyond recognition."""
-        if i and self._try_render(messages[: i + 1]) == self._try_render(messages[:i]):
-            return None  # left out
-        base = places[anchor].end if anchor is not None else 0  # type: ignore[union-attr]
-        end = self._end_by_anchor(messages, text, places, anchor, i)
-        start = base + _start_in(text[base:end], self._prompt(messages, places, anchor, i))
-        if end <= start:
-            raise TemplateFailure(
-                f"chat template {self._template.source.origin} rewrites message {i + 1} so that its text cannot be "
-                "identified; use a template that writes contents unchanged"
-            )
-        return start, end
-
-    def _end_by_anchor(
-        self, messages: Sequence[Message], text: str, places: Sequence[_Place | None], anchor: int | None, i: int
-    ) -> int:
-        """Return the end of message i, computed from the content before it."""
-        base = places[anchor].end if anchor is not None else 0  # type: ignore[union-attr]
-        upto = messages[: i + 1]
-        whole = text if len(upto) == len(messages) else self._try_render(upto)
-        tail = None if whole is None else self._tail(upto, whole, places, anchor)
-        if tail is None:
-            return base
-        return base + len(tail[: _common(tail, text[base:])].rstrip())
-
-    def _join_merged(self, messages: Sequence[Message], text: str, turns: list[Span | None]) -> None:
-        """Extend a turn to the next one if the template merges the two: the model also writes the text between."""
-        for i in range(1, len(messages)):
-            first, second = turns[i - 1], turns[i]
-            if first and second and first[1] <= second[0] and not text[first[1] : second[0]].strip():
-                turns[i - 1] = (first[0], second[0])
+    """Text that the model writes for each assistant message; None for others, and for those not wanted."""
+    generation: dict[int, list[Span]] = field(default_factory=dict)
+    """Spans in the template's generation marks for each assistant message, if the template has such marks."""
+    is_open: bool = False
+    """The assistant has the last message, and the template writes nothing after it."""
+    left_out: list[str] = field(default_factory=list)
+    """Kinds of the texts and options that the template leaves out though the turns are whole."""
 
 
 @dataclass(frozen=True)
@@ -281,36 +53,391 @@ class _Prompt:
     """Text that add_generation_prompt adds."""
 
 
-def _start_in(region: str, prompt: _Prompt) -> int:
-    """Return the place in `region`, the text between two contents, at which the model starts to write."""
-    if prompt.tail is not None and region.startswith(prompt.tail):
-        return len(prompt.tail)
-    wanted = prompt.added.lstrip()
-    if not wanted:
-        return len(region)
-    for size in range(len(wanted), 0, -1):
-        piece = wanted[:size]
-        if not piece.strip():
-            break
-        # a header ends with a whole word or marker
-        if size < len(wanted) and not _HEADER_END.match(piece[-1]) and piece != wanted.rstrip():
-            continue
-        found = region.rfind(piece)
-        if found >= 0:
-            return found + size
-    return len(region)
+@dataclass(slots=True)
+class _Turn:
+    start: int
+    end: int
+    has_start: bool
+    """The inference prompt ends at `start`. Else nothing shows the begin, and `start` is the first text's."""
+    has_end: bool
+    """The turn ends at `end`. Else nothing shows the end."""
 
 
-def _is_before(place: _Place | None, cap: int | None) -> bool:
-    return place is not None and (cap is None or place.end <= cap)
+class TurnFinder:
+    """Render conversations with one template and find their turns. Results are cached by layout."""
+
+    def __init__(self, template: ChatTemplate):
+        self.template = template
+        self.known: dict[tuple[Any, ...], tuple[_Prompt, int, bool]] = {}
+
+    def find(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        wants: Callable[[int], bool] = lambda number: True,
+    ) -> Rendered:
+        """Render a conversation and find the assistant messages for which `wants` is true.
+
+        Raises TemplateFailure: the template refuses the conversation, leaves a part of it out, or hides a turn.
+        """
+        messages, text = render_readable(self.template, messages, variables)
+        return _Search(self, messages, variables, text).rendered(wants)
 
 
-def _writes_something(message: Message) -> bool:
-    return bool(message.get("tool_calls")) or any(_is_text(message.get(name)) for name in _MARKED_FIELDS)
+class _Search:
+    """Search for the turns of one conversation."""
 
+    def __init__(self, finder: TurnFinder, messages: Sequence[Message], variables: Mapping[str, Any], text: str):
+        self._template, self._known = finder.template, finder.known
+        self._messages, self._variables, self._text = messages, variables, text
+        self._alphabet = choose_alphabet(text)
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    def rendered(self, wants: Callable[[int], bool]) -> Rendered:
+        places = self._find_places()
+        left_out = self._check_messages(places)
+        if self._variables:
+            left_out += unread_variables(self._template, self._variables, self._text)
+        numbers = [i for i, message in enumerate(self._messages) if message["role"] == "assistant" and wants(i)]
+        turns: list[Span | None] = [None] * len(self._messages)
+        generation: dict[int, list[Span]] = {}
+        if numbers and self._template.marks_generation:
+            generation = self._marked_turns(numbers, places)
+            for i, spans in generation.items():
+                turns[i] = spans[0][0], spans[-1][1]
+        else:
+            for group in self._groups(numbers, places.of):
+                for i, span in group.items():
+                    turns[i] = span
+                    self._check_span(i, span, group, places)
+        contents = [place.content if place else None for place in places.of]
+        return Rendered(
+            self._text, contents, turns, generation, turns[-1] is not None and self._is_open(places.of[-1]), left_out
+        )
+
+    def _try_render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, marks_generation: bool = False
+    ) -> str | None:
+        """Return the text; None if the template refuses these messages."""
+        try:
+            return self._template.render(messages, add_generation_prompt, self._variables, marks_generation)
+        except TemplateFailure:
+            return None
+
+    # Places
+
+    def _find_places(self) -> Places:
+        numbers = range(len(self._messages))
+        places = self._places_by_marks(self._messages, self._text, numbers)
+        if places is not None:
+            return places
+        # the template depends on text that the marks changed: each message separately
+        found = Places([None] * len(self._messages), [])
+        for i in numbers:
+            alone = self._places_by_marks(self._messages, self._text, (i,))
+            if alone is None:
+                found.of[i] = self._place_by_filler(i)
+            else:
+                found.of[i] = alone.of[i]
+                found.leaves += alone.leaves
+        return found
+
+    def _generation(self) -> list[Span]:
+        """Return the spans in the template's generation marks. Raises TemplateFailure."""
+        found = self._places_by_marks(self._messages, self._text, (), marks_generation=True)
+        if found is None:
+            raise self._template.failure("writes other text with its generation marks; correct the template", UNCLEAR)
+        return found.generation
+
+    def _places_by_marks(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        numbers: Sequence[int],
+        add_generation_prompt: bool = False,
+        marks_generation: bool = False,
+    ) -> Places | None:
+        """Return places by marks in some messages, whose plain text is `text`; None if the marks change the text."""
+        for alphabet in ALPHABETS[self._alphabet :]:
+            marked = Marked(messages, numbers, alphabet)
+            if marked.is_whole:
+                rendered = self._try_render(marked.messages, add_generation_prompt, marks_generation)
+                return None if rendered is None else marked.read(rendered, text)
+        return None
+
+    def _place_by_filler(self, i: int) -> Place | None:
+        """Return the part of the text that changes when the content is replaced."""
+        filled = self._filled(self._messages, i)
+        if filled is None or filled.count(self._filler) != 1:
+            return None
+        before, after = filled.split(self._filler)
+        start, end = len(before), len(self._text) - len(after)
+        if not (self._text.startswith(before) and self._text.endswith(after)) or start > end:
+            return None
+        return Place(start, end, (start, end), by_filler=True)
+
+    @property
+    def _filler(self) -> str:
+        return chr(ALPHABETS[self._alphabet].first) if self._alphabet < len(ALPHABETS) else ""
+
+    def _filled(self, messages: Sequence[Message], i: int, add_generation_prompt: bool = False) -> str | None:
+        """Render with another content of message i."""
+        if not self._filler or not has_text(messages[i].get("content")):
+            return None
+        changed = [*messages[:i], {**messages[i], "content": self._filler}, *messages[i + 1 :]]
+        return self._try_render(changed, add_generation_prompt)
+
+    # Text that the template leaves out
+
+    def _check_messages(self, places: Places) -> list[str]:
+        """Return the kinds of texts left out of turns. Raises TemplateFailure for a message or a tool call."""
+        left_out = []
+        for i, message in enumerate(self._messages):
+            place = places.of[i]
+            if (place is None or place.content is None) and has_text(message.get("content")):
+                if "tool_calls" in message:
+                    left_out.append("content beside tool calls")
+                elif message["role"] == "system":  # a template may write it in a prompt only
+                    left_out.append("system message")
+                elif (filled := self._filled(self._messages, i)) is not None and self._filler not in filled:
+                    raise self._template.failure(
+                        f"leaves out message {i + 1} ({message['role']}); give it a role that the template writes, or "
+                        "use another template",
+                        LEFT_OUT,
+                    )
+            if (len(message) > 2 or "tool_calls" in message) and message["role"] == "assistant":
+                left_out += unwritten_leaves(self._template, i, message, places)
+        return left_out
+
+    # Turns
+
+    def _groups(self, numbers: Sequence[int], places: Sequence[Place | None]) -> list[dict[int, Span]]:
+        """Return the spans of the turns, those in one group that the template merges into one."""
+        variables = {name: value for name, value in self._variables.items() if name not in ("tools", "documents")}
+        layout = (
+            tuple((message["role"], *message.keys()) for message in self._messages),
+            (*self._variables, json.dumps(variables, sort_keys=True)) if self._variables else (),
+        )
+        groups: list[dict[int, Span]] = []
+        last: _Turn | None = None
+        for i in numbers:
+            turn = self._turn(i, places, layout)
+            if last is not None and i - 1 in groups[-1] and self._are_merged(last, turn):
+                first = min(last, turn, key=lambda one: one.start)
+                final = max(last, turn, key=lambda one: one.end)
+                last = _Turn(first.start, final.end, first.has_start, final.has_end)
+                groups[-1] = dict.fromkeys([*groups[-1], i], (last.start, last.end))
+            else:
+                self._check_turn(groups, last)
+                last = turn
+                groups.append({i: (turn.start, turn.end)})
+        self._check_turn(groups, last)
+        return groups
+
+    def _are_merged(self, first: _Turn, second: _Turn) -> bool:
+        """Return true if two consecutive assistant messages are one turn: the model also writes what is between."""
+        if first.end > second.start or not (first.has_end or second.has_start):
+            return True
+        return not self._text[first.end : second.start].strip()
+
+    def _check_turn(self, groups: Sequence[dict[int, Span]], turn: _Turn | None) -> None:
+        if turn is not None and not (turn.has_start and turn.has_end):
+            what = "end" if turn.has_start else "begin"
+            raise self._template.failure(
+                f"does not show the {what} of the turn of message {max(groups[-1]) + 1}; use a template that writes "
+                "each turn between the same marks",
+                UNCLEAR,
+            )
+
+    def _turn(self, i: int, places: Sequence[Place | None], layout: tuple[Any, ...]) -> _Turn:
+        """Return what the model writes for message i."""
+        own = self._own_place(i, places)
+        # the last text that ends before this one: the reference point in other renders
+        base, anchor = 0, None
+        for j in range(i):
+            place = places[j]
+            if place and base <= place.end <= own.start:
+                base, anchor = place.end, j
+        limit = None
+        for place in places[i + 1 :]:
+            if place and place.start >= own.end and (limit is None or place.start < limit):
+                limit = place.start
+        key = (i, anchor, layout, self._text[base : own.start], self._text[own.end : limit])
+        known = self._known.get(key)
+        if known is None:
+            end, has_end = self._end(own, i)
+            known = self._prompt(places, anchor, i), end - own.end, has_end
+            if len(self._known) < _LARGEST_MEMORY:
+                self._known[key] = known
+        start, has_start = self._start(base, own, known[0])
+        return _Turn(start, own.end + known[1], has_start, known[2])
+
+    def _own_place(self, i: int, places: Sequence[Place | None]) -> Place:
+        own = places[i]
+        if own is None or own.start == own.end:
+            raise self._template.failure(
+                f"leaves out message {i + 1}, or rewrites it beyond recognition; use a template that writes its text",
+                UNCLEAR,
+            )
+        return own
+
+    def _prompt(self, places: Sequence[Place | None], anchor: int | None, i: int) -> _Prompt:
+        """Return the inference prompt for message i after the anchor."""
+        earlier = self._messages[:i]
+        with_prompt = self._try_render(earlier, add_generation_prompt=True) if earlier else None
+        without = self._try_render(earlier) if earlier else None
+        tail = None
+        if with_prompt is not None and without is not None:
+            place = None if anchor is None else places[anchor]
+            tail = self._tail(earlier, with_prompt, place, anchor, add_generation_prompt=True)
+        else:  # the template refuses the beginning alone; it may accept the whole
+            with_prompt = self._try_render(self._messages, add_generation_prompt=True)
+            without = self._text
+        if with_prompt is None:
+            return _Prompt(tail, "")
+        return _Prompt(tail, with_prompt[_common(with_prompt, without) :])
+
+    def _tail(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        place: Place | None,
+        anchor: int | None,
+        add_generation_prompt: bool = False,
+    ) -> str | None:
+        """Return the text after the anchor, whose place is known in the whole, in the render of a part of it."""
+        if anchor is None or place is None:
+            return text
+        if place.by_filler:
+            other = self._filled(messages, anchor, add_generation_prompt)
+            parts = other.split(self._filler) if other else []
+            tail = parts[1] if len(parts) == 2 else None
+            return tail if tail is not None and text.endswith(tail) else None
+        found = self._places_by_marks(messages, text, (anchor,), add_generation_prompt)
+        own = found.of[anchor] if found else None
+        return text[own.end :] if own else None
+
+    def _start(self, base: int, own: Place, prompt: _Prompt) -> tuple[int, bool]:
+        """Return the place at which the model starts to write, and whether the prompt shows it."""
+        if prompt.tail is not None and self._text.startswith(prompt.tail, base):
+            start = base + len(prompt.tail)
+            return (start, True) if start < own.end else (own.start, False)
+        # what comes before is written otherwise by now: the beginning of the generation prompt
+        region = self._text[base : own.start]
+        wanted = prompt.added.lstrip()
+        for size in range(len(wanted), 0, -1):
+            piece = wanted[:size]
+            if not piece.strip():
+                break
+            # a header ends with a whole word or marker
+            if size < len(wanted) and not _HEADER_END.match(piece[-1]) and piece != wanted.rstrip():
+                continue
+            found = region.rfind(piece)
+            if found >= 0:
+                return base + found + size, True
+        return own.start, False
+
+    def _end(self, own: Place, i: int) -> tuple[int, bool]:
+        """Return the end of message i, and whether the template shows it."""
+        upto = self._messages[: i + 1]
+        rest = self._text[own.end :]
+        tail: str | None = rest
+        if len(upto) < len(self._messages):
+            whole = self._try_render(upto)
+            tail = None if whole is None else self._tail(upto, whole, own, i)
+        common = 0
+        if tail is not None:
+            wanted = tail[: self._before_lasting_prompt(upto, tail, own, i)].rstrip()
+            if rest.startswith(wanted):
+                return own.end + len(wanted), True
+            common = _common(wanted, rest)
+        # the last turn ends otherwise: only an end marker can show the end of this one
+        for marker in self._template.end_marker.finditer(rest):
+            if marker.end() > common:
+                if not rest[common : marker.start()].strip():
+                    return own.end + marker.end(), True
+                break
+        return own.end, False
+
+    def _before_lasting_prompt(self, upto: Sequence[Message], tail: str, own: Place, i: int) -> int:
+        """Return the length of `tail` that belongs to turn i if a template always writes its generation prompt.
+
+        Such a prompt shows if the text up to a turn is not a prefix of the text with a next turn. The suffix that it
+        shares with the end of every other turn begins with the end-of-turn marker.
+        """
+        plain = self._try_render(upto)
+        if plain is None or not tail.strip() or self._try_render(upto, add_generation_prompt=True) != plain:
+            return len(tail)
+        longer = [*upto, {"role": "user", "content": "next"}]
+        followed = self._try_render(longer)
+        rest = self._tail(longer, followed, own, i) if followed is not None else None
+        if rest is None or rest.startswith(tail.rstrip()):
+            return len(tail)
+        earlier = self._try_render(upto[:i]) if i else None
+        shared_end = _common(earlier[::-1], plain[::-1]) if earlier else 0
+        begin = max(len(tail) - shared_end, 0)
+        certain = _common(tail, rest)
+        markers = [found for found in self._template.end_marker.finditer(tail, begin) if found.end() <= certain]
+        if len(markers) > 1 or (markers and not tail[: markers[0].start()].strip()):
+            return markers[0].end()
+        return min(begin, certain)
+
+    def _marked_turns(self, numbers: Sequence[int], places: Places) -> dict[int, list[Span]]:
+        """Return the spans of turns by the template's generation marks."""
+        turns: dict[int, list[Span]] = {}
+        generation = self._generation()
+        for i in numbers:
+            own = self._own_place(i, places.of)
+            others = [place for j, place in enumerate(places.of) if place and j != i]
+            low = max((other.end for other in others if other.end <= own.start), default=0)
+            high = min((other.start for other in others if other.start >= own.end), default=len(self._text))
+            spans = [(start, end) for start, end in generation if low <= start and end <= high]
+            leaves = [span for number, _, span in places.leaves if number == i and span] or [(own.start, own.end)]
+            if not all(any(a <= b and c <= d for a, d in spans) for b, c in leaves):
+                raise self._template.failure(
+                    f"has generation marks that do not hold message {i + 1} alone; correct the template", UNCLEAR
+                )
+            end, has_end = self._end(own, i)
+            last = spans[-1][1]
+            if has_end and self._text[min(last, end) : max(last, end)].strip():
+                what = "before" if last < end else "after"
+                raise self._template.failure(
+                    f"has a generation mark {what} the end of message {i + 1}; move {{% endgeneration %}} to the end "
+                    "of the turn",
+                    UNCLEAR,
+                )
+            turns[i] = spans
+        return turns
+
+    def _check_span(self, i: int, span: Span, group: Mapping[int, Span], places: Places) -> None:
+        """Raise TemplateFailure unless a turn holds its whole message and nothing of another."""
+        start, end = span
+        own = places.of[i]
+        assert own is not None
+        is_whole = end >= own.end and ("tool_calls" not in self._messages[i] or start <= own.start)
+        if "tool_calls" in self._messages[i]:
+            is_whole &= holds_arguments(self._messages[i], self._text[start:end])
+        if not is_whole:
+            raise self._template.failure(f"does not write message {i + 1} in one piece; use another template", UNCLEAR)
+        for j, place in enumerate(places.of):
+            if place and j not in group and place.start < end and place.end > start:
+                raise self._template.failure(
+                    f"writes message {j + 1} inside message {i + 1}; use another template", UNCLEAR
+                )
+
+    def _is_open(self, own: Place | None) -> bool:
+        """Return true if the template writes nothing after the last message, which is the assistant's."""
+        if own is None:
+            return False
+        if "tool_calls" not in self._messages[-1]:
+            return not self._text[own.end :].strip()
+        if any(found.end() == len(self._text.rstrip()) for found in self._template.end_marker.finditer(self._text)):
+            return False
+        # what follows a call may be its own end: an answer instead of it has none
+        answered = [*self._messages[:-1], {"role": "assistant", "content": "Done."}]
+        text = self._try_render(answered)
+        places = None if text is None else self._places_by_marks(answered, text, (len(answered) - 1,))
+        place = places.of[-1] if places else None
+        return text is not None and place is not None and not text[place.end :].strip()
 
 
 def _common(first: str, second: str) -> int:
@@ -319,59 +446,3 @@ def _common(first: str, second: str) -> int:
     if first[:length] == second[:length]:
         return length
     return next(i for i in range(length) if first[i] != second[i])
-
-
-def _has_marks_for(messages: Sequence[Message]) -> bool:
-    return _MARKS_A_MESSAGE * len(messages) <= _WIDE_LAST_MARK - _WIDE_FIRST_MARK
-
-
-@cache
-def _marks(i: int) -> tuple[str, ...]:
-    """Return the marks before and after a content, before and after its reasoning."""
-    numbers = range(_MARKS_A_MESSAGE * i, _MARKS_A_MESSAGE * (i + 1))
-    # wide characters double the memory of the whole text, so only long conversations use them
-    base = _FIRST_MARK if numbers[-1] <= _LAST_MARK - _FIRST_MARK else _WIDE_FIRST_MARK
-    return tuple(chr(base + number) for number in numbers)
-
-
-def _filler(i: int) -> str:
-    return _marks(i)[0]
-
-
-def _filled(messages: Sequence[Message], i: int) -> list[Message]:
-    return [*messages[:i], {**messages[i], "content": _filler(i)}, *messages[i + 1 :]]
-
-
-def _marked(messages: Sequence[Message], numbers: Sequence[int]) -> list[Message]:
-    marked = list(messages)
-    for i in numbers:
-        changed = dict(messages[i])
-        marks = _marks(i)
-        for which, name in enumerate(_MARKED_FIELDS):
-            value = changed.get(name)
-            if isinstance(value, str):
-                core = value.strip()
-                if core:
-                    core = f"{marks[2 * which]}{core}{marks[2 * which + 1]}"
-                    start, end = len(value) - len(value.lstrip()), len(value.rstrip())
-                    changed[name] = core if end - start == len(value) else f"{value[:start]}{core}{value[end:]}"
-        marked[i] = changed
-    return marked
-
-
-def _read_marks(marked: str, num_messages: int) -> tuple[list[_Place | None], list[int | None]]:
-    """Return the place of each content, and the start of its reasoning, in the text without marks."""
-    at: dict[str, int] = {}
-    for number, match in enumerate(_MARKS.finditer(marked)):
-        at[match[0]] = match.start() - number
-    places: list[_Place | None] = []
-    reasoning: list[int | None] = []
-    for i in range(num_messages):
-        marks = _marks(i)
-        first, last = at.get(marks[0]), at.get(marks[1])
-        # the mark before a content may be lost with reasoning that a template removes
-        if last is not None and (first is None or first > last):
-            first = last
-        places.append(None if first is None or last is None else _Place(first, last))
-        reasoning.append(at.get(marks[2]))
-    return places, reasoning

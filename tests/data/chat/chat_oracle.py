@@ -6,6 +6,7 @@ earlier turns otherwise than later ones, its content is replaced and the differe
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -25,12 +26,13 @@ class Unclear(Exception):
 
 
 class Oracle:
-    def __init__(self, template: str, tokens: dict[str, str]):
-        self._template, self._tokens = template, tokens
+    def __init__(self, template: str, tokens: dict[str, str], **variables: Any):
+        """`variables`: tools, documents and options of the template."""
+        self._template, self._tokens, self._variables = template, tokens, variables
 
     def render(self, messages: list[Message], prompt: bool = False) -> str:
         try:
-            options: dict[str, Any] = {"add_generation_prompt": prompt, **self._tokens}
+            options: dict[str, Any] = {"add_generation_prompt": prompt, **self._tokens, **self._variables}
             texts: Any = render_jinja_template([messages], chat_template=self._template, **options)[0]
         except Exception as error:
             raise Refused(str(error)) from error
@@ -42,7 +44,7 @@ class Oracle:
         text = self.render(messages)
         spans = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("train") is False or message.get("weight") == 0:
                 continue
             begin, end = self._content(messages, text, i)
             spans.append((self._start(messages, text, i, begin), self._end(messages, text, i, end)))
@@ -52,11 +54,23 @@ class Oracle:
         return text, spans
 
     def _content(self, messages: list[Message], text: str, i: int) -> tuple[int, int]:
+        if "tool_calls" in messages[i]:
+            first, last = self._name(messages, text, i, 0)[0], self._name(messages, text, i, -1)[1]
+            begin = text.find(messages[i].get("content") or STRANGE, 0, first)  # a content of these tests is unique
+            return begin if begin >= 0 else first, last
         other = self.render([*messages[:i], {**messages[i], "content": STRANGE}, *messages[i + 1 :]])
+        return self._changed(other, text)
+
+    def _changed(self, other: str, text: str) -> tuple[int, int]:
         before, _, after = other.partition(STRANGE)
         if not (text.startswith(before) and text.endswith(after)):
             raise Unclear
         return len(before), len(text) - len(after)
+
+    def _name(self, messages: list[Message], text: str, i: int, call: int) -> tuple[int, int]:
+        changed = json.loads(json.dumps(messages))
+        changed[i]["tool_calls"][call]["function"]["name"] = STRANGE
+        return self._changed(self.render(changed), text)
 
     def _start(self, messages: list[Message], text: str, i: int, begin: int) -> int:
         prompt = self.render(messages[:i], prompt=True)
@@ -74,8 +88,10 @@ class Oracle:
         header = added.strip()
         found = text.rfind(header, 0, begin)
         _, question_end = self._content(messages, text, i - 1)
-        if found < question_end:  # the header of an earlier turn has less in it
-            return begin
+        if found < question_end:  # the header of an earlier turn has less in it: its first line
+            line = added.lstrip().partition("\n")[0] + "\n"
+            found = text.rfind(line, question_end, begin)
+            return begin if found < 0 else found + len(line)
         # of white space behind the header, what the prompt has too is not the model's
         place, rest = found + len(header), added.rstrip()
         for wanted in added[len(rest) :]:

@@ -445,3 +445,52 @@ def test_long_input_is_encoded_by_gigatoken_with_the_same_ids(test_data: Path, t
 
 def totals_and_samples(job: ChatJob) -> tuple[ChatTotals, list[tuple[list[int], list[int]]]]:
     return preprocess_chats(job), samples(job)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tools
+
+
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+CALLS = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": {}}}]}
+WRITES = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+WRITES_TOOLS = (
+    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_tokenizers_own_template_for_tools_is_used_and_kept(is_file: bool, tmp_path: Path, tokenizer: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if is_file:
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+        (tokenizer / "chat_template.jinja").write_text(WRITES)
+        (tokenizer / "additional_chat_templates").mkdir()
+        (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text(WRITES_TOOLS)
+    else:
+        named = [{"name": "default", "template": WRITES}, {"name": "tool_use", "template": WRITES_TOOLS}]
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": named}))
+    with_tools = {"messages": [*turn("a"), CALLS, *turn("b", "c")], "tools": [TOOL]}
+    source = rows_of(tmp_path / "in.jsonl", chat("a", "b"), with_tools)
+    job = job_of(source, tokenizer, chat_template=None, tokenizer_output=str(tmp_path / "copy"))
+    preprocess_chats(job)
+    call = '{"name": "look_up", "arguments": {}}<|im_end|>'
+    assert [trained for _, trained in texts(job)] == ["<|im_start|>assistant\nb<|im_end|>", f"{call}c<|im_end|>"]
+    for folder in (tokenizer, tmp_path / "copy"):
+        loaded = transformers.AutoTokenizer.from_pretrained(folder)
+        expected = loaded.apply_chat_template(with_tools["messages"], tools=[TOOL], return_dict=False)
+        assert samples(job)[1][0] == expected
+
+
+def test_tool_calls_without_a_template_for_them_are_counted_and_reported(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [chat("a", "b"), {"messages": [*turn("a"), CALLS]}, chat("a", "b", tools=[TOOL])]
+    rows += [{"messages": [{**message, "thinking": "Hm."} for message in turn("a", "b")]}]
+    job = job_of(rows_of(tmp_path / "in.jsonl", *rows), tokenizer, bad_rows="skip")
+    totals = preprocess_chats(job)
+    assert totals.num_samples == 2
+    assert totals.bad == {"left out by the template": 2}
+    assert totals.left_out == {"reasoning": 1}
+    assert "in.jsonl:2: chat template preset chatml does not write the tool calls of message 2" in totals.faults[0]
+    assert "in.jsonl:3: chat template preset chatml does not write the tool look_up" in totals.faults[1]

@@ -1,0 +1,103 @@
+"""Forms of messages: lists of text parts and arguments of tool calls, as a template can write them.
+
+A template written for one form fails on another or distorts it: it writes a list as Python does, [{'type': 'text'}],
+puts JSON text in quotes again, or escapes the quotes of a call for HTML. It gets the first form that it writes well: as
+in the row; with arguments as objects; with arguments as JSON text; the same with parts as lines of one text, which is
+what inference servers give to such a template; the same with an empty content beside calls where there is none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from megatron.data.chat.template import UNCLEAR, ChatTemplate, Message, TemplateFailure
+
+
+def render_readable(
+    template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> tuple[Sequence[Message], str]:
+    """Return the messages in the first form that the template writes well, and their text. Raises TemplateFailure."""
+    has_parts = has_calls = False
+    for message in messages:
+        has_parts |= isinstance(message.get("content"), list)
+        has_calls |= "tool_calls" in message
+    if not has_parts and not has_calls:
+        return messages, template.render(messages, variables=variables)
+    failure: TemplateFailure | None = None
+    fills = (False, True)[: 1 + has_calls]
+    joins = (False, True)[: 1 + has_parts]
+    conversions = (None, _object, _json_text)[: 1 + 2 * has_calls]
+    for fills_content, joins_parts, convert in itertools.product(fills, joins, conversions):
+        form = [_in_form(message, joins_parts, convert, fills_content) for message in messages]
+        try:
+            text = template.render(form, variables=variables)
+        except TemplateFailure as error:
+            failure = failure or error
+            continue
+        if not any(_is_distorted(message, text) for message in form):
+            return form, text
+    raise failure or template.failure(
+        "distorts content parts or the arguments of tool calls; use a template that supports them", UNCLEAR
+    )
+
+
+def _in_form(message: Message, joins_parts: bool, convert: Callable[[Any], Any] | None, fills_content: bool) -> Message:
+    changed = {"content": "", **message} if fills_content else dict(message)
+    if joins_parts and isinstance(message.get("content"), list):
+        changed["content"] = "\n".join(part["text"] for part in message["content"])
+    if convert and "tool_calls" in message:
+        changed["tool_calls"] = [_converted(call, convert) for call in message["tool_calls"]]
+    return changed
+
+
+def _converted(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _converted(call["function"], convert)}
+    return {**call, "arguments": convert(call.get("arguments", {}))}
+
+
+def _object(arguments: Any) -> Any:
+    return orjson.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _json_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else _json(arguments)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_distorted(message: Message, text: str) -> bool:
+    """Return true if the text has a list or an object of the message as Python writes it, or JSON text escaped."""
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        if any(written in text for written in (repr(part), _json(repr(part))[1:-1], _json(part))):
+            return True
+    calls = message.get("tool_calls")
+    if not calls:
+        return False
+    if "&#34;" in text and "&#34;" not in _json(message):
+        return True
+    for call in calls:
+        arguments = call.get("function", call).get("arguments")
+        if isinstance(arguments, str):
+            if arguments not in text and _json(arguments)[1:-1] in text:
+                return True
+        elif any(repr(value) != _json(value) and repr(value) in text for value in _containers(arguments)):
+            return True
+    return False
+
+
+def _containers(value: Any) -> list[Any]:
+    """Return all objects and lists in a JSON value."""
+    if isinstance(value, dict):
+        return [value, *(found for item in value.values() for found in _containers(item))]
+    if isinstance(value, list):
+        return [value, *(found for item in value for found in _containers(item))]
+    return []
