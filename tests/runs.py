@@ -51,6 +51,14 @@ def train(arguments: str) -> str:
     return ""
 
 
+def announced(arguments: str) -> list[str]:
+    """What rank 0 announces of a run that ends well."""
+    said: list[str] = []
+    with patch("megatron.train.announce", lambda ctx, text: said.append(text)):
+        assert train(arguments) == ""
+    return said
+
+
 def train_apart(folders: list[str], arguments: str) -> str:
     """One run whose relative paths lead each rank into a folder of its own, as on disks that are not shared."""
     here = os.getcwd()

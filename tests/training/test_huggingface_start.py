@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -191,14 +190,6 @@ def test_a_folder_that_is_both_is_refused(tmp_path: Path) -> None:
         find(folder)
 
 
-def train_and_hear(arguments: str) -> list[str]:
-    """What rank 0 announces of a run that ends well."""
-    said: list[str] = []
-    with patch("megatron.train.announce", lambda ctx, text: said.append(text)):
-        assert runs.train(arguments) == ""
-    return said
-
-
 def test_a_run_says_where_it_started_and_goes_on_from_its_own_checkpoints(ranks: RankPools, tmp_path: Path) -> None:
     """Supervised: the same command, started again."""
     tiny = "--num-layers 2 --hidden-size 32 --seq-length 16 --vocab-size 128 --global-batch-size 8"
@@ -207,9 +198,9 @@ def test_a_run_says_where_it_started_and_goes_on_from_its_own_checkpoints(ranks:
         f"{layouts.MODELS['llama_gqa']} --data-path {data} --load {folder} --finetune --save {tmp_path / 'saved'} "
         "--train-samples 48 --exit-interval 3"
     )
-    assert ranks(2)(train_and_hear, command)[0] == [f"started from {folder}: weights; iteration 0, 0 samples"]
+    assert ranks(2)(runs.announced, command)[0] == [f"started from {folder}: weights; iteration 0, 0 samples"]
     resumed = f"resumed {tmp_path / 'saved'}/global_step3: weights, optimizer, random streams; iteration 3, 24 samples"
-    assert ranks(2)(train_and_hear, command)[0] == [resumed]
+    assert ranks(2)(runs.announced, command)[0] == [resumed]
     assert newest(tmp_path / "saved").metadata["progress"]["iteration"] == 6
     assert newest(tmp_path / "saved").metadata["source"]["config"]["model_type"] == "llama"
 
