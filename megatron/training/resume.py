@@ -133,10 +133,10 @@ def _run_of_start(options: CheckpointConfig, own: Run | None, checkpoint: Resuma
         return own
     if isinstance(checkpoint, Checkpoint) and _resumes_itself(options):
         return Run.of(checkpoint.metadata)
-    is_foreign = isinstance(checkpoint, HuggingFaceStart) or checkpoint is None
+    parent = None if isinstance(checkpoint, HuggingFaceStart) else checkpoint
     is_continued = isinstance(checkpoint, Checkpoint) and not (options.finetune or options.no_load_optim)
     start = {name: getattr(options, name) for name in START_OPTIONS}
-    run = Run.new(start, None if is_foreign else checkpoint, is_continued=is_continued)
+    run = Run.new(start, parent, is_continued=is_continued)
     goes_back = checkpoint is not None and _same(options.load, options.save) and not options.finetune
     if options.save is not None and not options.allow_used_save and not goes_back:
         _check_unused(Path(options.save))
