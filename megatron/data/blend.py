@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.data.extension import helpers
-from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths
+from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
 from megatron.data.indexed import DataError
 
 SURPLUS = 0.005
@@ -81,6 +81,7 @@ class BlendedDataset:
         """Number of each sample in its dataset."""
         self.cache_paths = cache_paths
         """Files of the blend's own arrays; none without a cache."""
+        self._index_files = mapped_files(cache_paths, arrays)
         content = digest("blend", 2, mixture, [content_of(dataset.fingerprint) for dataset in self.datasets])
         self.fingerprint = content + "-" + digest([dataset.fingerprint for dataset in self.datasets])
         """Equal for blends with equal samples up to the end of the shorter one."""
@@ -91,6 +92,7 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise self._outside(index)
+        self._index_files.check()
         return self.datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
 
     def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
@@ -99,6 +101,7 @@ class BlendedDataset:
         for index in (chosen.min(initial=0), chosen.max(initial=0)):
             if len(chosen) and not 0 <= index < len(self):
                 raise self._outside(int(index))
+        self._index_files.check()
         sources, numbers = self.dataset_index[chosen], self.dataset_sample_index[chosen]
         samples = np.empty((len(chosen), self.datasets[0].seq_length + 1), dtype=np.int64)
         for source in np.unique(sources).tolist():

@@ -26,7 +26,7 @@ from megatron.config.data import parse_data_path, parse_split
 from megatron.config.options import Config, DataConfig
 from megatron.data.blend import TokenDataset, blend_by_size, blend_by_weight, digest
 from megatron.data.extension import helpers
-from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths
+from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
 from megatron.data.indexed import DataError, IndexedDataset
 from megatron.planning.schedule import Schedule
 
@@ -121,6 +121,7 @@ class GPTDataset:
         arrays = cached_arrays(cache_dir, key, self._specs, self._build_index)
         self.cache_paths = cached_paths(cache_dir, key, self._specs)
         """Files of the three arrays; none without a cache."""
+        self._index_files = mapped_files(self.cache_paths, arrays)
         self.document_index: NDArray[np.int32] = arrays["document_index"]
         self.sample_index: NDArray[np.signedinteger] = arrays["sample_index"]
         self.shuffle_index: NDArray[np.integer] = arrays["shuffle_index"]
@@ -187,7 +188,8 @@ class GPTDataset:
 
     def _read(self, read: Callable[..., Any], *arguments: Any) -> Any:
         """Call the reader, and add the name of this dataset to its errors."""
-        self._data.check_sizes()
+        self._data.files.check()
+        self._index_files.check()
         try:
             return read(*arguments)
         except IndexError as error:

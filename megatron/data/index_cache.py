@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.indexed import MappedFiles
 from megatron.files import replacing
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,16 @@ def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec],
 def cached_paths(folder: Path | None, key: str, specs: Mapping[str, ArraySpec]) -> list[Path]:
     """Return the files in which cached_arrays stores the arrays."""
     return [] if folder is None else [folder / f"{key}-{name}.npy" for name in specs]
+
+
+def mapped_files(paths: Sequence[Path], arrays: Arrays) -> MappedFiles:
+    """Return the files among `paths`, those of cached_arrays in its order, that the arrays are maps of."""
+    maps: dict[Path, mmap.mmap] = {}
+    for path, array in zip(paths, arrays.values(), strict=False):
+        base: Any = array.base
+        if isinstance(base, np.memmap) and isinstance(base.base, mmap.mmap):
+            maps[path] = base.base
+    return MappedFiles(maps, "delete it, and start again: it is rebuilt")
 
 
 def _load(paths: Mapping[str, Path], specs: Mapping[str, ArraySpec]) -> Arrays | None:

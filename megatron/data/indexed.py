@@ -22,6 +22,7 @@ import hashlib
 import mmap
 import os
 import time
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,36 @@ def best_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
+class MappedFiles:
+    """Files that are read through memory maps, by path, and what to do about one that is damaged.
+
+    A file that is truncated while it is mapped kills the process that reads beyond its new end, by SIGBUS. Readers call
+    `check` before.
+    """
+
+    def __init__(self, maps: Mapping[Path, mmap.mmap], remedy: str):
+        self._maps, self._remedy = dict(maps), remedy
+        self._next_check_s = 0.0
+
+    def check(self) -> None:
+        """Raise DataError if a file was truncated since it was opened. Looks once every SIZE_CHECK_INTERVAL_S."""
+        now_s = time.monotonic()
+        if now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + SIZE_CHECK_INTERVAL_S
+        for path, mapped in self._maps.items():
+            size = mapped.size()  # of the file now; len() is that of the map
+            if size < len(mapped):
+                raise DataError(
+                    f"{path} has {size} bytes, but had {len(mapped)} when it was opened: it was truncated while it was "
+                    f"read; {self._remedy}"
+                )
+
+
 class IndexedDataset:
     """Memory-mapped reader of PREFIX.bin and PREFIX.idx.
 
     Opening reads only the header and the ends of the tables, whatever the size of the dataset. Raises DataError.
-
-    A file that is truncated while it is mapped kills the process that reads beyond its new end, by SIGBUS. Readers call
-    `check_sizes` before, as `read` does.
     """
 
     def __init__(self, prefix: str | Path):
@@ -80,7 +104,8 @@ class IndexedDataset:
         self._idx_path, self._bin_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
         self._idx = idx = _map(self._idx_path, self.prefix)
         self._bin = _map(self._bin_path, self.prefix)
-        self._next_check_s = 0.0
+        self.files = MappedFiles({self._idx_path: self._idx, self._bin_path: self._bin}, "copy it again")
+        """Checked by `read`; whoever reads `tokens` or the tables checks them before."""
         self.dtype, num_sequences, num_document_entries = self._read_header(idx)
         self.has_modes = len(idx) > HEADER_BYTES + 12 * num_sequences + 8 * num_document_entries
         """True for a multimodal index, which has a mode for each sequence."""
@@ -165,20 +190,6 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return len(self._bin) // self.dtype.itemsize
 
-    def check_sizes(self) -> None:
-        """Raise DataError if a file was truncated since it was opened. Looks once every SIZE_CHECK_INTERVAL_S."""
-        now_s = time.monotonic()
-        if now_s < self._next_check_s:
-            return
-        self._next_check_s = now_s + SIZE_CHECK_INTERVAL_S
-        for path, mapped in ((self._idx_path, self._idx), (self._bin_path, self._bin)):
-            size = mapped.size()  # of the file now; len() is that of the map
-            if size < len(mapped):
-                raise DataError(
-                    f"{path} has {size} bytes, but had {len(mapped)} when it was opened: it was truncated while it was "
-                    "read; copy it again"
-                )
-
     def release_memory(self) -> None:
         """Release the pages read so far, as a pass over the whole dataset should; the next read loads them again."""
         self._idx.madvise(mmap.MADV_DONTNEED)
@@ -215,7 +226,7 @@ class IndexedDataset:
 
         Raises IndexError outside the dataset or the sequence, DataError if the index points outside the .bin.
         """
-        self.check_sizes()
+        self.files.check()
         if not 0 <= sequence < len(self.lengths):
             raise IndexError(f"sequence {sequence} is outside the {len(self.lengths)} of {self.prefix}")
         whole = int(self.lengths[sequence])

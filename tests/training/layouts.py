@@ -131,8 +131,9 @@ def allows_fp16() -> Iterator[None]:
         yield
 
 
-def gradient_sums(arguments: list[str]) -> list[dict[str, list[str]]]:
-    """The dtypes in which each of these runs sums gradients over ranks in its second step, by the kind of the sum."""
+def gradient_sums(arguments: list[str]) -> list[tuple[dict[str, list[str]], float]]:
+    """Of each of these runs: the dtypes in which its second step sums gradients over ranks, by the kind of the sum, and
+    the norm of its first step's gradient."""
     import torch.distributed as dist
 
     sums: list[tuple[Any, Any]] = []  # group and tensor of each
@@ -153,9 +154,10 @@ def gradient_sums(arguments: list[str]) -> list[dict[str, list[str]]]:
         for flags in arguments:
             engine, task = build(flags)
             loss_of_step(engine, task, 0)
+            norm = float(engine.deepspeed.get_global_grad_norm())
             sums.clear()
             loss_of_step(engine, task, 1)
-            found.append(_dtypes_by_kind(engine, sums))
+            found.append((_dtypes_by_kind(engine, sums), norm))
     return found
 
 
