@@ -21,13 +21,16 @@ from megatron.data.chat.template import UNCLEAR, ChatTemplate, Message, Template
 def render_readable(
     template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> tuple[Sequence[Message], str]:
-    """Return the messages in the first form that the template writes well, and their text. Raises TemplateFailure."""
+    """Return the messages in the first form that the template writes well, and their text with generation marks.
+
+    Raises TemplateFailure.
+    """
     has_parts = has_calls = False
     for message in messages:
         has_parts |= isinstance(message.get("content"), list)
         has_calls |= "tool_calls" in message
     if not has_parts and not has_calls:
-        return messages, template.render(messages, variables=variables)
+        return messages, template.render(messages, variables=variables, marks_generation=True)
     failure: TemplateFailure | None = None
     fills = (False, True)[: 1 + has_calls]
     joins = (False, True)[: 1 + has_parts]
@@ -35,7 +38,7 @@ def render_readable(
     for fills_content, joins_parts, convert in itertools.product(fills, joins, conversions):
         form = [_in_form(message, joins_parts, convert, fills_content) for message in messages]
         try:
-            text = template.render(form, variables=variables)
+            text = template.render(form, variables=variables, marks_generation=True)
         except TemplateFailure as error:
             failure = failure or error
             continue

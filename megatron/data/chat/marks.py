@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +22,7 @@ CONTENT, REASON, CALL = "content", "reasoning", "tool call"
 """Kinds of leaves."""
 
 _REASONING_FIELDS = (*REASONING, "tool_plan")
+_GENERATION = re.compile(f"([{GENERATION_MARKS}])")
 
 
 class Alphabet:
@@ -29,7 +30,7 @@ class Alphabet:
 
     def __init__(self, first: int, last: int):
         self.first, self.size = first, last - first + 1
-        self.pattern = re.compile(f"([{chr(first)}-{chr(last)}{GENERATION_MARKS}])")
+        self.pattern = re.compile(f"([{chr(first)}-{chr(last)}])")
 
 
 # characters above 0xFFFF double the memory of the whole text, so they come second
@@ -42,6 +43,15 @@ def choose_alphabet(text: str) -> int:
         return 0
     numbers = (i for i, alphabet in enumerate(ALPHABETS) if not alphabet.pattern.search(text))
     return next(numbers, len(ALPHABETS))
+
+
+def read_generation(rendered: str) -> tuple[str, list[Span]]:
+    """Return a render without its generation marks, and the spans in them; none if the marks are not in pairs."""
+    pieces = _GENERATION.split(rendered)
+    at = list(accumulate(map(len, pieces[::2])))
+    is_paired = "".join(pieces[1::2]) == GENERATION_MARKS * (len(at) // 2)
+    spans = [(start, end) for start, end in zip(at[::2], at[1::2], strict=False) if start < end]
+    return "".join(pieces[::2]), spans if is_paired else []
 
 
 @dataclass(slots=True)
@@ -58,13 +68,12 @@ class Place:
 
 @dataclass
 class Places:
-    """Places of messages, and of what a template marks as the model's text."""
+    """Places of messages in a text."""
 
     of: list[Place | None]
     """Place of each message; None if nothing of it was found."""
     leaves: list[tuple[int, str, Span | None]]
     """(message, kind, place) of each leaf."""
-    generation: list[Span] = field(default_factory=list)
 
 
 class Marked:
@@ -136,9 +145,6 @@ class Marked:
         # the result of a call may repeat its name
         first_at = dict(reversed(marks)) if self.has_calls else at
         places = Places([None] * len(self.messages), [])
-        if GENERATION_MARKS[1] in at:
-            starts, ends = ([place for found, place in marks if found == mark] for mark in GENERATION_MARKS)
-            places.generation = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
         mark = self._alphabet.first - 2
         for i, kind in self.owners:
             mark += 2

@@ -324,7 +324,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] = NO_VARIABLES,
         marks_generation: bool = False,
     ) -> str:
-        """Return the text of a conversation. `variables`: tools, documents and others. Raises TemplateFailure."""
+        """Return the text of a conversation. Raises TemplateFailure.
+
+        `variables`: tools, documents and others. `marks_generation`: write GENERATION_MARKS where it has such marks.
+        """
         template = self._marking if marks_generation else self._template
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:

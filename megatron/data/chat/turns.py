@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.data.chat.forms import render_readable
-from megatron.data.chat.marks import ALPHABETS, Marked, Place, Places, Span, choose_alphabet
+from megatron.data.chat.marks import ALPHABETS, Marked, Place, Places, Span, choose_alphabet, read_generation
 from megatron.data.chat.omissions import has_text, holds_arguments, unread_variables, unwritten_leaves
 from megatron.data.chat.template import LEFT_OUT, NO_VARIABLES, UNCLEAR, ChatTemplate, Message, TemplateFailure
 
@@ -80,16 +80,27 @@ class TurnFinder:
 
         Raises TemplateFailure: the template refuses the conversation, leaves a part of it out, or hides a turn.
         """
+        generation: list[Span] = []
         messages, text = render_readable(self.template, messages, variables)
-        return _Search(self, messages, variables, text).rendered(wants)
+        if self.template.marks_generation:
+            text, generation = read_generation(text)
+        return _Search(self, messages, variables, text, generation).rendered(wants)
 
 
 class _Search:
     """Search for the turns of one conversation."""
 
-    def __init__(self, finder: TurnFinder, messages: Sequence[Message], variables: Mapping[str, Any], text: str):
+    def __init__(
+        self,
+        finder: TurnFinder,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        text: str,
+        generation: list[Span],
+    ):
         self._template, self._known = finder.template, finder.known
         self._messages, self._variables, self._text = messages, variables, text
+        self._generation = generation
         self._alphabet = choose_alphabet(text)
 
     def rendered(self, wants: Callable[[int], bool]) -> Rendered:
@@ -114,12 +125,10 @@ class _Search:
             self._text, contents, turns, generation, turns[-1] is not None and self._is_open(places.of[-1]), left_out
         )
 
-    def _try_render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, marks_generation: bool = False
-    ) -> str | None:
+    def _try_render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
         """Return the text; None if the template refuses these messages."""
         try:
-            return self._template.render(messages, add_generation_prompt, self._variables, marks_generation)
+            return self._template.render(messages, add_generation_prompt, self._variables)
         except TemplateFailure:
             return None
 
@@ -130,6 +139,8 @@ class _Search:
         places = self._places_by_marks(self._messages, self._text, numbers)
         if places is not None:
             return places
+        if self._template.marks_generation and self._try_render(self._messages) != self._text:
+            raise self._template.failure("writes other text with its generation marks; correct the template", UNCLEAR)
         # the template depends on text that the marks changed: each message separately
         found = Places([None] * len(self._messages), [])
         for i in numbers:
@@ -141,26 +152,14 @@ class _Search:
                 found.leaves += alone.leaves
         return found
 
-    def _generation(self) -> list[Span]:
-        """Return the spans in the template's generation marks. Raises TemplateFailure."""
-        found = self._places_by_marks(self._messages, self._text, (), marks_generation=True)
-        if found is None:
-            raise self._template.failure("writes other text with its generation marks; correct the template", UNCLEAR)
-        return found.generation
-
     def _places_by_marks(
-        self,
-        messages: Sequence[Message],
-        text: str,
-        numbers: Sequence[int],
-        add_generation_prompt: bool = False,
-        marks_generation: bool = False,
+        self, messages: Sequence[Message], text: str, numbers: Sequence[int], add_generation_prompt: bool = False
     ) -> Places | None:
         """Return places by marks in some messages, whose plain text is `text`; None if the marks change the text."""
         for alphabet in ALPHABETS[self._alphabet :]:
             marked = Marked(messages, numbers, alphabet)
             if marked.is_whole:
-                rendered = self._try_render(marked.messages, add_generation_prompt, marks_generation)
+                rendered = self._try_render(marked.messages, add_generation_prompt)
                 return None if rendered is None else marked.read(rendered, text)
         return None
 
@@ -212,11 +211,7 @@ class _Search:
 
     def _groups(self, numbers: Sequence[int], places: Sequence[Place | None]) -> list[dict[int, Span]]:
         """Return the spans of the turns, those in one group that the template merges into one."""
-        variables = {name: value for name, value in self._variables.items() if name not in ("tools", "documents")}
-        layout = (
-            tuple((message["role"], *message.keys()) for message in self._messages),
-            (*self._variables, json.dumps(variables, sort_keys=True)) if self._variables else (),
-        )
+        layout = self._layout()
         groups: list[dict[int, Span]] = []
         last: _Turn | None = None
         for i in numbers:
@@ -232,6 +227,14 @@ class _Search:
                 groups.append({i: (turn.start, turn.end)})
         self._check_turn(groups, last)
         return groups
+
+    def _layout(self) -> tuple[Any, ...]:
+        """Return what the template's decisions depend on, beside the text that it writes."""
+        variables = {name: value for name, value in self._variables.items() if name not in ("tools", "documents")}
+        return (
+            tuple((message["role"], *message.keys()) for message in self._messages),
+            (*self._variables, json.dumps(variables, sort_keys=True)) if self._variables else (),
+        )
 
     def _are_merged(self, first: _Turn, second: _Turn) -> bool:
         """Return true if two consecutive assistant messages are one turn: the model also writes what is between."""
@@ -265,11 +268,14 @@ class _Search:
         known = self._known.get(key)
         if known is None:
             end, has_end = self._end(own, i)
-            known = self._prompt(places, anchor, i), end - own.end, has_end
-            if len(self._known) < _LARGEST_MEMORY:
-                self._known[key] = known
+            known = self._remember(key, (self._prompt(places, anchor, i), end - own.end, has_end))
         start, has_start = self._start(base, own, known[0])
         return _Turn(start, own.end + known[1], has_start, known[2])
+
+    def _remember(self, key: tuple[Any, ...], found: tuple[_Prompt, int, bool]) -> tuple[_Prompt, int, bool]:
+        if len(self._known) < _LARGEST_MEMORY:
+            self._known[key] = found
+        return found
 
     def _own_place(self, i: int, places: Sequence[Place | None]) -> Place:
         own = places[i]
@@ -384,20 +390,24 @@ class _Search:
     def _marked_turns(self, numbers: Sequence[int], places: Places) -> dict[int, list[Span]]:
         """Return the spans of turns by the template's generation marks."""
         turns: dict[int, list[Span]] = {}
-        generation = self._generation()
+        layout = self._layout()
         for i in numbers:
             own = self._own_place(i, places.of)
             others = [place for j, place in enumerate(places.of) if place and j != i]
             low = max((other.end for other in others if other.end <= own.start), default=0)
             high = min((other.start for other in others if other.start >= own.end), default=len(self._text))
-            spans = [(start, end) for start, end in generation if low <= start and end <= high]
+            spans = [(start, end) for start, end in self._generation if low <= start and end <= high]
             leaves = [span for number, _, span in places.leaves if number == i and span] or [(own.start, own.end)]
             if not all(any(a <= b and c <= d for a, d in spans) for b, c in leaves):
                 raise self._template.failure(
                     f"has generation marks that do not hold message {i + 1} alone; correct the template", UNCLEAR
                 )
-            end, has_end = self._end(own, i)
-            last = spans[-1][1]
+            key = (i, layout, self._text[own.end : high])
+            known = self._known.get(key)
+            if known is None:
+                end, has_end = self._end(own, i)
+                known = self._remember(key, (_Prompt(None, ""), end - own.end, has_end))
+            end, has_end, last = own.end + known[1], known[2], spans[-1][1]
             if has_end and self._text[min(last, end) : max(last, end)].strip():
                 what = "before" if last < end else "after"
                 raise self._template.failure(
