@@ -101,6 +101,13 @@ def add_sample_and_output_flags(parser: argparse.ArgumentParser) -> None:
         default="assistant",
         help='turns to train on in rows without "unmask" (default: assistant)',
     )
+    samples.add_argument(
+        "--turns",
+        choices=("together", "as_prompted"),
+        default="together",
+        help="a conversation is one sample, or each turn follows exactly its inference prompt, in as many samples as "
+        "that needs (default: together)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", metavar="PREFIX", help="files are PREFIX.bin, PREFIX_loss_mask.bin, ...")
     output.add_argument(
@@ -129,6 +136,7 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
         min_length=arguments.min_length,
         bad_rows=arguments.bad_rows,
         train_on=arguments.train_on,
+        turns=arguments.turns,
         append_eos=arguments.append_eos,
         add_special_tokens=arguments.add_special_tokens,
         tokenizer_output=arguments.tokenizer_output,

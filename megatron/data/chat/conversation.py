@@ -65,6 +65,12 @@ class Chat:
         role = self.messages[number]["role"]
         return role == "assistant" or ((unmask or self.unmask) and role not in SYSTEM_ROLES)
 
+    def prompted(self, end: int, numbers: Sequence[int]) -> Chat:
+        """Return the first `end` messages, of whose assistant messages `numbers` are trained."""
+        messages = self.messages[:end]
+        flags = tuple(i in numbers if message["role"] == "assistant" else None for i, message in enumerate(messages))
+        return replace(self, messages=messages, flags=flags)
+
     def part(self, head: int, start: int, end: int) -> Chat:
         """Return the conversation of the first `head` messages and of [start, end)."""
         numbers = [*range(head), *range(start, end)]

@@ -22,6 +22,7 @@ from megatron.data.chat.turns import Rendered, TurnFinder
 from megatron.data.indexed import DataError
 
 TrainOn = Literal["assistant", "all_but_system"]
+Turns = Literal["together", "as_prompted"]
 TooLong = Literal["drop", "truncate", "split"]
 
 
@@ -44,6 +45,8 @@ class ChatRules:
 
     train_on: TrainOn = "assistant"
     """Tokens to train in rows without `unmask`."""
+    turns: Turns = "together"
+    """Turns of a conversation in one sample, or each after exactly its inference prompt, in as few as that needs."""
     append_eos: bool = True
     """Add EOS to the last turn if the template writes nothing after it."""
     max_length: int | None = None
@@ -102,39 +105,67 @@ class ChatEncoder:
         """Return for each conversation its samples (none if it was dropped), or the error. Adds to `counts`."""
         results: list[list[Sample] | BadRow] = []
         written: list[_Written] = []
-        rows: list[int] = []
+        rows: list[tuple[int, Chat]] = []
         for number, chat in enumerate(chats):
             try:
-                written.append(self._write(chat))
+                parts = [(chat, "")] if self.rules.turns == "together" else self._parts(chat)
+                texts = [self._write(part, prompt) for part, prompt in parts]
             except BadRow as error:
                 results.append(error)
             else:
                 results.append([])
-                rows.append(number)
+                written += texts
+                rows += [(number, part) for part, _ in parts]
+                counts.num_split += len(parts) > 1
         try:
             samples = self._tokenize(written)
         except DataError as error:
             if len(chats) == 1:
                 return [BadRow("cannot be encoded", str(error))]
             return [self.encode([chat], counts)[0] for chat in chats]  # one by one, to find the refused text
-        for number, sample, text in zip(rows, samples, written, strict=True):
+        for (number, chat), sample, text in zip(rows, samples, written, strict=True):
+            result = results[number]
             try:
-                results[number] = self._fitted(chats[number], sample, counts)
-                counts.num_appended_eos += text.has_appended_eos and bool(results[number])
+                kept = self._fitted(chat, sample, counts)
+                counts.num_appended_eos += text.has_appended_eos and bool(kept)
                 counts.left_out.update(text.left_out)
             except BadRow as error:
                 results[number] = error
+            else:
+                results[number] = [*result, *kept] if isinstance(result, list) else result
         return results
 
-    def _write(self, chat: Chat) -> _Written:
-        """Return a conversation's text and its trained spans. Raises BadRow, DataError."""
+    def _parts(self, chat: Chat) -> list[tuple[Chat, str]]:
+        """Return the conversations of which samples are made, each with a prompt to use instead of its own, or none.
+
+        A conversation in which other turns than the assistant's are trained stays whole. Raises BadRow.
+        """
+        trained = [i for i in range(len(chat.messages)) if chat.is_trained(i)]
+        if not trained or any(chat.messages[i]["role"] != "assistant" for i in trained):
+            return [(chat, "")]
         try:
-            finder = self._tool_finder if "tools" in chat.variables else self._finder
-            rendered = finder.find(chat.messages, chat.variables, chat.is_trained)
+            parts = self._finder_of(chat).prompted_parts(chat.messages, chat.variables, trained)
+        except TemplateFailure as error:
+            raise BadRow(error.kind, str(error)) from None
+        return [(chat.prompted(part.end, part.numbers), part.prompt) for part in parts]
+
+    def _finder_of(self, chat: Chat) -> TurnFinder:
+        return self._tool_finder if "tools" in chat.variables else self._finder
+
+    def _write(self, chat: Chat, prompt: str = "") -> _Written:
+        """Return a conversation's text and its trained spans. Raises BadRow, DataError.
+
+        `prompt` replaces what is before the trained turn, if it is not empty.
+        """
+        try:
+            rendered = self._finder_of(chat).find(chat.messages, chat.variables, chat.is_trained)
         except TemplateFailure as error:
             raise BadRow(error.kind, str(error)) from None
         text = rendered.text
         spans = [span for i, turn in enumerate(rendered.turns) if turn for span in rendered.generation.get(i, [turn])]
+        if prompt and spans:
+            text, shift = prompt + text[spans[0][0] :], len(prompt) - spans[0][0]
+            spans = [(start + shift, end + shift) for start, end in spans]
         has_appended_eos = self.rules.append_eos and self._is_open_ended(rendered)
         if has_appended_eos:
             eos = self.tokenizer.eos_of_text()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron.data.chat.encoder import ChatEncoder, ChatRules, TooLong, TrainOn
+from megatron.data.chat.encoder import ChatEncoder, ChatRules, TooLong, TrainOn, Turns
 from megatron.data.chat.template import ChatTemplate, TemplateSource, find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.indexed import DataError
@@ -33,6 +33,8 @@ class ChatJob:
     bad_rows: BadRows = "error"
     train_on: TrainOn = "assistant"
     """Tokens to train in rows without `unmask`."""
+    turns: Turns = "together"
+    """Turns of a conversation in one sample, or each after exactly its inference prompt."""
     append_eos: bool = True
     """Add EOS to the last turn if the template writes nothing after it."""
     add_special_tokens: bool = False
@@ -47,12 +49,15 @@ class ChatJob:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataError(f"{name}={value} must be at least 1")
+        if self.turns == "as_prompted" and (self.train_on != "assistant" or self.too_long == "split"):
+            other = "too_long=split" if self.train_on == "assistant" else f"train_on={self.train_on}"
+            raise DataError(f"turns=as_prompted cuts conversations before turns, which {other} would undo; drop one")
         if self.max_length is not None and self.max_length < self.min_length:
             raise DataError(f"max_length={self.max_length} is below min_length={self.min_length}; no sample fits both")
 
     @property
     def rules(self) -> ChatRules:
-        return ChatRules(self.train_on, self.append_eos, self.max_length, self.min_length, self.too_long)
+        return ChatRules(self.train_on, self.turns, self.append_eos, self.max_length, self.min_length, self.too_long)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.data.chat.forms import render_readable
 from megatron.data.chat.marks import ALPHABETS, Marked, Place, Places, Span, choose_alphabet, read_generation
@@ -63,6 +63,17 @@ class _Turn:
     """The turn ends at `end`. Else nothing shows the end."""
 
 
+class PromptedPart(NamedTuple):
+    """Beginning of a conversation."""
+
+    end: int
+    """Number of its messages."""
+    numbers: list[int]
+    """Assistant messages that follow their inference prompts."""
+    prompt: str
+    """Inference prompt of the last message, if the beginning is not written so; else empty."""
+
+
 class TurnFinder:
     """Render conversations with one template and find their turns. Results are cached by layout."""
 
@@ -85,6 +96,25 @@ class TurnFinder:
         if self.template.marks_generation:
             text, generation = read_generation(text)
         return _Search(self, messages, variables, text, generation).rendered(wants)
+
+    def prompted_parts(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], numbers: Sequence[int]
+    ) -> list[PromptedPart]:
+        """Return the fewest beginnings of a conversation in which all of `numbers` follow their inference prompts.
+
+        Raises TemplateFailure.
+        """
+        messages, _ = render_readable(self.template, messages, variables)
+        prompts = {i: self.template.render(messages[:i], True, variables) if i else "" for i in numbers}
+        parts: list[PromptedPart] = []
+        left = list(numbers)
+        while left:
+            last = left[-1]
+            text = self.template.render(messages[: last + 1], variables=variables)
+            follow = [i for i in left if text.startswith(prompts[i])] if text.startswith(prompts[last]) else []
+            parts.append(PromptedPart(last + 1, follow or [last], "" if follow else prompts[last]))
+            left = [i for i in left if i not in parts[-1].numbers]
+        return parts[::-1]
 
 
 class _Search:

@@ -302,9 +302,11 @@ def test_other_kinds_of_files_are_refused_with_the_remedy(tmp_path: Path, tokeni
         ({"max_length": 0}, "max_length=0 must be at least 1"),
         ({"max_length": 5, "min_length": 6}, "max_length=5 is below min_length=6; no sample fits both"),
         ({"workers": 0}, "workers=0 must be at least 1"),
+        ({"turns": "as_prompted", "too_long": "split"}, "turns=as_prompted cuts .* which too_long=split would undo"),
+        ({"turns": "as_prompted", "train_on": "all_but_system"}, "which train_on=all_but_system would undo; drop one"),
     ],
 )
-def test_impossible_jobs_are_refused(options: dict[str, int], said: str, tmp_path: Path, tokenizer: Path) -> None:
+def test_impossible_jobs_are_refused(options: dict[str, Any], said: str, tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(DataError, match=said):
         job_of(tmp_path / "in.jsonl", tokenizer, **options)
 

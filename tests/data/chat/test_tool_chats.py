@@ -394,6 +394,31 @@ def test_pieces_of_a_split_keep_tools_and_flags(test_data: Path) -> None:
     assert all("look_up" in encoder.tokenizer.decode(piece.ids.tolist()).split("<|im_end|>")[0] for piece in pieces)
 
 
+@pytest.mark.parametrize("name", sorted(WITH_CALLS - {"mistral_common_apache2/v3_spm", "mistral_common_apache2/v7"}))
+@pytest.mark.parametrize("thinks", [True, False])
+def test_turns_as_prompted_follow_exactly_their_prompts(name: str, thinks: bool, test_data: Path) -> None:
+    again: list[Row] = [{"role": "user", "content": "Sure?"}, {**ANSWER, "content": "Yes."}]
+    messages: list[Row] = [{"role": "system", "content": "Be brief."}, *AGENTIC["messages"], *again]
+    if thinks:
+        messages = [
+            {**message, "thinking": "Hm."} if message["role"] == "assistant" else message for message in messages
+        ]
+    row = {"messages": messages, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": thinks}}
+    template = template_of(name, test_data)
+    oracle = Oracle(template, TOKENS, tools=[TOOL], enable_thinking=thinks)
+    form, _ = expected_of(oracle, row)
+    prompts = {oracle.render(form[:i], prompt=True) for i in (2, 4, 6)}
+    encoder = encoder_of(template, tokenizer_of(template), turns="as_prompted")
+    (samples,) = encode(encoder, parse_row(row))
+    assert isinstance(samples, list)
+    found = set()
+    for sample in samples:
+        starts = [i for i in range(1, sample.length) if sample.mask[i] > sample.mask[i - 1]]
+        found |= {encoder.tokenizer.decode(sample.ids[:start].tolist()) for start in starts}
+    assert found == prompts
+    assert len(samples) == 1 or name in {"axolotl_apache2/qwen3", "axolotl_apache2/mistral_v2v3", "channels", "xml"}
+
+
 def test_the_keys_of_older_interfaces_become_tools_and_calls() -> None:
     function = {"name": "look_up", "arguments": "{}"}
     row = {
