@@ -59,6 +59,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="PRESET",
         help="model of a source without a config (Megatron-DeepSpeed): a preset (megatron/presets/) or a YAML file",
     )
+    parser.add_argument(
+        "--max-drift",
+        type=float,
+        metavar="FRACTION",
+        help="Megatron-DeepSpeed: largest drift of a norm's or bias's copies over tensor-parallel ranks that is "
+        "averaged, as a fraction of its largest value (default: 0.0156)",
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="type of the hf weights (default: the run's precision)")
     parser.add_argument(
         "--tokenizer",
@@ -148,23 +155,23 @@ def run(arguments: argparse.Namespace) -> None:
 
     began_s = time.monotonic()
     with conversion.new_folder(Path(arguments.save)) as work:
-        source = conversion.open_weights(Path(arguments.load), arguments.config)
+        source = conversion.open_weights(Path(arguments.load), arguments.config, arguments.max_drift)
         precision: Precision = source.config.training.precision
         if arguments.to == "hf" and arguments.dtype:
             precision = DTYPES[arguments.dtype]
         elif arguments.to != "hf":
             precision = "fp32"
         check_space(work, conversion.needed_bytes(source, arguments.to, precision), "--save")
-        if source.verify is not None:
-            source.verify()
         print(f"reading {NAMES[source.kind]}: {source.path}, {source.num_parameters:,} parameters", flush=True)
+        checked = source.verify()
+        print(f"checked: {checked}", flush=True)
         write(source, work, arguments)
         wanted = arguments.verify
         if wanted is None:
             wanted = importlib.util.find_spec("transformers") is not None
         if wanted:
             result = conversion.open_weights(work, arguments.config if arguments.to == "universal" else None)
-            print(f"verified: {verify(source, result, precision, arguments.verify_limit)}")
+            print(f"verified: {verify(source, result, precision, arguments.verify_limit)}; of the source, {checked}")
     num_bytes = sum(path.stat().st_size for path in Path(arguments.save).rglob("*") if path.is_file())
     seconds = time.monotonic() - began_s
     print(f"wrote {NAMES[arguments.to]}: {arguments.save}, {num_bytes / 1e9:.2f} GB in {seconds:.1f} s")

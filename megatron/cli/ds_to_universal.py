@@ -39,6 +39,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="PRESET",
         help="model of a checkpoint without a config: a preset (megatron/presets/) or a YAML file",
     )
+    parser.add_argument(
+        "--max-drift",
+        type=float,
+        metavar="FRACTION",
+        help="Megatron-DeepSpeed: largest drift of a norm's or bias's copies over tensor-parallel ranks that is "
+        "averaged, as a fraction of its largest value (default: 0.0156)",
+    )
     for name in ("extract", "merge"):
         parser.add_argument(
             f"--num_{name}_workers",
@@ -55,14 +62,15 @@ def run(arguments: argparse.Namespace) -> str:
     from megatron.interop.deepspeed_files import FILE_OF_KIND
     from megatron.interop.universal import point_latest, write
 
-    checkpoint = open_any(arguments.input_folder, arguments.config)
-    checkpoint.verify()
+    checkpoint = open_any(arguments.input_folder, arguments.config, arguments.max_drift)
+    checked = checkpoint.verify()
     output = Path(arguments.output_folder)
     write(checkpoint, output)
     point_latest(output.resolve())
     kinds = ", ".join(FILE_OF_KIND[kind] for kind in checkpoint.kinds)
     count = len(checkpoint.parameters)
-    return f"{output}: {count} parameters ({kinds}) from {checkpoint.folder}; latest_universal names it"
+    text = f"{output}: {count} parameters ({kinds}) from {checkpoint.folder}"
+    return f"{text}; checked: {checked}; latest_universal names it"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

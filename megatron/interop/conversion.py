@@ -24,7 +24,7 @@ from megatron.interop import deepspeed_checkpoint, universal
 from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 from megatron.interop.huggingface import export_huggingface, import_huggingface, parameters_of, tokenizer_files
 from megatron.interop.huggingface_files import DTYPES, Precision
-from megatron.interop.native import count, native_model
+from megatron.interop.native import count, native_model, source_of
 from megatron.planning.progress import Progress
 
 NATIVE_TAG = "global_step0"
@@ -47,10 +47,10 @@ class ModelWeights:
     """Yields (name, tensor), each parameter once."""
     read: Callable[[str], Tensor]
     """Returns one of them."""
+    verify: Callable[[], str]
+    """Compares the checksums that the files carry, and returns which do and which do not. Raises CheckpointError."""
     read_range: Callable[[str, int, int], Tensor] | None = None
     """(name, start, numel) -> that stretch of the flattened tensor. None: this format gives full tensors only."""
-    verify: Callable[[], object] | None = None
-    """Compares the checksums in the checkpoint. Raises CheckpointError."""
     source: dict[str, Any] | None = None
     """Hugging Face's config.json and generation_config.json, where the model came from there."""
     checkpoint: Checkpoint | DeepSpeedCheckpoint | None = None
@@ -87,16 +87,18 @@ def recognise(path: Path) -> str:
     return kind
 
 
-def open_any(path: Path, preset: str | None = None) -> Checkpoint | DeepSpeedCheckpoint:
+def open_any(path: Path, preset: str | None = None, max_drift: float | None = None) -> Checkpoint | DeepSpeedCheckpoint:
     """Open a native or DeepSpeed checkpoint, or the newest of a run's folder; `preset` describes one without a config.
 
-    Raises CheckpointError, ConfigError.
+    `max_drift`, of Megatron's copies, replaces deepspeed_checkpoint.MAX_DRIFT. Raises CheckpointError, ConfigError.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is {'a file' if path.exists() else 'not there'}; give a checkpoint's folder")
     if not _holds_native(path):
-        return deepspeed_checkpoint.read(path, None if preset is None else from_dict(read_preset(preset)))
-    _refuse_preset(path, preset)
+        config = None if preset is None else from_dict(read_preset(preset))
+        limit = deepspeed_checkpoint.MAX_DRIFT if max_drift is None else max_drift
+        return deepspeed_checkpoint.read(path, config, limit)
+    _refuse_options(path, preset, max_drift)
     checkpoint = open_checkpoint(path)
     if checkpoint is None:
         raise CheckpointError(f"{path} holds no checkpoint")
@@ -107,19 +109,22 @@ def _holds_native(path: Path) -> bool:
     return (path / MANIFEST).exists() or any(path.glob(f"*/{MANIFEST}"))
 
 
-def _refuse_preset(path: Path, preset: str | None) -> None:
+def _refuse_options(path: Path, preset: str | None, max_drift: float | None) -> None:
+    """Raise CheckpointError for options that have no effect on this checkpoint."""
     if preset is not None:
         raise CheckpointError(f"--config {preset}: {path} contains its model's config; leave the option out")
+    if max_drift is not None:
+        raise CheckpointError(f"--max-drift {max_drift}: {path} has no copies that may differ; leave the option out")
 
 
-def open_weights(path: Path, preset: str | None = None) -> ModelWeights:
-    """Open and check a checkpoint of any format. Raises CheckpointError or ConfigError."""
+def open_weights(path: Path, preset: str | None = None, max_drift: float | None = None) -> ModelWeights:
+    """Open and check a checkpoint of any format; options as of `open_any`. Raises CheckpointError or ConfigError."""
     kind = recognise(path)
     if kind == "hf":
-        _refuse_preset(path, preset)
+        _refuse_options(path, preset, max_drift)
         hf = import_huggingface(path)
-        return ModelWeights("hf", path, hf.config, hf.num_parameters, hf.tensors, hf.read, source=hf.source)
-    checkpoint = open_any(path, preset)
+        return ModelWeights("hf", path, hf.config, hf.num_parameters, hf.tensors, hf.read, hf.verify, source=hf.source)
+    checkpoint = open_any(path, preset, max_drift)
     if isinstance(checkpoint, Checkpoint):
         native = native_model(checkpoint)
         return ModelWeights(
@@ -129,17 +134,17 @@ def open_weights(path: Path, preset: str | None = None) -> ModelWeights:
             native.num_parameters,
             native.tensors,
             checkpoint.read_full,
-            native.read_range,
             checkpoint.verify,
+            native.read_range,
             native.source,
             checkpoint,
         )
-    saved = (checkpoint.facts.get("metadata") or {}).get("config")
-    if saved is None:
+    metadata = checkpoint.facts.get("metadata") or {}
+    if metadata.get("config") is None:
         raise CheckpointError(
             f"{checkpoint.folder} ({kind}) does not contain its model's config; describe it with --config PRESET"
         )
-    config = from_dict(saved)
+    config = from_dict(metadata["config"])
     names = parameters_of(config)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -147,7 +152,15 @@ def open_weights(path: Path, preset: str | None = None) -> ModelWeights:
             yield name, checkpoint.read_full(name)
 
     return ModelWeights(
-        kind, checkpoint.folder, config, count(names), tensors, checkpoint.read_full, checkpoint=checkpoint
+        kind,
+        checkpoint.folder,
+        config,
+        count(names),
+        tensors,
+        checkpoint.read_full,
+        checkpoint.verify,
+        source=source_of(metadata),
+        checkpoint=checkpoint,
     )
 
 

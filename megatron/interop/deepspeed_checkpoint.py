@@ -25,15 +25,14 @@ from megatron.interop.deepspeed_files import (
     LAYER_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
-    Inert,
     ModelFiles,
     RankTensors,
     UniversalFolder,
     ZeroShards,
     numbered,
-    verify_file,
 )
 from megatron.interop.deepspeed_origins import Origin, is_megatron, megatron_origins, our_origins
+from megatron.interop.foreign_files import Inert
 from megatron.interop.megatron_options import model_options
 from megatron.interop.native import matched
 from megatron.models.family import family_of
@@ -42,6 +41,13 @@ from megatron.parallel.shards import Shard, declared_shards
 log = logging.getLogger(__name__)
 
 Layout = Literal["universal", "deepspeed", "megatron-deepspeed"]
+
+MAX_DRIFT = 2**-6
+"""Largest distance of a Megatron rank's copy from the mean of all, as a fraction of the tensor's largest value.
+
+Four steps of bfloat16 (2**-8): ranks that made the same updates and rounded them apart stay below, ranks that trained
+apart do not.
+"""
 
 
 class DeepSpeedCheckpoint:
@@ -61,10 +67,12 @@ class DeepSpeedCheckpoint:
         origins: Mapping[str, Origin],
         facts: dict[str, Any],
         frozen: Collection[str] = (),
+        max_drift: float = MAX_DRIFT,
     ) -> None:
         self.folder, self.layout, self.facts = folder, layout, facts
         self.uncompared: list[str] = []
         """Options of the given config's model that nothing in the checkpoint settles."""
+        self._max_drift = max_drift
         self.parameters: Mapping[str, Shard] = {ours: origin.shard for ours, origin in origins.items()}
         self._source, self._origins = source, origins
         self._kinds = {ours: source.kinds(origin.theirs[0]) for ours, origin in origins.items()}
@@ -112,17 +120,7 @@ class DeepSpeedCheckpoint:
 
     def _assembled(self, origin: Origin, name: str, kind: str, local: Sequence[Tensor]) -> Tensor:
         if origin.cut.dim is None:
-            if all(torch.equal(tensor, local[0]) for tensor in local[1:]):
-                return local[0]
-            path = self._source.path(origin.theirs[0], kind)
-            if not origin.is_megatron:
-                raise CheckpointError(
-                    f"{path}: {kind} of {name} differs between tensor-parallel ranks, which must hold equal copies; "
-                    "load an earlier checkpoint"
-                )
-            # BLOOM's norms drifted apart in training; its own conversion averages them too
-            log.warning("%s: %s of %s differs between tensor-parallel ranks; taking their mean", path, kind, name)
-            return torch.stack([tensor.float() for tensor in local]).mean(dim=0)
+            return self._one_of_copies(origin, name, kind, local)
         full = local[0] if len(local) == 1 else origin.cut.assemble(local)
         length = origin.shard.shape[origin.cut.dim]
         if not origin.is_megatron and full.narrow(origin.cut.dim, length, full.shape[origin.cut.dim] - length).any():
@@ -132,6 +130,38 @@ class DeepSpeedCheckpoint:
             )
         full = full.narrow(origin.cut.dim, 0, length)
         return origin.reordered(full)
+
+    def _one_of_copies(self, origin: Origin, name: str, kind: str, local: Sequence[Tensor]) -> Tensor:
+        """Return the tensor of which each tensor-parallel rank holds a copy: Megatron's may have drifted a little."""
+        if len(local) == 1:
+            return local[0]
+        where = f"{self._source.path(origin.theirs[0], kind)}: {kind} of {name}"
+        for rank, tensor in enumerate(local):
+            if not tensor.isfinite().all():
+                raise CheckpointError(
+                    f"{where} is not finite on tensor-parallel rank {rank}; load an earlier checkpoint"
+                )
+        if all(torch.equal(tensor, local[0]) for tensor in local[1:]):
+            return local[0]
+        if not origin.is_megatron:
+            raise CheckpointError(
+                f"{where} differs between tensor-parallel ranks, which must hold equal copies; load an earlier "
+                "checkpoint"
+            )
+        copies = torch.stack([tensor.float() for tensor in local])
+        mean = copies.mean(dim=0)
+        drift = float((copies - mean).abs().max() / mean.abs().max())
+        if not drift <= self._max_drift:
+            raise CheckpointError(
+                f"{where} differs between tensor-parallel ranks by {drift:.2g} of its largest value, above the limit "
+                f"of {self._max_drift:.2g}: the ranks trained apart. Load an earlier checkpoint, or convert with "
+                "--max-drift to take the mean all the same"
+            )
+        # BLOOM's norms drifted apart in training; its own conversion averages them too
+        log.warning(
+            "%s differs between tensor-parallel ranks by %.2g of its largest value; taking their mean", where, drift
+        )
+        return mean
 
     def read(
         self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
@@ -157,10 +187,12 @@ class DeepSpeedCheckpoint:
             "optimizer": {**(ours.get("optimizer") or {}), "step": facts.get("step", iteration)},
         }
 
-    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Compare the checksums of this share of the files. Raises CheckpointError that names the damaged one."""
-        for path in sorted(self.folder.rglob("*.pt"))[share[0] :: share[1]]:
-            verify_file(path)
+    def verify(self, share: tuple[int, int] = (0, 1)) -> str:
+        """Compare the checksums of this share of the files, and return what was checked.
+
+        Raises CheckpointError that names the damaged file.
+        """
+        return self._source.files.verify(self.folder.rglob("*.pt"), share)
 
 
 def recognise(path: Path) -> Layout | None:
@@ -174,11 +206,11 @@ def recognise(path: Path) -> Layout | None:
         return "megatron-deepspeed" if is_megatron(_source_of(folder).names) else "deepspeed"
 
 
-def read(path: Path, config: Config | None = None) -> DeepSpeedCheckpoint:
+def read(path: Path, config: Config | None = None, max_drift: float = MAX_DRIFT) -> DeepSpeedCheckpoint:
     """Open a universal, DeepSpeed or Megatron-DeepSpeed folder, or the one its `latest_universal` or `latest` names.
 
     `config` is the model's, for checkpoints without one: shapes are checked against it, and Megatron's number of heads
-    and vocabulary size come from it. Raises CheckpointError that names the file.
+    and vocabulary size come from it. `max_drift` replaces MAX_DRIFT. Raises CheckpointError that names the file.
     """
     folder = _resolved(path)
     if folder is None:
@@ -203,7 +235,7 @@ def read(path: Path, config: Config | None = None) -> DeepSpeedCheckpoint:
         layout: Layout = "megatron-deepspeed" if megatron else "deepspeed"
         if isinstance(source, UniversalFolder):
             layout = "universal"
-        checkpoint = DeepSpeedCheckpoint(folder, layout, source, origins, facts, frozen)
+        checkpoint = DeepSpeedCheckpoint(folder, layout, source, origins, facts, frozen, max_drift)
         checkpoint.uncompared = uncompared
         return checkpoint
 

@@ -3,8 +3,7 @@
 Each reader gives the tensors as the tensor-parallel ranks held them, with their own names and order of rows;
 `deepspeed_checkpoint.py` converts them to ours.
 
-The files are pickles. They are opened with weights_only=True, so that nothing in them is executed, and with the few
-classes of ALLOWED, each read as an inert record. Tensors stay mapped files until their bytes are needed.
+Every file passes the check of foreign_files.py first. Tensors stay mapped files until their bytes are needed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.interop.foreign_files import ForeignFiles, Inert
 from megatron.parallel.shards import Shard
 
 log = logging.getLogger(__name__)
@@ -34,83 +33,9 @@ FILE_OF_KIND = {
 }
 """DeepSpeed's name of each kind of tensor."""
 
-ALLOWED = (
-    "argparse.Namespace",
-    "types.SimpleNamespace",
-    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
-    "deepspeed.runtime.bf16_optimizer.fragment_address",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "megatron.core.enums.ModelType",
-    "megatron.enums.PositionEmbeddingType",
-    "megatron.model.enums.PositionEmbeddingType",
-    # NumPy's random state, which Megatron saves
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.dtype",
-    "numpy.ndarray",
-)
-"""The classes, beside torch's own harmless ones, that a foreign file may name. None of them is imported."""
-
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Foreign pickles
-
-
-class Inert:
-    """Stand-in for the classes of ALLOWED: keeps the state, has no behaviour."""
-
-    state: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        pass  # nothing is needed of an enumeration or an array
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, field: str) -> Any:
-        return self.state.get(field) if isinstance(self.state, dict) else None
-
-
-def _load(path: Path) -> Any:
-    """Load a .pt file, its tensors mapped, nothing executed. Raises CheckpointError."""
-    try:
-        mapped = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be mapped
-        with torch.serialization.safe_globals([(Inert, name) for name in ALLOWED]):
-            return torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; copy it from where the checkpoint was made") from None
-    except Exception as error:  # a damaged or hostile file may make torch raise anything
-        found = re.search(r"GLOBAL (\S+)|unsupported GLOBAL (\S+)", str(error))
-        if found:
-            raise CheckpointError(
-                f"{path} is refused: it names {found[1] or found[2]}, and opening a pickle that names code may run it. "
-                "Only tensors and plain values are read from foreign files; save the checkpoint again without it"
-            ) from None
-        reason = str(error).strip().split("\n")[0][:200]
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {reason}); copy it again from its source"
-        ) from None
-
-
-def verify_file(path: Path) -> None:
-    """Compare the checksums that torch writes into a .pt file (mapping skips them). Raises CheckpointError."""
-    if not zipfile.is_zipfile(path):
-        return  # the format before torch 1.6 has none
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except Exception as error:  # a damaged directory may make zipfile raise anything
-        raise CheckpointError(f"{path} is damaged ({error}); copy it again from its source") from None
-    if bad is not None:
-        raise CheckpointError(f"{path} is damaged: the checksum of {bad} in it is wrong; copy it again from its source")
 
 
 def _checked(tensor: Any, path: Path, what: str) -> Tensor:
@@ -128,12 +53,20 @@ def _mapping(content: Any, path: Path, what: str) -> dict[Any, Any]:
 
 
 def numbered(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
-    """Return the files whose names match, by the numbers in their names; the first by name where two are equal."""
+    """Return the files whose names match, by the numbers in their names; the first by name where two are equal.
+
+    Raises CheckpointError for two files of one optimizer's rank: they are of two checkpoints.
+    """
     found: dict[tuple[int, ...], Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
         if match:
-            found.setdefault(tuple(map(int, match.groups())), path)
+            numbers = tuple(map(int, match.groups()))
+            if numbers in found and pattern is OPTIMIZER_FILE:
+                raise CheckpointError(
+                    f"{path} and {found[numbers].name} are of the same rank, so of two checkpoints; keep those of one"
+                )
+            found.setdefault(numbers, path)
     return found
 
 
@@ -144,6 +77,7 @@ def numbered(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Pa
 class RankTensors(Protocol):
     """Tensors of a foreign checkpoint, as its tensor-parallel ranks held them."""
 
+    files: ForeignFiles
     tensor_size: int
     client: dict[str, Any]
     """Counters and client state saved beside the model."""
@@ -174,7 +108,8 @@ class UniversalFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.client = _client(folder)
+        self.files = ForeignFiles()
+        self.client = _client(folder, self.files)
         self.names = sorted(path.parent.name for path in (folder / "zero").glob("*/fp32.pt"))
         self._shapes = _parameter_shapes(self.client)
 
@@ -185,18 +120,22 @@ class UniversalFolder:
         return self.folder / "zero" / name / f"{FILE_OF_KIND[kind]}.pt"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.local(name, "weight")[0].shape)
+        return tuple(self._tensor(name, "weight").shape)
 
     def local(self, name: str, kind: str) -> list[Tensor]:
+        self.files.ensure(self.path(name, kind))
+        return [self._tensor(name, kind)]
+
+    def _tensor(self, name: str, kind: str) -> Tensor:
         content = self._content(name, kind)
         tensor = _checked(content.get("param"), self.path(name, kind), "'param'")
         shape = self._shapes.get(name)
         if tensor.dim() == 1 and shape is not None and tensor.numel() == math.prod(shape):
             tensor = tensor.view(shape)  # ZeRO-3's are flat
-        return [tensor]
+        return tensor
 
     def _content(self, name: str, kind: str) -> dict[Any, Any]:
-        content = _load(self.path(name, kind))
+        content = self.files.load(self.path(name, kind))
         if isinstance(content, Tensor):
             return {"param": content}  # ZeRO-3's are bare
         return _mapping(content, self.path(name, kind), "the tensor")
@@ -205,7 +144,7 @@ class UniversalFolder:
         for name in self.names:
             path = self.folder / "zero" / name / "step.pt"
             if path.is_file():
-                return _as_int(_load(path))
+                return _as_int(self.files.load(path))
         return None
 
     def shard(self, name: str) -> Shard:
@@ -246,7 +185,8 @@ class ZeroShards:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.client = _client(folder)
+        self.files = ForeignFiles()
+        self.client = _client(folder, self.files)
         files = numbered(folder, OPTIMIZER_FILE)
         models = numbered(folder, MODEL_FILE)
         data_size = 1 + max(data for data, _ in files)
@@ -265,6 +205,8 @@ class ZeroShards:
             )
         self.tensor_size = _tensor_size(folder, self.client, model_size)
         self._pieces: dict[str, dict[int, list[_FlatSlice]]] = {}
+        self._copies: dict[str, list[tuple[int, list[_FlatSlice]]]] = {}
+        """Of tied weights, those of later stages, by tensor-parallel rank."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._step: int | None = None
         for model in range(model_size):
@@ -274,24 +216,25 @@ class ZeroShards:
     def _add(self, model: int, files: Sequence[Path], model_file: Path) -> None:
         """Add the slices of one tensor-parallel rank and stage; ranks are numbered stage by stage."""
         rank = model % self.tensor_size
-        groups = _parameter_groups(_mapping(_load(model_file), model_file, "a model's state"))
+        groups = _parameter_groups(_mapping(self.files.load(model_file), model_file, "a model's state"))
         shapes = {name: shape for group in groups for name, shape in group.items()}
         found: dict[str, list[_FlatSlice]] = {}
         for data, path in enumerate(files):
             state = _mapping(
-                _mapping(_load(path), path, "a rank's state").get("optimizer_state_dict"), path, "optimizer"
+                _mapping(self.files.load(path), path, "a rank's state").get("optimizer_state_dict"), path, "optimizer"
             )
             for name, piece in self._pieces_of(state, path, data, len(files), groups):
                 found.setdefault(name, []).append(piece)
         for name, pieces in found.items():
-            if rank in self._pieces.get(name, {}):
-                continue  # a tied weight's copy on a later stage
             numel = sum(piece.numel for piece in pieces)
             if name not in shapes or numel != math.prod(shapes[name]):
                 raise CheckpointError(
                     f"{files[0].parent}: the files of rank {model} hold {numel} elements of {name}, but "
                     f"{model_file.name} gives it the shape {shapes.get(name)}; they belong to different checkpoints"
                 )
+            if rank in self._pieces.get(name, {}):
+                self._copies.setdefault(name, []).append((rank, pieces))
+                continue
             self._pieces.setdefault(name, {})[rank] = pieces
             self._shapes.setdefault(name, shapes[name])
 
@@ -349,12 +292,19 @@ class ZeroShards:
                 f"{self.folder} holds {name} for tensor-parallel ranks {sorted(self._pieces[name])} of "
                 f"{self.tensor_size}; copy the whole checkpoint"
             )
-        return [
-            torch.cat(
-                [piece.flat[kind].narrow(0, piece.start, piece.numel) for piece in self._pieces[name][rank]]
-            ).view(self._shapes[name])
-            for rank in range(self.tensor_size)
-        ]
+        found = [self._joined(self._pieces[name][rank], kind) for rank in range(self.tensor_size)]
+        for rank, pieces in self._copies.get(name, []):
+            if not torch.equal(self._joined(pieces, kind), found[rank]):
+                raise CheckpointError(
+                    f"{pieces[0].path}: {kind} of {name} differs from the first stage's copy of the same tied weight; "
+                    "its copies had drifted apart, so load an earlier checkpoint"
+                )
+        return [tensor.view(self._shapes[name]) for tensor in found]
+
+    def _joined(self, pieces: Sequence[_FlatSlice], kind: str) -> Tensor:
+        for piece in pieces:
+            self.files.ensure(piece.path)
+        return torch.cat([piece.flat[kind].narrow(0, piece.start, piece.numel) for piece in pieces])
 
     def step(self) -> int | None:
         return self._step
@@ -364,14 +314,15 @@ class ModelFiles:
     """Weights without moments, from the files of a pipeline's layers or of an unpipelined model's ranks."""
 
     def __init__(self, folder: Path) -> None:
-        self.client = _client(folder)
+        self.files = ForeignFiles()
+        self.client = _client(folder, self.files)
         self._state: dict[str, dict[int, tuple[Path, Tensor]]] = {}
         layers = numbered(folder, LAYER_FILE)
         for (layer, rank), path in layers.items():
-            self._add(rank, path, _mapping(_load(path), path, "a layer's state"), f"{layer}.")
+            self._add(rank, path, _mapping(self.files.load(path), path, "a layer's state"), f"{layer}.")
         if not layers:
             for (rank,), path in numbered(folder, MODEL_FILE).items():
-                module = _mapping(_load(path), path, "a model's state").get("module")
+                module = _mapping(self.files.load(path), path, "a model's state").get("module")
                 self._add(rank, path, _mapping(module, path, "'module'"), "")
         self.tensor_size = 1 + max((rank for ranks in self._state.values() for rank in ranks), default=0)
         for name, ranks in self._state.items():
@@ -408,19 +359,21 @@ class ModelFiles:
         return tuple(self._state[name][0][1].shape)
 
     def local(self, name: str, kind: str) -> list[Tensor]:
+        for path, _ in self._state[name].values():
+            self.files.ensure(path)
         return [self._state[name][rank][1] for rank in range(self.tensor_size)]
 
     def step(self) -> int | None:
         return None
 
 
-def _client(folder: Path) -> dict[str, Any]:
+def _client(folder: Path, files: ForeignFiles) -> dict[str, Any]:
     """State that DeepSpeed saved beside the model on the first rank; empty where there is no such file."""
-    files = numbered(folder, MODEL_FILE)
-    if not files:
+    found = numbered(folder, MODEL_FILE)
+    if not found:
         return {}
-    path = files[min(files)]
-    return _mapping(_load(path), path, "a model's state")
+    path = found[min(found)]
+    return _mapping(files.load(path), path, "a model's state")
 
 
 def _tensor_size(folder: Path, client: Mapping[str, Any], model_size: int) -> int:

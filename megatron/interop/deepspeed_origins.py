@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import Config
-from megatron.interop.deepspeed_files import Inert, RankTensors, UniversalFolder
+from megatron.interop.deepspeed_files import RankTensors, UniversalFolder
+from megatron.interop.foreign_files import Inert
 from megatron.interop.huggingface import parameters_of
 from megatron.interop.pipeline_names import OUTPUT, VOCABULARY, WORD_EMBEDDING, PipelineNames, current
 from megatron.parallel.shards import LayoutError, Shard
@@ -60,7 +61,7 @@ class Origin:
     cut: Shard
     num_heads: int | None = None
     is_megatron: bool = False
-    """Copies may differ, and are averaged; padding may hold numbers."""
+    """Copies may differ a little, and are averaged; padding may hold numbers."""
 
     def reordered(self, full: Tensor) -> Tensor:
         """Return the rows of their full tensor, padding removed, in our order."""

@@ -24,7 +24,14 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import Config
 from megatron.files import sync_folder
-from megatron.interop.huggingface_config import OUTPUT, SPECIAL_TOKENS, config_of, form_of, their_config
+from megatron.interop.foreign_files import ForeignFiles
+from megatron.interop.huggingface_config import (
+    OUTPUT,
+    SPECIAL_TOKENS,
+    config_of,
+    form_of,
+    their_config,
+)
 from megatron.interop.huggingface_files import (
     DTYPES,
     Precision,
@@ -171,10 +178,15 @@ class ImportedModel:
     """JSON to keep: their config.json and generation_config.json."""
     stored: Mapping[str, StoredTensor]
     """By their full names."""
+    files: ForeignFiles
 
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shard.shape) for shard in self.map.shards.values())
+
+    def verify(self, share: tuple[int, int] = (0, 1)) -> str:
+        """Compare the checksums of this share of the files, and return what was checked. Raises CheckpointError."""
+        return self.files.verify({tensor.file for tensor in self.stored.values()}, share)
 
     def read(self, name: str, memory: Tensor | None = None) -> Tensor:
         """One full tensor of ours, float32; in this flat memory, if given."""
@@ -197,7 +209,8 @@ def import_huggingface(folder: Path, architecture: str | None = None) -> Importe
     config_path = own_file(folder, "config.json")
     theirs = read_json(config_path)
     config = config_of(theirs, config_path, architecture=architecture)
-    stored = open_weights(folder)
+    files = ForeignFiles()
+    stored = open_weights(folder, files)
     if config.model.num_layers > len(stored):
         raise CheckpointError(f"{config_path} has {config.model.num_layers} layers, but {folder} lacks most of them")
     mapped = name_map(config)
@@ -214,7 +227,7 @@ def import_huggingface(folder: Path, architecture: str | None = None) -> Importe
         "config": theirs,
         "generation_config": read_json(own_file(folder, generation.name)) if os.path.lexists(generation) else None,
     }
-    return ImportedModel(config_of(theirs, config_path, precision, architecture), mapped, source, tensors)
+    return ImportedModel(config_of(theirs, config_path, precision, architecture), mapped, source, tensors, files)
 
 
 def _check_names(

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.files import write_durably
+from megatron.interop.foreign_files import ForeignFiles, real_path
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,18 +31,11 @@ SHOWN_NAMES = 5
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """The file of that plain name in `folder`. Raises CheckpointError for a path, a link or no file.
-
-    The links of Hugging Face's cache, from snapshots/<commit>/ to blobs/ beside, are its way to store files.
-    """
+    """Return the file of that plain name in `folder`. Raises CheckpointError for a path, a link or no file."""
     if not name or name != os.path.basename(name) or name in (".", "..") or "\\" in name or "\0" in name:
         raise CheckpointError(f"{folder} names {name!r} as a file of its own; only plain file names in it are read")
     path = folder / name
-    if path.is_symlink():
-        blobs = folder.parent.parent / "blobs"
-        if folder.parent.name != "snapshots" or path.resolve().parent != blobs.resolve():
-            raise CheckpointError(f"{path} is a link; links are not followed, put the file itself there")
-    if not path.is_file():
+    if not real_path(path).is_file():
         raise CheckpointError(f"{path} is missing, or no file; copy the whole folder")
     return path
 
@@ -82,15 +75,8 @@ class StoredTensor:
     """(first, end) -> those rows."""
 
 
-def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    try:
-        with safe_open(path, framework="pt"):
-            pass  # it checks the header: offsets within the file, no holes, no overlaps
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        text = file.read(header_bytes)
+def _open_safetensors(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
+    text, data_start = files.safetensors_header(path)
     header = _json_object(text, path)
     header.pop("__metadata__", None)
     found = {}
@@ -102,7 +88,7 @@ def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
                 "converted: give an unquantized model"
             )
         shape = tuple(entry["shape"])
-        begin = 8 + header_bytes + entry["data_offsets"][0]
+        begin = data_start + entry["data_offsets"][0]
         found[name] = StoredTensor(path, shape, dtype, partial(_read_rows, path, name, begin, shape, dtype))
     return found
 
@@ -130,15 +116,8 @@ def _bytes_of(rows: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def _open_bin(path: Path) -> dict[str, StoredTensor]:
-    try:
-        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of many kinds: whatever the file makes torch's restricted reader stumble over
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{path} cannot be read as tensors alone, without running code from it ({reason}); "
-            "save the model as safetensors"
-        ) from None
+def _open_bin(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
+    content = files.load(path)
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must hold tensors by name")
     found = {}
@@ -149,7 +128,9 @@ def _open_bin(path: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 f"{path} holds {name} as {what}; only float32, bfloat16 and float16 tensors are converted"
             )
-        found[name] = StoredTensor(path, tuple(tensor.shape), tensor.dtype, partial(_bin_rows, tensor.detach()))
+        found[name] = StoredTensor(
+            path, tuple(tensor.shape), tensor.dtype, partial(_bin_rows, path, files, tensor.detach())
+        )
     return found
 
 
@@ -157,12 +138,13 @@ def _is_mask(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8)  # the causal masks in GPT-2's files; refused elsewhere by name
 
 
-def _bin_rows(tensor: Tensor, first: int, end: int) -> Tensor:
+def _bin_rows(path: Path, files: ForeignFiles, tensor: Tensor, first: int, end: int) -> Tensor:
+    files.ensure(path)
     return tensor[first:end].contiguous()
 
 
-def open_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's weights, by the name in the files.
+def open_weights(folder: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
+    """Return every tensor of the folder's weights, by the name in the files.
 
     Raises CheckpointError for missing, damaged and contradictory files, and tensors that are twice or not where the
     index says.
@@ -183,8 +165,8 @@ def open_weights(folder: Path) -> dict[str, StoredTensor]:
                 f"{single} alone, or {index} and the shards it names; keep those of one"
             )
         if present == [single]:
-            return opened(own_file(folder, single))
-        return _open_sharded(folder, index, shards, opened)
+            return opened(own_file(folder, single), files)
+        return _open_sharded(folder, index, shards, partial(opened, files=files))
     raise CheckpointError(f"{folder} holds no weights: neither model.safetensors, nor its index, nor pytorch_model.bin")
 
 

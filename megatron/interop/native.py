@@ -52,9 +52,14 @@ def native_model(checkpoint: Checkpoint) -> NativeModel:
         raise CheckpointError(
             f"{checkpoint.folder}/checkpoint.json holds no valid config of a run ({error}); load another checkpoint"
         ) from None
-    source = checkpoint.metadata.get("source")
-    source = source if isinstance(source, dict) and source.get("format") == "huggingface" else None
-    return NativeModel(checkpoint, config, matched(checkpoint.folder, config, checkpoint.parameters), source)
+    shards = matched(checkpoint.folder, config, checkpoint.parameters)
+    return NativeModel(checkpoint, config, shards, source_of(checkpoint.metadata))
+
+
+def source_of(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return Hugging Face's files as the metadata of a checkpoint keeps them; None: the model is of elsewhere."""
+    source = metadata.get("source")
+    return source if isinstance(source, dict) and source.get("format") == "huggingface" else None
 
 
 def matched(folder: Path, config: Config, found: Mapping[str, Shard]) -> dict[str, Shard]:

@@ -2,7 +2,7 @@
 
     SAVE_HF/samples_4096/                   the model after so many samples; or
     SAVE_HF/last_epoch/                     the newest one alone
-    SAVE_HF/samples_4096/export.json        the checkpoint it was made of
+    SAVE_HF/samples_4096/export.json        the checkpoint it was made of, and what was checked of it
     SAVE_HF/.samples_4096.partial-TOKEN/    one that is being written: renamed when it is complete
     SAVE_HF/.last_epoch.replaced-TOKEN/     the previous one, while the new one is renamed
     SAVE_HF/.lock                           held by the run that exports there
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint.format import LEFTOVER, CheckpointError, SaveError, hidden_path
+from megatron.checkpoint.format import ITEM_BYTES, LEFTOVER, CheckpointError, SaveError, hidden_path
 from megatron.checkpoint.lineage import UNRECORDED, Run
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.saver import take_lock
@@ -58,6 +58,7 @@ class _Work:
     """One export, as the thread that makes it and rank 0's main thread see it."""
 
     parameters_done: int = 0
+    """Read so far, to be verified or written."""
     line: str = ""
     """Its log line. Empty: it was there already."""
     fault: str = ""
@@ -156,6 +157,11 @@ class Exports:
         token, place = uuid.uuid4().hex[:12], self._folder / name
         precision = self._config.training.precision
         check_space(self._folder, model.num_parameters * DTYPES[precision].itemsize, "save_hf")
+
+        def alive(num_bytes: int) -> None:
+            work.parameters_done += num_bytes // ITEM_BYTES
+
+        checked = model.checkpoint.verify(progress=alive, kinds=("weight",))
         partial, replaced = (hidden_path(self._folder, name, state, token) for state in ("partial", "replaced"))
         progress = model.checkpoint.metadata["progress"]
         mark = {
@@ -164,6 +170,7 @@ class Exports:
             "run": self._run.id,
             "iteration": progress["iteration"],
             "consumed_samples": progress["consumed_samples"],
+            "checked": f"of the checkpoint, {checked}; the exported files carry no checksum",
         }
 
         def counted() -> Iterator[tuple[str, Tensor]]:

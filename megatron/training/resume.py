@@ -172,7 +172,7 @@ def find_checkpoint(config: Config, ctx: ParallelContext, own: Run | None = None
     """Return the checkpoint to resume, every byte of it verified, or None for a new run. Collective.
 
     `own`: only checkpoints of this run, in a folder that others use too. A Hugging Face folder is recognised; its
-    files have no checksums. Raises CheckpointError.
+    safetensors carry no checksum. Raises CheckpointError.
     """
     options = config.checkpoint
     if options.load is None:
@@ -190,7 +190,7 @@ def _open_start(folder: Path, config: Config, ctx: ParallelContext, own: Run | N
         return opened
     if ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: ctx.rank == 0 and is_huggingface(folder))):
         check_same_start(ctx, folder, folder)
-        return raise_on_all_ranks(ctx, lambda: _opened_huggingface(folder, config))
+        return raise_on_all_ranks(ctx, lambda: _opened_huggingface(folder, config, ctx))
     tag = None if options.ckpt_step is None else f"{TAG}{options.ckpt_step}"
     may_fall_back = tag is None and options.load_fallback
 
@@ -264,7 +264,7 @@ def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> Dee
     return checkpoint
 
 
-def _opened_huggingface(folder: Path, config: Config) -> HuggingFaceStart:
+def _opened_huggingface(folder: Path, config: Config, ctx: ParallelContext) -> HuggingFaceStart:
     """Raise CheckpointError, also for options about an optimizer or progress, which such a folder lacks."""
     options = config.checkpoint
     # finetune does what happens anyway
@@ -275,7 +275,9 @@ def _opened_huggingface(folder: Path, config: Config) -> HuggingFaceStart:
             f"load={folder} is a Hugging Face folder, which has weights only: a run starts at iteration 0, and "
             f"{said} would do nothing; leave {'it' if len(given) == 1 else 'them'} out"
         )
-    return HuggingFaceStart(folder, config)
+    start = HuggingFaceStart(folder, config)
+    start.verify((ctx.rank, ctx.world_size))
+    return start
 
 
 def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.cli import ds_to_universal
 from megatron.interop.deepspeed_checkpoint import read, recognise
 from megatron.parallel.context import ParallelContext
 from tests.models import outputs
@@ -244,14 +246,51 @@ def test_a_megatron_universal_folder_keeps_moments_in_step_with_weights(tmp_path
     assert head.shape == (VOCABULARY, HIDDEN)
 
 
-def test_megatrons_drifted_norms_are_averaged_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def drifted(folder: Path, name: str, change: float) -> dict[str, Tensor]:
+    """Write a BLOOM of two ranks, the second of which holds another first norm. Returns the first rank's block."""
     layers = megatron_layers(their_model("bloom"), "bloom", 8, 2)
     layers[1][1] = dict(layers[1][1])
-    layers[1][1]["input_layernorm.weight"] = layers[1][1]["input_layernorm.weight"] + 1.0
-    write_megatron(tmp_path, layers, 3, {"num_attention_heads": HEADS})
-    found = read(tmp_path).read_full("layers.0.attention_norm.weight")
-    torch.testing.assert_close(found, layers[1][0]["input_layernorm.weight"] + 0.5)
-    assert "layers.0.attention_norm.weight differs between tensor-parallel ranks; taking their mean" in caplog.text
+    layers[1][1][name] = layers[1][1][name].clone()
+    layers[1][1][name][3] += change
+    write_megatron(folder, layers, 3, {"num_attention_heads": HEADS})
+    return layers[1][0]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("input_layernorm.weight", "attention_norm.weight"), ("mlp.dense_4h_to_h.bias", "mlp.down.bias")],
+)
+def test_megatrons_copies_that_drifted_a_little_are_averaged_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, theirs: str, ours: str
+) -> None:
+    block = drifted(tmp_path, theirs, 0.004)
+    found = read(tmp_path).read_full(f"layers.0.{ours}")
+    expected = block[theirs].clone()
+    expected[3] += 0.002
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+    said = rf"layers\.0\.{ours} differs between tensor-parallel ranks by 0\.00\d+ of its largest value; taking"
+    assert re.search(said, caplog.text)
+
+
+def test_megatrons_copies_that_trained_apart_are_refused_unless_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block, name = drifted(tmp_path / "theirs", "input_layernorm.weight", 0.5), "layers.0.attention_norm.weight"
+    with pytest.raises(CheckpointError, match=rf"layer_03-model_00.*{name} differs .* above the limit of 0\.016"):
+        read(tmp_path / "theirs").read_full(name)
+    tool = ["--input_folder", str(tmp_path / "theirs"), "--output_folder", str(tmp_path / "universal")]
+    assert ds_to_universal.main(tool) == 1
+    assert "--max-drift" in capsys.readouterr().err
+    assert ds_to_universal.main([*tool, "--max-drift", "0.5"]) == 0
+    mean = read(tmp_path / "universal").read_full(name)
+    assert float(mean[3]) == pytest.approx(float(block["input_layernorm.weight"][3]) + 0.25)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_copies_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    drifted(tmp_path, "input_layernorm.weight", value)
+    with pytest.raises(CheckpointError, match="is not finite on tensor-parallel rank 1"):
+        read(tmp_path, max_drift=torch.inf).read_full("layers.0.attention_norm.weight")
 
 
 def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron import files
-from megatron.checkpoint.format import iteration_of
-from megatron.checkpoint.reader import checkpoint_folders, newest_checkpoint
+from megatron.checkpoint.format import Fragment, iteration_of
+from megatron.checkpoint.reader import Checkpoint, checkpoint_folders, newest_checkpoint
+from megatron.checkpoint.writer import write_checkpoint
+from megatron.config.command_line import parse_arguments
 from megatron.interop import conversion, verification
-from megatron.interop.huggingface import import_huggingface
+from megatron.interop.huggingface import import_huggingface, parameters_of
 from megatron.interop.huggingface_files import WeightsWriter
 from megatron.observability.metrics import MetricsLog
+from megatron.parallel.context import ParallelContext
 from megatron.training import exports
 from tests import runs
 from tests.ranks import RankFailure, RankPools
@@ -70,6 +74,35 @@ def train_and_hear(arguments: str) -> tuple[str, list[str]]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # When, and of what
+
+
+def test_damaged_weights_are_not_exported(tmp_path: Path) -> None:
+    config, _ = parse_arguments(
+        f"{LLAMA} --num-layers 1 --hidden-size 16 --vocab-size 32 --seq-length 8 --save-hf {tmp_path / 'hf'}".split()
+    )
+    fragments = [
+        Fragment(name, kind, shard, 0, 1, 0, torch.ones(shard.shape).flatten())
+        for name, shard in parameters_of(config).items()
+        for kind in ("weight", "exp_avg")
+    ]
+    metadata = {"config": config.to_dict(), "progress": {"iteration": 2, "consumed_samples": 8}}
+    checkpoint = write_checkpoint(tmp_path / "saved", "global_step2", fragments, metadata)
+    made, ctx = exports.Exports(config, 0), ParallelContext.single()
+    at = next(at for at in Checkpoint(checkpoint).fragments if at.kind == "weight")
+    with (checkpoint / at.file).open("r+b") as file:
+        for value, said in (
+            (3, r"WARNING: .*samples_8 was not exported.*weight of .* has the checksum"),
+            (1, "export"),
+        ):
+            file.seek(at.offset)
+            file.write(torch.tensor(float(value)).numpy().tobytes())
+            file.flush()
+            assert re.match(said, made.export(checkpoint, None, 8, ctx, lambda: None))
+    made.close()
+    assert made_of(tmp_path / "hf/samples_8")["checked"] == (
+        f"of the checkpoint, the CRC-32 of {len(parameters_of(config))} tensors and the SHA-256 of checkpoint.json; "
+        "the exported files carry no checksum"
+    )
 
 
 def test_no_multiple_of_save_samples_is_missed(ranks: RankPools, tmp_path: Path, data: Path) -> None:

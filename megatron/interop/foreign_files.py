@@ -1,0 +1,205 @@
+"""The one check that every foreign weights file passes before a byte of it is used.
+
+| file | carries | checked |
+|---|---|---|
+| .pt, .bin | a zip with the CRC-32 of every entry | all, and that headers and directory agree and leave no byte out |
+| .pt, .bin before torch 1.6, or saved without checksums | none | that it contains tensors and plain values alone |
+| .safetensors | none | its header: places and sizes of the tensors, without gap, overlap or repetition |
+
+Pickles are opened with weights_only=True, so that nothing in them is executed, and with the few classes of ALLOWED,
+each read as an inert record. Tensors stay mapped files until their bytes are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal import isal_zlib
+from safetensors import SafetensorError, safe_open
+
+from megatron.checkpoint.format import PIECE_BYTES, CheckpointError, open_file
+from megatron.interop.torch_zip import ZipEntry, zip_entries
+
+log = logging.getLogger(__name__)
+
+REMEDY = "copy it again from its source"
+EAGER_BYTES = 1 << 20
+"""Entries up to this size, the pickle among them, are checked when a file is opened; tensors may wait for `verify`."""
+
+ALLOWED = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    "deepspeed.runtime.bf16_optimizer.fragment_address",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "megatron.core.enums.ModelType",
+    "megatron.enums.PositionEmbeddingType",
+    "megatron.model.enums.PositionEmbeddingType",
+    # NumPy's random state, which Megatron saves
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.dtype",
+    "numpy.ndarray",
+)
+"""The classes, beside torch's own harmless ones, that a foreign file may name. None of them is imported."""
+
+
+class Inert:
+    """Stand-in for the classes of ALLOWED: keeps the state, has no behaviour."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        pass  # nothing is needed of an enumeration or an array
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, field: str) -> Any:
+        return self.state.get(field) if isinstance(self.state, dict) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def real_path(path: Path) -> Path:
+    """Return the file itself. Raises CheckpointError for a link.
+
+    The links of Hugging Face's cache, from snapshots/<commit>/ to blobs/ beside, are its way to store files.
+    """
+    if not path.is_symlink():
+        return path
+    snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)
+    target = path.resolve()
+    if snapshots is None or target.parent != (snapshots.parent / "blobs").resolve():
+        raise CheckpointError(f"{path} is a link; links are not followed, put the file itself there")
+    return target
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+@dataclass
+class _Opened:
+    """A file that was opened, and how far it has been checked."""
+
+    is_zip: bool = False
+    has_checksum: bool = False
+    unchecked: tuple[ZipEntry, ...] = ()
+
+
+class ForeignFiles:
+    """Weights files of one foreign checkpoint, and how far each has been checked. Raises CheckpointError by file name.
+
+    A tensor's bytes may be used after `ensure` of its file, or after `verify`, with which ranks share the work.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[Path, _Opened] = {}
+        self._all_verified = False
+
+    def load(self, path: Path) -> Any:
+        """Return the content of a .pt or .bin file, its tensors mapped, nothing executed."""
+        opened, place = self._open(path), real_path(path)
+        try:
+            with torch.serialization.safe_globals([(Inert, name) for name in ALLOWED]):
+                return torch.load(str(place), map_location="cpu", weights_only=True, mmap=opened.is_zip)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is not there; {REMEDY}") from None
+        except Exception as error:  # a hostile file may make torch raise anything
+            found = re.search(r"GLOBAL (\S+)|unsupported GLOBAL (\S+)", str(error))
+            if found:
+                raise CheckpointError(
+                    f"{path} is refused: it names {found[1] or found[2]}, and opening a pickle that names code may run "
+                    "it. Only tensors and plain values are read from foreign files; save the checkpoint again without "
+                    "it, or as safetensors"
+                ) from None
+            reason = str(error).strip().split("\n")[0][:200]
+            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {reason}); {REMEDY}") from None
+
+    def safetensors_header(self, path: Path) -> tuple[bytes, int]:
+        """Return the JSON in the header of a safetensors file, and the offset at which its tensors begin."""
+        place = real_path(path)
+        try:
+            with safe_open(place, framework="pt"):
+                pass  # it checks the header: offsets within the file, no holes, no overlaps
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged ({error}); {REMEDY}") from None
+        self._opened[path] = _Opened()
+        with place.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return file.read(length), 8 + length
+
+    def ensure(self, path: Path) -> None:
+        """Compare the checksums of a file that have not been compared yet, by this rank or in a shared `verify`."""
+        if self._all_verified:
+            return
+        opened = self._open(path)
+        if opened.unchecked:
+            with open_file(real_path(path)) as descriptor:
+                _compare(path, descriptor, opened.unchecked)
+            opened.unchecked = ()
+
+    def verify(self, paths: Iterable[Path], share: tuple[int, int] = (0, 1)) -> str:
+        """Compare all checksums of this share of the files: every share[1]-th, from the largest down.
+
+        Returns which of the opened files carried a checksum, and which none.
+        """
+        by_size = sorted(paths, key=lambda path: (-real_path(path).stat().st_size, path))
+        for path in by_size[share[0] :: share[1]]:
+            self.ensure(path)
+        self._all_verified = True
+        without = sorted(path.name for path, opened in self._opened.items() if not opened.has_checksum)
+        number = len(self._opened) - len(without)
+        texts = [f"the CRC-32 of every byte of {number} file{'s' if number > 1 else ''}"] if number else []
+        if without:
+            more = f" and {len(without) - 1} more" if len(without) > 1 else ""
+            verb = "carry" if more else "carries"
+            texts.append(f"names, shapes and sizes alone of {without[0]}{more}, which {verb} no checksum")
+        return "; ".join(texts)
+
+    def _open(self, path: Path) -> _Opened:
+        """Check a .pt or .bin file that is opened for the first time, but for its large entries."""
+        if path in self._opened:
+            return self._opened[path]
+        with open_file(real_path(path)) as descriptor:
+            entries = zip_entries(descriptor, path)
+            opened = _Opened(is_zip=entries is not None)
+            if entries and any(entry.crc32 for entry in entries):  # torch writes zeros where it computes none
+                opened.has_checksum = True
+                _compare(path, descriptor, [entry for entry in entries if entry.num_bytes <= EAGER_BYTES])
+                opened.unchecked = tuple(entry for entry in entries if entry.num_bytes > EAGER_BYTES)
+        if not opened.has_checksum:
+            log.warning("%s carries no checksum, so damage to its tensors cannot be found", path)
+        self._opened[path] = opened
+        return opened
+
+
+def _compare(path: Path, descriptor: int, entries: Iterable[ZipEntry]) -> None:
+    """Read the entries, and raise CheckpointError for the first with another checksum."""
+    buffer = memoryview(bytearray(min(PIECE_BYTES, max((entry.num_bytes for entry in entries), default=0))))
+    for entry in entries:
+        found, done = 0, 0
+        while done < entry.num_bytes:
+            count = os.preadv(descriptor, [buffer[: entry.num_bytes - done]], entry.start + done)
+            if not count:
+                raise CheckpointError(f"{path} is damaged: it ends within {entry.name}; {REMEDY}")
+            found, done = isal_zlib.crc32(buffer[:count], found), done + count
+        if found != entry.crc32:
+            raise CheckpointError(
+                f"{path} is damaged: its entry {entry.name} has the checksum {found:08x}, not {entry.crc32:08x}; "
+                f"{REMEDY}"
+            )
