@@ -30,6 +30,7 @@ from megatron.interop.huggingface_config import (
     SPECIAL_TOKENS,
     config_of,
     form_of,
+    restored_config,
     their_config,
 )
 from megatron.interop.huggingface_files import (
@@ -227,7 +228,7 @@ def import_huggingface(folder: Path, architecture: str | None = None) -> Importe
         "config": theirs,
         "generation_config": read_json(own_file(folder, generation.name)) if os.path.lexists(generation) else None,
     }
-    return ImportedModel(config_of(theirs, config_path, precision, architecture), mapped, source, tensors, files)
+    return ImportedModel(config_of(theirs, str(config_path), precision, architecture), mapped, source, tensors, files)
 
 
 def _check_names(
@@ -307,7 +308,11 @@ def export_huggingface(
     mapped = name_map(config)
     copied = _copy_tokenizer(tokenizer, folder, config.model.vocab_size) if tokenizer else []
     special_tokens = _special_tokens(config, source, tokenizer)
-    write_json(folder / "config.json", their_config(config, precision, special_tokens))
+    content = their_config(config, precision, special_tokens)
+    if source is not None:
+        tokens = _special_tokens(config, source, None), special_tokens
+        content = restored_config(source["config"], config, precision, tokens)
+    write_json(folder / "config.json", content)
     generation = _generation_config(source, tokenizer)
     write_json(folder / "generation_config.json", generation or {"_from_model_config": True, **special_tokens})
     shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}

@@ -68,8 +68,8 @@ _HARMLESS = {
 class _Fields:
     """A config.json being read: which keys were, and what is wrong with them."""
 
-    def __init__(self, values: Mapping[str, Any], where: Path | str) -> None:
-        self.values, self.where = values, where
+    def __init__(self, values: Mapping[str, Any], where: Path | str, *, warns: bool = False) -> None:
+        self.values, self.where, self._warns = values, where, warns
         self.faults: list[str] = []
         self._read = set(_HARMLESS)
 
@@ -98,17 +98,22 @@ class _Fields:
         value = self.take(*names, default={})
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{self.where}: {names[-1]} is {value!r}; it must be a mapping")
-        return _Fields(value, f"{self.where}: {names[-1]}")
+        return _Fields(value, f"{self.where}: {names[-1]}", warns=self._warns)
+
+    @property
+    def taken(self) -> set[str]:
+        """Keys that describe what the model computes."""
+        return self._read - _HARMLESS
 
     def finish(self) -> None:
-        """Raise CheckpointError with every unsupported value; warns of unknown keys."""
+        """Raise CheckpointError with every unsupported value; warn of unknown keys."""
         if self.faults:
             raise CheckpointError(
                 f"{self.where} describes a model that cannot be computed here: {'; '.join(self.faults)}"
             )
         unknown = sorted(set(self.values) - self._read)
-        if unknown:
-            log.warning("%s: unknown keys are ignored: %s", self.where, ", ".join(unknown))
+        if unknown and self._warns:
+            log.warning("%s: unknown keys have no effect, and are kept for exports: %s", self.where, ", ".join(unknown))
 
 
 def config_of(
@@ -116,9 +121,10 @@ def config_of(
 ) -> Config:
     """Return the model that a config.json describes, as a config of ours; `architecture` as in `forms`.
 
-    Raises CheckpointError naming every field whose value changes what is computed and is not supported.
+    Warns of unknown keys in a file. Raises CheckpointError naming every field whose value changes what is computed and
+    is not supported.
     """
-    fields = _Fields(theirs, where)
+    fields = _Fields(theirs, where, warns=isinstance(where, Path))
     fields.demand("auto_map", None)  # code of its own: whatever it computes
     fields.demand("quantization_config", None)
     kind = theirs.get("model_type")
@@ -207,3 +213,32 @@ def their_config(config: Config, precision: Precision, special_tokens: Mapping[s
         **{name: special_tokens.get(name) for name in SPECIAL_TOKENS},
         **form.config_fields(config),
     }
+
+
+def restored_config(
+    theirs: Mapping[str, Any], config: Config, precision: Precision, tokens: tuple[Mapping[str, Any], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the config.json that a model came with, changed only where the model has changed since.
+
+    So keys that have no option of ours survive, and the spelling of the others. `tokens` are the special tokens by the
+    same rules before and now.
+    """
+    form, ours = form_of(config.model), their_config(config, precision, tokens[1])
+    if theirs.get("model_type") != form.model_type:
+        return ours
+    before = their_config(config_of(theirs, "source", precision, config.model.architecture), precision, tokens[0])
+    changed = {name: value for name, value in ours.items() if before.get(name, ...) != value}
+    result = {**theirs, "architectures": [form.class_name], **changed}
+    try:
+        is_ours = not differences(config, config_of(result, "result", architecture=config.model.architecture))
+    except CheckpointError:
+        is_ours = False
+    if not is_ours:  # what changed has another spelling in theirs
+        fields = _Fields(theirs, "source")
+        form.options(fields)
+        result = {name: value for name, value in theirs.items() if name not in fields.taken} | ours
+    result.pop("torch_dtype", None)
+    spellings = [name for name in ("torch_dtype", "dtype") if name in theirs]
+    if not spellings and precision != "fp32":  # fp32 is the default
+        spellings = ["torch_dtype"]
+    return result | dict.fromkeys(spellings, ours["torch_dtype"])
