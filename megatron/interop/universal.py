@@ -15,6 +15,7 @@ import torch
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import from_dict
+from megatron.config.options import Config
 from megatron.files import appearing, replacing, sync_file, sync_folder
 from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 from megatron.interop.deepspeed_files import FILE_OF_KIND
@@ -29,6 +30,10 @@ def write(checkpoint: Checkpoint | DeepSpeedCheckpoint, folder: Path) -> None:
     """Write DeepSpeed's universal folder, which its loader reads with `checkpoint: {load_universal: true}`.
 
     The folder appears when it is complete. One tensor is in memory at a time. Raises CheckpointError if it exists.
+
+    Under ZeRO-3 that loader ignores shapes: it takes as many numbers of the vocabulary as the file has, and all later
+    parameters shift. So the vocabulary is written with the padding that the run has at tensor-parallel size 1. Where it
+    cannot be, the model states of ZeRO-3 are left out, without which the loader stops.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists; give a new folder, or remove it")
@@ -37,7 +42,9 @@ def write(checkpoint: Checkpoint | DeepSpeedCheckpoint, folder: Path) -> None:
             raise CheckpointError(f"{checkpoint.folder} holds a parameter {name!r}, whose name cannot be a folder's")
     facts = checkpoint.facts if isinstance(checkpoint, DeepSpeedCheckpoint) else _native_facts(checkpoint)
     config = (facts.get("metadata") or {}).get("config")
-    names = PipelineNames.of_config(from_dict(config)) if config else PipelineNames.of_ours(checkpoint.parameters)
+    model = from_dict(config) if config else None
+    names = PipelineNames.of_config(model) if model else PipelineNames.of_ours(checkpoint.parameters)
+    vocabulary_rows = _vocabulary_rows(model, checkpoint.parameters)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with appearing(folder, folder.parent / f".{folder.name}.partial-{secrets.token_hex(4)}") as partial:
         (partial / "zero").mkdir()
@@ -46,12 +53,27 @@ def write(checkpoint: Checkpoint | DeepSpeedCheckpoint, folder: Path) -> None:
             place.mkdir()
             for kind in checkpoint.kinds_of(name):
                 tensor = checkpoint.read_full(name, kind).contiguous()
+                if name in VOCABULARY and vocabulary_rows is not None:
+                    tensor = torch.nn.functional.pad(tensor, (0, 0, 0, vocabulary_rows - len(tensor)))
                 _save({"param": tensor, **_cut(name, place.name, shard)}, place / f"{FILE_OF_KIND[kind]}.pt")
             if len(checkpoint.kinds_of(name)) > 1:
                 _save(torch.tensor(float(facts.get("step", facts.get("iteration", 0)))), place / "step.pt")
-        _write_states(partial, universal_info(checkpoint.parameters, 1, names), facts)
+        info = universal_info(checkpoint.parameters, 1, names)
+        _write_states(partial, info, facts, for_zero_3=vocabulary_rows is not None)
         for parent, _, _ in os.walk(partial):
             sync_folder(Path(parent))
+
+
+def _vocabulary_rows(config: Config | None, shards: Mapping[str, Shard]) -> int | None:
+    """Return the rows of the vocabulary in a folder that ZeRO-3 reads; None: it must not read this one."""
+    rows = next((shards[name].shape[0] for name in VOCABULARY if name in shards), None)
+    if config is None or rows is None:
+        return None
+    padded = config.model.padded_vocab_size(1)
+    # a vocabulary of one multiple has the shape of each tensor-parallel rank's part, and the loader of ZeRO-1 and 2
+    # gives a tensor of that shape to each rank whole
+    is_one_multiple = padded == config.model.make_vocab_size_divisible_by
+    return None if is_one_multiple and rows < padded else padded
 
 
 def point_latest(folder: Path) -> None:
@@ -138,7 +160,7 @@ def _native_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**facts, "metadata": metadata}
 
 
-def _write_states(folder: Path, info: dict[str, Any], facts: Mapping[str, Any]) -> None:
+def _write_states(folder: Path, info: dict[str, Any], facts: Mapping[str, Any], *, for_zero_3: bool) -> None:
     """Write the files that DeepSpeed's loader reads beside the tensors: its counters, and the optimizer's groups.
 
     The groups hold no hyperparameters: the resuming run keeps its own.
@@ -168,8 +190,9 @@ def _write_states(folder: Path, info: dict[str, Any], facts: Mapping[str, Any]) 
     }
     if "metadata" in facts:
         client["metadata"] = json.dumps(facts["metadata"])
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # the second for ZeRO-3
-        _save(client, folder / name)
+    _save(client, folder / "mp_rank_00_model_states.pt")
+    if for_zero_3:
+        _save(client, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
 def _save(content: Any, path: Path) -> None:
