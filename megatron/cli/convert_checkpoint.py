@@ -39,6 +39,22 @@ VERIFY_LIMIT = 2 * 10**9
 """Parameters of the largest model whose logits are compared by default: 8 GB in float32."""
 
 
+def add_source_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a checkpoint of Megatron-DeepSpeed."""
+    parser.add_argument(
+        "--config",
+        metavar="PRESET",
+        help="model of a source without a config (Megatron-DeepSpeed): a preset (megatron/presets/) or a YAML file",
+    )
+    parser.add_argument(
+        "--max-drift",
+        type=float,
+        metavar="FRACTION",
+        help="Megatron-DeepSpeed: largest drift of a norm's or bias's copies over tensor-parallel ranks that is "
+        "averaged, as a fraction of its largest value (default: 0.0156)",
+    )
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=command_name("convert_checkpoint"),
@@ -54,18 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--save", required=True, metavar="PATH", help="folder to write; must be new or empty")
     parser.add_argument("--to", required=True, choices=("hf", "native", "universal"), help="what to write")
-    parser.add_argument(
-        "--config",
-        metavar="PRESET",
-        help="model of a source without a config (Megatron-DeepSpeed): a preset (megatron/presets/) or a YAML file",
-    )
-    parser.add_argument(
-        "--max-drift",
-        type=float,
-        metavar="FRACTION",
-        help="Megatron-DeepSpeed: largest drift of a norm's or bias's copies over tensor-parallel ranks that is "
-        "averaged, as a fraction of its largest value (default: 0.0156)",
-    )
+    add_source_flags(parser)
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="type of the hf weights (default: the run's precision)")
     parser.add_argument(
         "--tokenizer",

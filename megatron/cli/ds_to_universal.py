@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import run_command
+from megatron.cli.convert_checkpoint import add_source_flags
 from megatron.command_names import command_name
 
 
@@ -34,18 +35,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output_folder", required=True, type=Path, metavar="FOLDER", help="folder to write; must not exist"
     )
-    parser.add_argument(
-        "--config",
-        metavar="PRESET",
-        help="model of a checkpoint without a config: a preset (megatron/presets/) or a YAML file",
-    )
-    parser.add_argument(
-        "--max-drift",
-        type=float,
-        metavar="FRACTION",
-        help="Megatron-DeepSpeed: largest drift of a norm's or bias's copies over tensor-parallel ranks that is "
-        "averaged, as a fraction of its largest value (default: 0.0156)",
-    )
+    add_source_flags(parser)
     for name in ("extract", "merge"):
         parser.add_argument(
             f"--num_{name}_workers",

@@ -206,7 +206,7 @@ class ZeroShards:
         self.tensor_size = _tensor_size(folder, self.client, model_size)
         self._pieces: dict[str, dict[int, list[_FlatSlice]]] = {}
         self._copies: dict[str, list[tuple[int, list[_FlatSlice]]]] = {}
-        """Of tied weights, those of later stages, by tensor-parallel rank."""
+        """Later stages' copies of tied weights, each with its tensor-parallel rank."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._step: int | None = None
         for model in range(model_size):

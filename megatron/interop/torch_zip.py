@@ -42,7 +42,7 @@ class _DamageError(Exception):
 
 
 def zip_entries(descriptor: int, path: Path) -> list[ZipEntry] | None:
-    """Return the entries of the zip in an open file, in their order; None: the file is no zip.
+    """Return the entries of the zip in an open file, in their order; None: it is another file.
 
     Raises CheckpointError, naming `path`, where the frame is not whole.
     """
