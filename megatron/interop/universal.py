@@ -83,6 +83,26 @@ def point_latest(folder: Path) -> None:
         file.write(folder.name.encode())
 
 
+def compare_sizes(optimizer: Any) -> None:
+    """Let DeepSpeed's universal loader of ZeRO-3 refuse a tensor of another size than the parameter's.
+
+    By itself it takes whatever number of elements the file has, and reads all later parameters at wrong places.
+    """
+    load = optimizer.load_hp_checkpoint_state
+
+    def load_compared(folder: str, key: str, param: Any = None) -> torch.Tensor:
+        part: torch.Tensor = load(folder, key, param=param)
+        if part.numel() != param.ds_tensor.ds_numel:
+            raise CheckpointError(
+                f"{folder}/{key}.pt gives each rank {part.numel()} elements, but the model has "
+                f"{param.ds_tensor.ds_numel}; under ZeRO-3, use tensor-parallel size 1 and the "
+                "make_vocab_size_divisible_by of the run that saved, or --universal-checkpoint"
+            )
+        return part
+
+    optimizer.load_hp_checkpoint_state = load_compared
+
+
 def universal_info(shards: Mapping[str, Shard], tensor_size: int, names: PipelineNames | None = None) -> dict[str, Any]:
     """Return DeepSpeed's `universal_checkpoint_info`: how its converter merges the shards of `tensor_size` ranks.
 

@@ -27,7 +27,7 @@ from megatron.interop.universal import point_latest, universal_info, write
 from megatron.parallel.shards import Shard
 from tests.interop import deepspeed_runs
 from tests.interop.deepspeed_runs import TAG, Run
-from tests.ranks import RankPools
+from tests.ranks import RankFailure, RankPools
 from tests.training import layouts
 
 Full = dict[tuple[str, str], Tensor]
@@ -187,6 +187,19 @@ def test_deepspeed_loader_resumes_our_universal_folder_on_another_layout(
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
     # bf16 rounds the same numbers in other orders on other layouts
     assert resumed[0].next_loss == pytest.approx(saved[0].next_loss, rel=1e-3 if "--bf16" in extra else 1e-6)
+
+
+def test_under_zero_3_deepspeeds_loader_refuses_another_padding(
+    ranks: RankPools, native: Callable[[str], tuple[Path, list[Run]]], tmp_path: Path
+) -> None:
+    """Alone it would read 54 of 54 tensors wrongly, without an error."""
+    folder, _ = native("llama_gqa")
+    settings = tmp_path / "load_universal.json"
+    settings.write_text(json.dumps({"checkpoint": {"load_universal": True}}))
+    extra = f"--zero-stage 3 --make-vocab-size-divisible-by 300 --deepspeed-config {settings}"
+    world_size, flags = flags_of("llama_gqa", "112", extra)
+    with pytest.raises(RankFailure, match=r"/0\.weight/fp32\.pt gives each rank 8192 elements, but the model has 9600"):
+        ranks(world_size)(deepspeed_runs.resume_universal, flags, str(folder), "universal")
 
 
 def test_under_zero_3_deepspeed_reads_no_folder_that_it_would_read_wrongly(universal: Path) -> None:
