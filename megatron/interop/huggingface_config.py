@@ -228,6 +228,8 @@ def restored_config(
         return ours
     before = their_config(config_of(theirs, "source", precision, config.model.architecture), precision, tokens[0])
     changed = {name: value for name, value in ours.items() if before.get(name, ...) != value}
+    unset = (name for name in SPECIAL_TOKENS if theirs.get(name) is None)
+    changed |= {name: ours[name] for name in unset if ours[name] is not None}
     result = {**theirs, "architectures": [form.class_name], **changed}
     try:
         is_ours = not differences(config, config_of(result, "result", architecture=config.model.architecture))
