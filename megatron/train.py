@@ -7,16 +7,18 @@ Exit status: megatron/exit_codes.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.config.command_line import load_config
 from megatron.config.options import Config, ConfigError
 from megatron.config.plugins import load_task
+from megatron.config.validation import idle
 from megatron.descriptors import limit_fault
 from megatron.exit_codes import DONE, REFUSED
 from megatron.observability.wandb_log import check_wandb
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
     from megatron.planning.progress import Progress
     from megatron.planning.schedule import Schedule
+    from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.task import Task
     from megatron.training.checkpoints import Checkpoints
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str], signals: Signals) -> None:
     config = load_config(arguments)  # every fault at once, before torch is imported
+    if os.environ.get("RANK", "0") == "0":
+        for line in idle(config):
+            print_error(f"WARNING: {line}")
     check_deepspeed(config)
     check_wandb(config)
 
@@ -72,14 +78,13 @@ def main(arguments: list[str], signals: Signals) -> None:
 
 
 def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, watchdog: Watchdog | None = None) -> None:
-    """Build all parts of a run, restore a saved state, and train. Collective.
+    """Build all parts of a run, restore a saved state, and train; with skip_train evaluate only. Collective.
 
     `signals`: those noted since the process began; None: noted from here on. `watchdog`: the one that is informed of
     the progress; None: nothing watches.
     """
     from megatron.observability.memory import MemoryLog
     from megatron.observability.run_folder import RunFolder
-    from megatron.planning.schedule import Schedule
     from megatron.resilience.host_consistency import check_same_config
     from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
@@ -96,12 +101,14 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
             shutdown.exit_if_requested()
             watchdog.phase(phase)
 
+        if config.training.skip_train:
+            return evaluate_only(config, ctx, shutdown, watchdog, begin)
         begin("reading the checkpoint")
         start = find_start(config, ctx)
         progress = start.progress
         begin("opening the data")
         task, datasets = open_data(config, ctx, start)
-        schedule = Schedule(config.training, config.optimizer, task.samples_per_epoch(datasets[0]))
+        schedule = build_schedule(config, ctx, start, task.samples_per_epoch(datasets[0]))
         begin("building the model")
         memory = MemoryLog(config.logging, ctx)
         memory.take("before_model", progress.iteration)
@@ -124,12 +131,52 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         # opened late: nothing is written before the data and the checkpoint were found good
         with (
             open_checkpoints(config, ctx, start, watchdog) as checkpoints,
-            open_log(config, ctx, progress, schedule, task, datasets[0]) as log,
+            open_log(config, ctx, progress, schedule.total_iterations, task, datasets[0]) as log,
             RunFolder(config, ctx, log, progress) as folder,
         ):
             memory.open(log)
             Loop(engine, task, datasets, schedule, progress, log, shutdown, checkpoints, memory, watchdog).train()
             folder.stopped = shutdown.reason
+
+
+def evaluate_only(
+    config: Config, ctx: ParallelContext, shutdown: Shutdown, watchdog: Watchdog, begin: Callable[[str], None]
+) -> None:
+    """Evaluate a checkpoint on the validation and test data. Collective. Raises CheckpointError or DataError."""
+    from megatron.checkpoint.format import CheckpointError
+    from megatron.data.indexed import DataError
+    from megatron.resilience.errors import raise_on_all_ranks
+    from megatron.resilience.host_consistency import check_same_data
+    from megatron.training.engine import build_engine
+    from megatron.training.evaluation import Evaluator
+    from megatron.training.resume import find_start, restore_start
+
+    begin("reading the checkpoint")
+    options = config.checkpoint
+    folder = options.load or options.save
+    # nothing is saved, so another run's folder may be given as `save`
+    source = dataclasses.replace(options, load=folder, save=None)
+    start = find_start(dataclasses.replace(config, checkpoint=source), ctx)
+    if start.checkpoint is None:
+        raise CheckpointError(f"skip_train evaluates a checkpoint, and {folder} holds none; give its folder as --load")
+    begin("opening the data")
+    task: Task = load_task(config)
+    datasets = raise_on_all_ranks(ctx, lambda: task.open_data(ctx))
+    check_same_data(ctx, config, datasets)
+    if all(dataset is None for dataset in datasets[1:]):
+        raise DataError("skip_train finds neither validation nor test data; raise their shares in split, or give paths")
+    begin("building the model")
+    engine = build_engine(config, ctx, task, will_restore=True)
+    begin("restoring")
+    weights_only = dataclasses.replace(start.options, finetune=True)
+    for line in restore_start(engine, dataclasses.replace(start, options=weights_only)):
+        announce(ctx, line)
+    shutdown.exit_if_requested()
+    watchdog.open()
+    with open_log(config, ctx, start.progress, start.progress.iteration, task, datasets[0]) as log:
+        evaluator = Evaluator(engine, task, datasets, start.progress, log, shutdown, watchdog)
+        evaluator.run("valid")
+        evaluator.run("test")
 
 
 def open_data(config: Config, ctx: ParallelContext, start: Start) -> tuple[Task, Sequence[Any]]:
@@ -149,6 +196,23 @@ def open_data(config: Config, ctx: ParallelContext, start: Start) -> tuple[Task,
     return task, datasets
 
 
+def build_schedule(config: Config, ctx: ParallelContext, start: Start, samples_per_epoch: int | None) -> Schedule:
+    """Return the schedule of a run, after the check that it continues the checkpoint's. Collective."""
+    from megatron.planning.schedule import Schedule
+    from megatron.resilience.errors import raise_on_all_ranks
+    from megatron.training.schedule_check import resumed_schedule
+
+    schedule = Schedule(config.training, config.optimizer, samples_per_epoch)
+    checkpoint = start.checkpoint
+    if checkpoint is None or start.progress.iteration == 0 or start.options.no_load_optim:
+        return schedule
+    saved, where = checkpoint.metadata.get("schedule"), str(checkpoint.folder)
+    schedule, line = raise_on_all_ranks(ctx, lambda: resumed_schedule(schedule, saved, where, config.optimizer))
+    if line:
+        announce(ctx, line)
+    return schedule
+
+
 def open_checkpoints(
     config: Config, ctx: ParallelContext, start: Start, watchdog: Watchdog
 ) -> contextlib.AbstractContextManager[Checkpoints | None]:
@@ -162,7 +226,7 @@ def open_checkpoints(
 
 
 def open_log(
-    config: Config, ctx: ParallelContext, progress: Progress, schedule: Schedule, task: Task, dataset: Any
+    config: Config, ctx: ParallelContext, progress: Progress, total_iterations: int, task: Task, dataset: Any
 ) -> MetricsLog:
     """Return the log, which rank 0 writes. Collective."""
     from megatron import accelerator
@@ -176,7 +240,7 @@ def open_log(
             writes=ctx.rank == 0,
             world_size=ctx.world_size,
             device_peak_tflops=accelerator.peak_tflops(),
-            total_iterations=schedule.total_iterations,
+            total_iterations=total_iterations,
             tokens=partial(task.consumed_tokens, dataset),
             resumed_iteration=progress.iteration,
         ),

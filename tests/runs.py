@@ -19,6 +19,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience import host_consistency as sharing
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.train import check_deepspeed, run
+from megatron.training.engine import Engine, StepResult
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --make-vocab-size-divisible-by 8 "
@@ -57,6 +58,25 @@ def announced(arguments: str) -> list[str]:
     with patch("megatron.train.announce", lambda ctx, text: said.append(text)):
         assert train(arguments) == ""
     return said
+
+
+def rates_of_steps(arguments: str) -> list[tuple[int, float, float]]:
+    """(samples before it, learning rate, weight decay) of each step of a run."""
+    rates, train_step = [], Engine.train_step
+
+    def noted(engine: Engine, *batches: Any, **options: Any) -> StepResult:
+        rates.append((options["consumed_samples"], options["lr"], options["weight_decay"]))
+        return train_step(engine, *batches, **options)
+
+    with patch.object(Engine, "train_step", noted):
+        assert train(arguments) == ""
+    return rates
+
+
+def evaluate_only(arguments: str) -> str:
+    """One run that must not build an optimizer."""
+    with patch("megatron.training.engine.build_optimizer", side_effect=AssertionError("an optimizer")):
+        return train(f"{arguments} --skip-train")
 
 
 def train_apart(folders: list[str], arguments: str) -> str:

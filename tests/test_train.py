@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -50,8 +52,8 @@ def test_stopped_and_resumed_run_equals_the_uninterrupted_one(
 def test_loss_falls_and_perplexity_is_its_exponential(ranks: RankPools, tmp_path: Path, data: Path) -> None:
     results = tmp_path / "results"
     flags = f"--data-path {data} --train-iters 40 --lr-warmup-iters 4 --results-dir {results}"
-    flags += " --tensor-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0 --profile --profile-steps 2 3"
-    flags += " --profile-ranks 1"
+    flags += " --tensor-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0 --profile --profile-step-start 2"
+    flags += " --profile-step-end 4 --profile-ranks 1"
     assert ranks(2)(runs.train, flags) == ["", ""]
     valid = runs.rows(results, "valid")
     assert valid[-1]["lm_loss"] < 0.6 * valid[0]["lm_loss"]
@@ -61,7 +63,11 @@ def test_loss_falls_and_perplexity_is_its_exponential(ranks: RankPools, tmp_path
     assert row["tokens_per_second"] > 0
     assert (results / "config.yaml").is_file()
     assert list((results / "tensorboard").iterdir())
-    assert b"traceEvents" in gzip.decompress((results / "profile_rank1.json.gz").read_bytes())
+    trace = json.loads(gzip.decompress((results / "profile_rank1.json.gz").read_bytes()))["traceEvents"]
+    marks = Counter(event["name"] for event in trace if event.get("cat") == "user_annotation")
+    assert {name for name in marks if name.startswith("ProfilerStep")} == {"ProfilerStep#2", "ProfilerStep#3"}
+    assert marks["optimizer"] == 2
+    assert marks["forward-compute"] == marks["backward-compute"] == 2 * 4  # 4 microbatches
     assert not (results / "profile_rank0.json.gz").exists()
 
 
@@ -126,6 +132,61 @@ def test_a_run_resumes_on_another_layout(ranks: RankPools, tmp_path: Path, data:
     assert (saved / "latest").read_text().split()[0] == "global_step2"
     assert ranks(2)(runs.train, f"{flags} --pipeline-model-parallel-size 2") == ["", ""]
     assert (saved / "latest").read_text().split()[0] == "global_step4"
+
+
+def test_every_step_has_the_rates_of_the_schedule(ranks: RankPools, data: Path) -> None:
+    flags = f"--data-path {data} --train-iters 4 --eval-iters 0 --lr-decay-style inverse-square-root"
+    flags += " --lr-warmup-iters 1 --lr-warmup-init 4e-3 --weight-decay-incr-style linear"
+    flags += " --start-weight-decay 0.1 --end-weight-decay 0.3"
+    (rates,) = ranks(1)(runs.rates_of_steps, flags)
+    expected = [(0, 4e-3, 0.1), (8, 1e-2, 0.15), (16, 1e-2 / 2**0.5, 0.2), (24, 1e-2 / 3**0.5, 0.25)]
+    assert rates == [pytest.approx(step) for step in expected]
+
+
+EVALUATIONS = [
+    (1, ""),
+    (1, "--no-pipeline-parallel --train-iters none"),
+    (1, "--zero-stage 1 --offload-optimizer"),
+    (2, "--zero-stage 2"),
+    (2, "--zero-stage 3 --offload-optimizer --offload-param"),
+    (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    (2, "--pipeline-model-parallel-size 2 --zero-stage 1"),
+]
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_skip_train_logs_the_losses_of_the_checkpoint_without_an_optimizer(
+    ranks: RankPools, tmp_path: Path, data: Path, precision: str
+) -> None:
+    saved, results = tmp_path / "saved", tmp_path / "results"
+    flags = f"--data-path {data} --train-iters 4 {precision}"
+    assert ranks(1)(runs.train, f"{flags} --save {saved} --results-dir {results}") == [""]
+    before, rows = sorted(saved.rglob("*")), len((results / "metrics.jsonl").read_bytes().splitlines())
+    expected = {kind: runs.rows(results, kind)[-1] for kind in ("valid", "test")}
+    for size, layout in EVALUATIONS[:: 3 if precision else 1]:
+        here = results if layout == "" else tmp_path / "evaluation"
+        assert set(ranks(size)(runs.evaluate_only, f"{flags} --load {saved} --results-dir {here} {layout}")) == {""}
+        for kind, row in expected.items():
+            found = runs.rows(here, kind)[-1]
+            assert (found["iteration"], found["num_tokens"]) == (4, row["num_tokens"])
+            exact = layout == ""
+            assert found["lm_loss"] == pytest.approx(row["lm_loss"], rel=0 if exact else 1e-2 if precision else 1e-6)
+        assert runs.rows(here) == (runs.rows(results) if here == results else [])
+    alone = f"--valid-data-path {data} --load {saved} --results-dir {tmp_path / 'alone'} {precision}"
+    assert ranks(1)(runs.evaluate_only, alone) == [""]
+    assert len(runs.rows(tmp_path / "alone", "valid")) == 1
+    assert runs.rows(tmp_path / "alone", "test") == []
+    # beside the training's rows, none of which is moved out
+    assert len((results / "metrics.jsonl").read_bytes().splitlines()) == rows + 2
+    assert sorted(saved.rglob("*")) == before
+
+
+def test_skip_train_names_what_it_lacks(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    (fault,) = ranks(1)(runs.train, f"--data-path {data} --skip-train --load {tmp_path / 'none'}")
+    assert f"skip_train evaluates a checkpoint, and {tmp_path / 'none'} holds none" in fault
+    (fault,) = ranks(1)(runs.train, f"--data-path {data} --skip-train --eval-iters 0")
+    assert "skip_train evaluates, but eval_iters=0" in fault
+    assert "skip_train evaluates a checkpoint, but load is not given" in fault
 
 
 @pytest.mark.parametrize("start", ["--finetune", "--no-load-optim", "--ckpt-step 2"])

@@ -82,11 +82,11 @@ class Saver:
     Rank 0 locks SAVE/.lock until its process ends, so two runs never save into one folder, and leftovers of a killed
     run can be removed at the first save. (A file system without locks keeps them.)
 
-    The `keep_last` newest checkpoints of the run by number are kept (None: all), those whose number is a multiple of
-    `retain_interval`, and always the one just saved. A save fails when its folder has not changed for `timeout_s`.
-    `beat` is called at each sign of progress, in the thread that saves. `attend` waits for a save in progress: it gets
-    a function that waits for at most so many seconds and returns True at the end. Every rank calls it alike, so it may
-    be collective. Raises CheckpointError if the folder cannot be used.
+    The `keep_last` newest checkpoints of the run by number are kept (None: all, or 1 with a `retain_interval`), those
+    whose number is a multiple of `retain_interval`, and always the one just saved. A save fails when its folder has not
+    changed for `timeout_s`. `beat` is called at each sign of progress, in the thread that saves. `attend` waits for a
+    save in progress: it gets a function that waits for at most so many seconds and returns True at the end. Every rank
+    calls it alike, so it may be collective. Raises CheckpointError if the folder cannot be used.
     """
 
     def __init__(
@@ -105,7 +105,9 @@ class Saver:
         self.folder = Path(folder)
         self._beat, self._attend = beat, attend
         self._rank, self._world_size, self._asynchronous = rank, world_size, asynchronous
-        self._keep_last, self._retain_interval, self._timeout_s = keep_last, retain_interval, timeout_s
+        # Megatron's retain interval removes every other checkpoint but the newest
+        self._keep_last = 1 if keep_last is None and retain_interval else keep_last
+        self._retain_interval, self._timeout_s = retain_interval, timeout_s
         self._thread: threading.Thread | None = None
         self._is_attended = True  # False once a save was begun, until every rank's has ended
         self._abandoned = ""

@@ -36,9 +36,10 @@ class CheckpointConfig:
     save_hf_keep_last: Positive | None = None
     """Number of newest exports to keep. Unset: keep all."""
     keep_last: Positive | None = None
-    """Number of newest checkpoints to keep. Unset: keep all."""
+    """Number of newest checkpoints to keep. Unset: all, or 1 with save_retain_interval."""
     save_retain_interval: Positive | None = None
-    """Never remove checkpoints whose iteration is a multiple of this, despite keep_last."""
+    """Keep the checkpoints whose iteration is a multiple of this, besides the keep_last newest (unset: the newest), and
+    remove the others. Unset: keep_last alone applies."""
     no_save_optim: bool = False
     """Save the weights only, without the optimizer state."""
     verify_checkpoint: bool = False
@@ -83,9 +84,11 @@ class LoggingConfig:
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one device, for the MFU. Unset: taken from a table of known devices."""
     profile: bool = False
-    """Write a torch.profiler trace of profile_steps to results_dir, for each rank in profile_ranks."""
-    profile_steps: tuple[Positive, Positive] = (3, 4)
-    """First and last iteration of the trace."""
+    """Write a torch.profiler trace to results_dir, with marked steps and phases, for each rank in profile_ranks."""
+    profile_step_start: NonNegative = 10
+    """First iteration of the trace."""
+    profile_step_end: Positive = 12
+    """Iteration before which the trace ends."""
     profile_ranks: tuple[NonNegative, ...] = (0,)
     """Ranks that write a trace."""
     pytorch_profiler_collect_shapes: bool = False

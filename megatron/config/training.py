@@ -54,6 +54,9 @@ class TrainingConfig:
     num_epochs: Positive | None = None
     """sft: number of epochs, instead of train_samples and train_iters. Each epoch is shuffled separately, and no global
     batch spans two epochs."""
+    skip_train: bool = False
+    """Evaluate the checkpoint in load, or else in save, on validation and test data, and exit. Allocates no optimizer,
+    writes no checkpoint; needs neither training data nor a length of training."""
     exit_interval: NonNegative = 0
     """Save and exit when the iteration is a multiple of this. 0: never."""
     kill_switch_path: str | None = None
@@ -127,6 +130,10 @@ class OptimizerConfig:
     """lr_wsd_decay_samples, in steps: the last ones of the decay."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of WSD's last part."""
+    override_opt_param_scheduler: bool = False
+    """Resume with this command's schedule of learning rate and weight decay, where it differs from the checkpoint's."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """Resume with the checkpoint's schedule, where it differs. Without either switch, a difference is an error."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices; biases and normalisation weights never decay."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"

@@ -21,6 +21,7 @@ SAVING = (
     "save_at_epoch",
     "async_save",
     "keep_last",
+    "save_retain_interval",
     "no_save_optim",
     "verify_checkpoint",
 )
@@ -37,17 +38,19 @@ LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hy
 WSD_DECAY = ("lr_wsd_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_style")
 ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
 PROFILING = (
-    "profile_steps",
+    "profile_step_start",
+    "profile_step_end",
     "profile_ranks",
     "pytorch_profiler_collect_shapes",
     "pytorch_profiler_collect_callstack",
 )
+TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 DOCUMENT_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 
 
 def check(config: Config, world_size: int) -> list[str]:
-    """Return a message for every broken rule."""
+    """Return a message for every broken rule. `idle` returns the options that break none, but have no effect."""
     return [
         *_check_ranks(config, world_size),
         *_check_tensor_parallel(config),
@@ -64,8 +67,26 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_logging(config, world_size),
         *_check_straggler(config),
         *_check_guard(config),
-        *_check_idle(config),
     ]
+
+
+def idle(config: Config) -> list[str]:
+    """Return a message for every option that has no effect, given the others of a valid config.
+
+    Exempt are those that presets set for every use: save_interval, eval_interval, min_lr, adam_*, spike_*.
+    """
+    task = load_task(config)
+    own = (config.training.task, *task.sections)
+    others = [name for name in known_plugins("task") if name in sections() and name not in own]
+    return [
+        *_idle_without(config),
+        *(line for other in others for line in idle_options(config, f"task={other}", "choose that", _names(other))),
+        *task.idle(),
+    ]
+
+
+def _names(section: str) -> list[str]:
+    return [field.name for field in fields(sections()[section])]
 
 
 def divisors(number: int, up_to: int) -> str:
@@ -157,11 +178,6 @@ def _check_model(config: Config) -> Iterator[str]:
             f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
             "kv_channels"
         )
-    if model.rope_scaling_factor and model.position_embedding_type != "rope":
-        yield (
-            f"rope_scaling_factor={model.rope_scaling_factor} needs position_embedding_type=rope, not "
-            f"{model.position_embedding_type}; unset it"
-        )
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     if model.rope_scaling_factor and low >= high:
         yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"
@@ -197,8 +213,6 @@ def _check_precision_and_device(config: Config) -> Iterator[str]:
             f"attention_backend=flex does not support dropout, but attention_dropout={model.attention_dropout}; "
             "set it to 0, or use sdpa"
         )
-    if model.use_fast_softmax and device in ("cuda", "cpu"):
-        yield f"use_fast_softmax is for hpu only, but device={device}; turn it off"
 
 
 def parallel_batch_size(config: Config, world_size: int) -> tuple[int, int]:
@@ -261,6 +275,8 @@ def _check_schedule(config: Config) -> Iterator[str]:
                 f"the warm-up of {warmup} samples and WSD's last part of {last} do not fit into {decay}; "
                 "shorten lr_wsd_decay_*"
             )
+    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
+        yield "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both on; turn one of them off"
     yield from _check_weight_decay(config)
 
 
@@ -286,7 +302,7 @@ def _check_data(config: Config) -> Iterator[str]:
     if data.data_path and data.per_split:
         option = next(option for option, words in data.paths if words)
         yield f"data_path and {option} are both given; keep data_path and split, or give each split its own path"
-    elif data.per_split and not data.train_data_path:
+    elif data.per_split and not data.train_data_path and not config.training.skip_train:
         yield "valid_data_path or test_data_path is given without train_data_path; give it, or data_path for all three"
     for option, words in [("data_path", data.data_path), *(data.paths if data.per_split else [])]:
         try:
@@ -297,18 +313,10 @@ def _check_data(config: Config) -> Iterator[str]:
 
 
 def _check_task(config: Config, world_size: int) -> Iterator[str]:
-    own: tuple[str, ...] = (config.training.task,)
     try:
-        task = load_task(config)
+        yield from load_task(config).faults(world_size)
     except ConfigError as error:
         yield from error.faults
-    else:
-        yield from task.faults(world_size)
-        own += task.sections
-    for other in known_plugins("task"):
-        if other in sections() and other not in own:
-            names = [field.name for field in fields(sections()[other])]
-            yield from idle_options(config, f"task={other}", "choose that", names)
 
 
 def _check_tokenizer(config: Config) -> Iterator[str]:
@@ -321,8 +329,6 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
     needs_no_model = (None, "GPT2BPETokenizer", "NullTokenizer")
     if data.tokenizer_type not in needs_no_model and not data.tokenizer_model:
         yield f"tokenizer_type={data.tokenizer_type} needs tokenizer_model; give the file"
-    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
-        yield f"tiktoken_pattern={data.tiktoken_pattern} is for tokenizer_type=TikTokenizer; leave it out"
     if data.eod_token is not None and data.tokenizer_type is None:
         yield f"eod_token={data.eod_token} needs a tokenizer; give tokenizer_type, or eod_token_id"
     if data.eod_token is not None and data.eod_token_id is not None:
@@ -333,17 +339,16 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
 
 def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
+    if config.training.skip_train and config.data.eval_iters == 0:
+        yield "skip_train evaluates, but eval_iters=0; set the number of global batches"
+    if config.training.skip_train and checkpoint.load is None and checkpoint.save is None:
+        yield "skip_train evaluates a checkpoint, but load is not given; give its folder"
     if checkpoint.universal_checkpoint and checkpoint.ckpt_step is not None:
         yield (
             f"ckpt_step={checkpoint.ckpt_step} selects one of our own checkpoints, but universal_checkpoint is on; set "
             "load to the folder of that iteration instead"
         )
     save, exports = checkpoint.save, checkpoint.save_hf
-    if checkpoint.save_hf_last_only and checkpoint.save_hf_keep_last is not None:
-        yield (
-            f"save_hf_keep_last={checkpoint.save_hf_keep_last} has no effect with save_hf_last_only, which keeps one "
-            "export; leave one of them out"
-        )
     if exports is not None and save is None:
         yield (
             f"save_hf={exports} is exported from the checkpoints in save, which is not given; give a folder, with "
@@ -354,14 +359,12 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
 
 
 def _check_logging(config: Config, world_size: int) -> Iterator[str]:
-    logging, iters = config.logging, config.training.train_iters
-    first, last = logging.profile_steps
+    logging = config.logging
+    start, end = logging.profile_step_start, logging.profile_step_end
     if logging.profile and logging.results_dir is None:
         yield "profile writes its trace to results_dir, which is not given; give a folder, or turn profile off"
-    if first > last:
-        yield f"profile_steps={first} {last} ends before it starts; give FIRST LAST"
-    elif logging.profile and iters and first > iters:
-        yield f"profile_steps={first} {last} begins after train_iters={iters}; start earlier, or turn profile off"
+    if start >= end:
+        yield f"profile_step_end={end}, the step before which the trace ends, must be above profile_step_start={start}"
     ranks = " ".join(map(str, logging.profile_ranks))
     if not logging.profile_ranks or max(logging.profile_ranks) >= world_size:
         yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
@@ -399,38 +402,40 @@ def _check_guard(config: Config) -> Iterator[str]:
         yield f"watchdog_timeout_s={timeout_s:g} leaves no time for a step; use 1 or more, or 0 for no watchdog"
 
 
-def _check_idle(config: Config) -> Iterator[str]:
-    """Report options that have no effect, given the others.
-
-    Exempt are those that presets set for every use: save_interval, eval_interval, min_lr, adam_*, spike_*.
-    """
-    checkpoint, rope = config.checkpoint, config.model.position_embedding_type == "rope"
-    tokenizer = config.data.tokenizer_type
+def _idle_without(config: Config) -> Iterator[str]:
+    checkpoint, logging, model = config.checkpoint, config.logging, config.model
+    rope, tokenizer = model.position_embedding_type == "rope", config.data.tokenizer_type
+    exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
-        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_keep_last")),
-        (checkpoint.keep_last, "keep_last", "set the number to keep", ("save_retain_interval",)),
+        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only",)),
+        (exports, "exports in folders of their own", "give save_hf alone", ("save_hf_keep_last",)),
         (checkpoint.load, "load", "give the folder to resume from", LOADING),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
         (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),
         (config.optimizer.optimizer != "sgd", "an Adam", "choose one", ("decoupled_weight_decay",)),
-        (rope, "position_embedding_type=rope", "choose that", ("rotary_base",)),
-        (config.model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
+        (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rope_scaling_factor")),
+        (model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
+        (config.parallel.device in ("auto", "hpu"), "device=hpu", "choose that", ("use_fast_softmax",)),
         (
             tokenizer == "GPT2BPETokenizer",
             "tokenizer_type=GPT2BPETokenizer",
             "choose that",
             ("vocab_file", "merge_file"),
         ),
+        (tokenizer == "TikTokenizer", "tokenizer_type=TikTokenizer", "choose that", TIKTOKEN),
         # an export copies its files, whatever their kind
         (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
-        (config.logging.profile, "profile", "turn it on", PROFILING),
-        (config.logging.wandb_project, "wandb_project", "give one", WANDB),
+        (logging.profile, "profile", "turn it on", PROFILING),
+        (logging.wandb_project, "wandb_project", "give one", WANDB),
     ]
     for present, needed, remedy, names in needs:
         if not present:
             yield from idle_options(config, needed, remedy, names)
+    start, iters = logging.profile_step_start, config.training.train_iters
+    if logging.profile and iters and start > iters:
+        yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
 
 
 def idle_options(config: Config, needed: str, remedy: str, names: Sequence[str]) -> Iterator[str]:

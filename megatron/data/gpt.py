@@ -225,7 +225,7 @@ def open_datasets(config: Config) -> Datasets:
         num_samples=needed,
         vocab_size=config.model.vocab_size,
     )
-    if datasets[0] is None:
+    if datasets[0] is None and not training.skip_train:
         raise DataError(f"split={data.split} leaves no documents to train on; raise its first share")
     for dataset, (option, words), count, length in zip(
         datasets, data.paths, needed, ("train_samples or train_iters", "eval_iters", "eval_iters"), strict=True
@@ -235,13 +235,17 @@ def open_datasets(config: Config) -> Datasets:
                 f"{option}={' '.join(words)!r} has no weights, so it is read once: {len(dataset)} samples, but "
                 f"{count} are needed; give weights, which repeat the data as needed, or lower {length}"
             )
-    datasets[0][0]  # ids of another tokenizer fail here, before anything is built or written
+    for dataset in datasets[:1] if datasets[0] is not None else datasets[1:]:
+        if dataset is not None:
+            dataset[0]  # ids of another tokenizer fail here, before anything is built or written
     return datasets
 
 
 def samples_needed(config: Config) -> tuple[int, int, int]:
     """Return the numbers of training, validation and test samples that a run reads."""
     eval_samples = config.data.eval_iters * config.training.global_batch_size
+    if config.training.skip_train:
+        return 0, eval_samples, eval_samples
     return Schedule(config.training, config.optimizer).total_samples, eval_samples, eval_samples
 
 

@@ -205,6 +205,8 @@ def _optimizer(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
         "min_lr": 0.0,
         "lr_decay_style": "constant" if only_warms_up else "cosine",
         "lr_warmup_iters": args.warmup_steps,
+        # InstructLab derives the schedule from the arguments of each call
+        "override_opt_param_scheduler": True,
         "weight_decay": args.adamw_weight_decay,
         "adam_beta1": args.adamw_betas[0],
         "adam_beta2": args.adamw_betas[1],

@@ -113,7 +113,7 @@ def _profile_steps(text: str) -> list[str]:
     first, comma, last = text.partition(",")
     if not comma:
         raise WrongValueError("must be two iterations, such as 3,4")
-    return ["--profile-steps", str(whole_number(first, 1)), str(whole_number(last, 1))]
+    return ["--profile-step-start", str(whole_number(first, 1)), "--profile-step-end", str(whole_number(last, 1) + 1)]
 
 
 def _profile(text: str) -> list[str]:
@@ -122,7 +122,7 @@ def _profile(text: str) -> list[str]:
     if text not in ("pt", "pt-full"):
         raise WrongValueError("must be pt or pt-full")
     full = ["--pytorch-profiler-collect-shapes", "true", "--pytorch-profiler-collect-callstack", "true"]
-    return ["--profile", "true", *(full if text == "pt-full" else [])]
+    return ["--profile", "true", *_profile_steps("3,4"), *(full if text == "pt-full" else [])]
 
 
 def _rampup(text: str) -> list[str]:
@@ -266,7 +266,9 @@ VARIABLES: tuple[Variable, ...] = (
         _profile,
         flag="--profile",
     ),
-    Variable("HL_PROFILE_STEPS", "first and last iteration of the trace: 3,4", _profile_steps, flag="--profile-steps"),
+    Variable(
+        "HL_PROFILE_STEPS", "first and last iteration of the trace: 3,4", _profile_steps, flag="--profile-step-start"
+    ),
     _launch("HL_DRY_RUN", "1: print the plan and start nothing"),
 )
 

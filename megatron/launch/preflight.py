@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.accelerator import detect_device
 from megatron.config.command_line import build_parser, load_config, parse_arguments
 from megatron.config.options import Config, ConfigError
+from megatron.config.validation import idle
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
@@ -75,6 +76,7 @@ def preflight(request: Request) -> LaunchPlan:
 
     flags += ["--device", layout.device] if config.parallel.device != layout.device else []
     config = load_config(flags, layout.world_size)
+    warnings += idle(config)
     chats = request.fine_tuning
     if chats is not None:
         chats = dataclasses.replace(chats, folder=str(Path(config.data.data_path[0]).parent))

@@ -7,6 +7,7 @@ The records go to stdout and train.log (console.py), metrics.jsonl, TensorBoard 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -63,7 +64,9 @@ class MetricsLog:
         self._rows: MetricsFile | None = None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._rows = MetricsFile(self._folder, resumed_iteration, self.totals.add)
+            # an evaluation trains no iteration again
+            iteration = sys.maxsize if config.training.skip_train else resumed_iteration
+            self._rows = MetricsFile(self._folder, iteration, self.totals.add)
         tensorboard_dir = options.tensorboard_dir or (self._folder and self._folder / "tensorboard")
         self._tensorboard = TensorBoardLog(tensorboard_dir) if tensorboard_dir else None
         self._wandb = WandbLog(config, resumes=resumed_iteration > 0) if options.wandb_project is not None else None

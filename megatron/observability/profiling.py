@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from types import TracebackType
@@ -20,26 +21,38 @@ def trace_file(rank: int) -> str:
     return f"profile_rank{rank}.json.gz"
 
 
-class Profile:
-    """Records iterations profile_steps[0] to profile_steps[1], on the host and the device, and writes them to the
-    results folder. Does nothing unless `profile` is set and `rank` is among profile_ranks.
+def is_profiled(logging: LoggingConfig, rank: int) -> bool:
+    """Return True if the rank writes a trace."""
+    return logging.profile and rank in logging.profile_ranks
 
-    `iteration`: iterations done so far. A run that resumes within the steps to record records the rest.
+
+class Profile:
+    """Records the iterations from profile_step_start to before profile_step_end, on the host and the device, and writes
+    them to the results folder. Does nothing unless `profile` is set and `rank` is among profile_ranks.
+
+    `iteration`: iterations done so far. A run that resumes within the steps to record records the rest. As in torch's
+    own schedules, a step is marked `ProfilerStep#N`; the timers mark its phases.
     """
 
     def __init__(self, logging: LoggingConfig, *, rank: int, iteration: int) -> None:
         self._file = Path(logging.results_dir or ".") / trace_file(rank)
-        self._first, self._last = logging.profile_steps
+        self._first, self._last = max(logging.profile_step_start, 1), logging.profile_step_end - 1
         self._with_shapes = logging.pytorch_profiler_collect_shapes
         self._with_stack = logging.pytorch_profiler_collect_callstack
         self._iteration = iteration
         self._profiler: Any = None
-        self._wanted = logging.profile and rank in logging.profile_ranks
+        self._wanted = is_profiled(logging, rank)
 
     def __enter__(self) -> Profile:
         if self._wanted and self._first - 1 <= self._iteration < self._last:
             self._start()
         return self
+
+    def mark(self, iteration: int) -> contextlib.AbstractContextManager[Any]:
+        """Mark an iteration in the trace."""
+        if self._profiler is None:
+            return contextlib.nullcontext()
+        return torch.profiler.record_function(f"ProfilerStep#{iteration}")
 
     def step(self, iteration: int) -> None:
         """Start or stop as due after this iteration."""

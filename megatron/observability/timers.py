@@ -38,10 +38,10 @@ PER_CALL = ("evaluate", "save-checkpoint")
 
 
 class StepTimers:
-    """Timers of a rank. Level 0: no timing, and no cost."""
+    """Timers of a rank. Level 0: no timing, and no cost. `marks`: mark every phase in the trace of torch.profiler."""
 
-    def __init__(self, level: int, device: torch.device) -> None:
-        self.level = level
+    def __init__(self, level: int, device: torch.device, *, marks: bool = False) -> None:
+        self.level, self._marks = level, marks
         self._host = _Clock(_HostTicks())
         self._device = self._host if device.type == "cpu" else _Clock(_DeviceTicks())
         self._is_training = True
@@ -49,15 +49,22 @@ class StepTimers:
 
     def __call__(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time a phase of the training step on the device. Not counted inside an evaluation."""
-        if self.level == 0 or not self._is_training:
-            return contextlib.nullcontext()
-        return self._device.phase(self._named(name))
+        timed = self.level > 0 and self._is_training
+        return self._marked(name, self._device.phase(self._named(name)) if timed else contextlib.nullcontext())
+
+    def _marked(
+        self, name: str, timer: contextlib.AbstractContextManager[None]
+    ) -> contextlib.AbstractContextManager[None]:
+        return self._both(name, timer) if self._marks else timer
+
+    @contextlib.contextmanager
+    def _both(self, name: str, timer: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        with torch.profiler.record_function(name), timer:
+            yield
 
     def on_host(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time a phase of the host only: waiting for data, saving, evaluating."""
-        if self.level == 0:
-            return contextlib.nullcontext()
-        return self._on_host(name)
+        return self._marked(name, self._on_host(name) if self.level > 0 else contextlib.nullcontext())
 
     @contextlib.contextmanager
     def _on_host(self, name: str) -> Iterator[None]:
@@ -88,7 +95,7 @@ class StepTimers:
         DeepSpeed's own timers (wall_clock_breakdown) leave out the loss and the reductions of a pipeline, and print
         each step, and it has no hook around either.
         """
-        if self.level > 0:
+        if self.level > 0 or self._marks:
             engine._INSTRUCTION_MAP = {
                 instruction: self.timed(_PHASES[instruction.__name__], method)
                 if instruction.__name__ in _PHASES
@@ -98,7 +105,7 @@ class StepTimers:
 
     def watch_sequential(self, engine: Any) -> None:
         """Time the reduction of gradients in DeepSpeed's plain engine."""
-        if self.level > 0:
+        if self.level > 0 or self._marks:
             engine.allreduce_gradients = self.timed("grads-all-reduce", engine.allreduce_gradients)
 
     def read(self, num_steps: int, ctx: ParallelContext) -> dict[str, RankStats]:

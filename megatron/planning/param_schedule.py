@@ -5,8 +5,11 @@ Formulas: NVIDIA/Megatron-LM, megatron/core/optimizer_param_scheduler.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,28 @@ class ParamSchedule:
         if self.weight_decay_incr_style == "cosine":
             share = 1 - _cosine(share)
         return self.start_weight_decay + share * (self.end_weight_decay - self.start_weight_decay)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> ParamSchedule:
+        """Return the schedule of `to_dict`, also by way of JSON. Raises KeyError or TypeError."""
+        return cls(**{**saved, "lr_warmup": tuple((samples, share) for samples, share in saved["lr_warmup"])})
+
+    def in_effect(self) -> dict[str, Any]:
+        """Return the values that change a learning rate or a weight decay, by name."""
+        idle = set()
+        if not self.lr_warmup:
+            idle |= {"lr_warmup_init"}
+        if self.lr_decay_style == "constant":
+            idle |= {"min_lr", "lr_decay_samples"}
+        if self.lr_decay_style != "WSD":
+            idle |= {"lr_wsd_decay_style", "lr_wsd_decay_samples"}
+        if self.weight_decay_incr_style == "constant":
+            idle |= {"start_weight_decay", "weight_decay_incr_samples"}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in idle}
 
 
 def _cosine(progress: float) -> float:

@@ -26,6 +26,8 @@ class Schedule:
     """Samples in an epoch, if the task counts epochs: a global batch never crosses from one into the next, so the last
     of an epoch may be smaller, and so may the last of all. None: a stream of samples, of which only whole global
     batches are trained."""
+    restored: ParamSchedule | None = None
+    """Learning rate and weight decay of the checkpoint resumed, where these replace the options'."""
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Samples in the step that starts at `consumed_samples`.
@@ -109,6 +111,8 @@ class Schedule:
     @cached_property
     def params(self) -> ParamSchedule:
         """Learning rate and weight decay. The training is as long as configured, a last partial batch included."""
+        if self.restored is not None:
+            return self.restored
         options, training, size = self.optimizer, self.training, self.training.global_batch_size
         length = training.train_samples or (training.train_iters or 0) * size
         if self.samples_per_epoch is not None:

@@ -52,17 +52,20 @@ class SFTTask(Task):
     def faults(self, world_size: int) -> Iterator[str]:
         yield from super().faults(world_size)
         yield from self._batch_faults(world_size)
-        config, sft = self.config, self.config.sft
+        config = self.config
         if config.training.rampup_batch_size is not None:
             yield "rampup_batch_size is for task=pretrain; with task=sft leave it out"
-        for name in DOCUMENT_ENDS:
-            if getattr(config.data, name):
-                yield f"{name} has no effect with task=sft, which knows where each chat begins; leave it out"
         for option, words in dict.fromkeys(config.data.paths):
             if words and _is_weighted(words):
                 yield (
                     f"{option}={' '.join(words)!r} has weights, but task=sft reads all chats alike; give prefixes alone"
                 )
+
+    def idle(self) -> Iterator[str]:
+        config, sft = self.config, self.config.sft
+        yield from super().idle()
+        names = [name for name in DOCUMENT_ENDS if getattr(config.data, name)]
+        yield from idle_options(config, "documents, which task=sft does not read", "choose task=pretrain", names)
         if sft.packing != "step":
             yield from idle_options(config, "packing=step", "choose that", ["max_batch_len"])
         if not self.varies_shapes:

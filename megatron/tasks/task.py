@@ -109,8 +109,12 @@ class Task(ABC):
                 f"train_samples={samples} is less than one global_batch_size={size}; train longer, or in smaller "
                 "batches"
             )
-        names = ("num_epochs", *(["save_at_epoch"] if config.checkpoint.save else []))
-        yield from idle_options(config, "a task that counts epochs, such as task=sft", "choose one", names)
+
+    def idle(self) -> Iterator[str]:
+        """Yield a message for every option that has no effect in this task, given the others."""
+        if not self.counts_epochs:
+            names = ("num_epochs", *(["save_at_epoch"] if self.config.checkpoint.save else []))
+            yield from idle_options(self.config, "a task that counts epochs, such as task=sft", "choose one", names)
 
     def _length_faults(self) -> Iterator[str]:
         training = self.config.training
@@ -118,7 +122,7 @@ class Task(ABC):
         given = [f"{name}={getattr(training, name)}" for name in names if getattr(training, name)]
         if len(given) > 1:
             yield f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; keep one"
-        if not given:
+        if not given and not training.skip_train:
             said = f"neither {names[0]} nor {names[1]}" if len(names) == 2 else f"none of {', '.join(names)}"
             yield f"{said} is given; give one to set the length of training"
 

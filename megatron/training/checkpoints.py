@@ -20,6 +20,7 @@ from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.saver import Saver
 from megatron.config.options import Config
 from megatron.parallel.context import ParallelContext
+from megatron.planning.param_schedule import ParamSchedule
 from megatron.planning.progress import Progress
 from megatron.resilience.errors import is_lost_peer, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_shared
@@ -109,7 +110,15 @@ class Checkpoints:
         """Allocate the host memory of an asynchronous save now, so that a lack of it fails at once."""
         self._saver.reserve(engine.state.fragments(with_optimizer=not engine.config.checkpoint.no_save_optim))
 
-    def save(self, engine: Engine, progress: Progress, fingerprint: str, *, to_export: bool = False) -> None:
+    def save(
+        self,
+        engine: Engine,
+        progress: Progress,
+        fingerprint: str,
+        *,
+        schedule: ParamSchedule | None = None,
+        to_export: bool = False,
+    ) -> None:
         """Begin a save, or run it. Every rank calls it. `report` and `finish` return its errors.
 
         `to_export`: `export` comes next; noted in the checkpoint, for the run that resumes if this one is killed.
@@ -125,6 +134,7 @@ class Checkpoints:
             "config": engine.config.to_dict(),
             "layout": _layout(engine),
             "versions": _versions(),
+            "schedule": None if schedule is None else schedule.to_dict(),
             "optimizer": engine.state.scalars() if with_optimizer else None,
             "rng": {"seed": engine.dropout_seed},
             "source": self._source,

@@ -21,10 +21,12 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
     training, optimizer = config.training, config.optimizer
     micro = training.micro_batch_size
     stage = config.effective_zero_stage
+    if training.skip_train and stage < 3:
+        stage = 0  # without an optimizer there is nothing else to shard
     zero: dict[str, Any] = {"stage": stage}
     if stage >= 1 and config.uses_pipeline:
         zero["overlap_comm"] = False  # the pipeline schedules the reduction itself
-    if optimizer.offload_optimizer:
+    if optimizer.offload_optimizer and not training.skip_train:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.parallel.device not in ("cpu", "auto")}
     if optimizer.offload_param:
         zero["offload_param"] = {"device": "cpu", "pin_memory": config.parallel.device not in ("cpu", "auto")}
@@ -37,8 +39,9 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": training.bf16},
-        "fp16": {"enabled": training.fp16},
+        # without an optimizer or shards the layers have their precision already
+        "bf16": {"enabled": training.bf16 and stage > 0},
+        "fp16": {"enabled": training.fp16 and stage > 0},
         "data_types": {"grad_accum_dtype": training.grad_accum_dtype},
         "communication_data_type": training.grad_reduce_dtype or training.grad_accum_dtype,
         "wall_clock_breakdown": False,

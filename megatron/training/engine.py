@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megatron.accelerator import quiet
 from megatron.config.options import Config, ConfigError
 from megatron.models.sequential import SequentialModel, build_layers, compute_dtype
+from megatron.observability.profiling import is_profiled
 from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import initialise, named_parameters
@@ -88,9 +89,12 @@ class Engine(ABC):
         self._draws = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
         self.dropout_seed = config.training.seed
         """Seed of the random streams. A resumed run keeps that of its checkpoint."""
-        self.timers = StepTimers(config.logging.timing_log_level, ctx.device)
+        marks = is_profiled(config.logging, ctx.rank)
+        self.timers = StepTimers(config.logging.timing_log_level, ctx.device, marks=marks)
         self.state = EngineState(engine.module, engine.optimizer, config, ctx)
         self._gate = UpdateGate(ctx, self.state, losses, detector)
+        if config.training.skip_train:
+            return
         self.state.torch_optimizer.gate = self._gate  # type: ignore[attr-defined]
         if config.training.fp16:
             # at its end the scale stays; the guard counts, and aborts with a message
@@ -320,10 +324,11 @@ def build_engine(
         if not will_restore:
             _start_parameters(model, config, ctx)
         model.to(ctx.device)
-    _prepare_frozen(model, ctx)
+    evaluates = config.training.skip_train
+    model.requires_grad_(not evaluates) if evaluates else _prepare_frozen(model, ctx)
     after_model()
     with quiet():
-        optimizer = build_optimizer(model, config, ctx)
+        optimizer = None if evaluates else build_optimizer(model, config, ctx)
         _import_muon_uncompiled()
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)

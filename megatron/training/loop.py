@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.task import Microbatch, Task
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
+from megatron.training.evaluation import Evaluator
 from megatron.training.guard import Guard
 
 
@@ -121,6 +122,9 @@ class Loop:
         self._guard = Guard(
             self.engine, self.progress, self.task, self.datasets[0], self._plan, self.log, self.checkpoints
         )
+        self._evaluator = Evaluator(
+            self.engine, self.task, self.datasets, self.progress, self.log, self.shutdown, self.watchdog
+        )
         self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
 
     def train(self) -> None:
@@ -132,14 +136,16 @@ class Loop:
             self.checkpoints.export_what_is_due(progress, self.log.message, self.watchdog.beat)
         if progress.iteration == 0:
             # the loss at the start; and a validation that cannot work fails now, not after hours
-            self._evaluate("valid")
+            self._evaluator.run("valid")
             self._interval.restart()
         profile = Profile(config.logging, rank=self.engine.ctx.rank, iteration=progress.iteration)
         with self._batches, profile:
             while shutdown.reason is None and not self._is_complete():
                 consumed_before = progress.consumed_samples
-                if self._step():
-                    continue  # from where the run was rolled back to
+                with profile.mark(progress.iteration + 1):
+                    is_rolled_back = self._step()
+                if is_rolled_back:
+                    continue
                 profile.step(progress.iteration)
                 self.memory.after_step(progress.iteration)
                 self._guard.check_replicas()
@@ -148,7 +154,7 @@ class Loop:
                 shutdown.decide(progress)
                 paused_s = time.perf_counter()
                 if progress.iteration % config.data.eval_interval == 0:
-                    self._evaluate("valid")
+                    self._evaluator.run("valid")
                 self._save_where_due(consumed_before)
                 self._interval.pause(time.perf_counter() - paused_s)
                 if not self._is_complete():
@@ -268,7 +274,9 @@ class Loop:
         self._guard.before_save()
         with self.engine.timers.on_host("save-checkpoint"):
             fingerprint = self.datasets[0].fingerprint
-            self.checkpoints.save(self.engine, self.progress, fingerprint, to_export=and_export)
+            self.checkpoints.save(
+                self.engine, self.progress, fingerprint, schedule=self.schedule.params, to_export=and_export
+            )
         self._saved_at = self.progress.iteration
         if and_export:
             self._export()
@@ -296,65 +304,7 @@ class Loop:
             self.checkpoints.finish(self.log.message)
         if self.shutdown.reason is None:
             if progress.iteration % self.engine.config.data.eval_interval:
-                self._evaluate("valid")
-            self._evaluate("test")
+                self._evaluator.run("valid")
+            self._evaluator.run("test")
         if self.checkpoints is not None:
             self.checkpoints.finish_exports()
-
-    def _evaluate(self, split: Literal["valid", "test"]) -> None:
-        """Log the loss over the first eval_iters global batches of the split: the same samples each time.
-
-        Nothing is logged once a shutdown is requested, which is queried before each batch: an evaluation may take
-        longer than the time that a signal leaves.
-        """
-        dataset, num_batches = (
-            self.datasets[("train", "valid", "test").index(split)],
-            self.engine.config.data.eval_iters,
-        )
-        if num_batches == 0 or dataset is None:
-            return
-
-        def stops() -> bool:
-            self.watchdog.beat()
-            return self.shutdown.decide(self.progress)
-
-        self.watchdog.phase("evaluation", self.progress.iteration)
-        with self.engine.timers.on_host("evaluate"):
-            evaluated = evaluate(self.engine, num_batches, self.task, dataset, stops)
-        if evaluated is not None:
-            loss, normaliser, metrics = evaluated
-            iteration, consumed_samples = self.progress.iteration, self.progress.consumed_samples
-            self.log.log_validation(iteration, consumed_samples, loss, int(normaliser), split, metrics)
-
-
-def evaluate(
-    engine: Engine, num_batches: int, task: Task, dataset: Any, stops: Callable[[], bool] = lambda: False
-) -> tuple[float, float, dict[str, float]] | None:
-    """Return loss, normaliser and metrics over `num_batches` global batches, or what there is of them. Collective.
-
-    The first two are right on ranks that read data, rank 0 among them. None if `stops`, which returns the same on all
-    ranks, is true before one of the batches.
-    """
-    training, ctx = engine.config.training, engine.ctx
-    per_epoch = task.samples_per_epoch(dataset)
-
-    def size_at(consumed_samples: int) -> int:
-        """Return 0 once the dataset was read through."""
-        size = training.global_batch_size
-        return size if per_epoch is None else min(size, per_epoch - consumed_samples)
-
-    plan = task.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
-    total, normaliser, consumed_samples, metrics = 0.0, 0.0, 0, None
-    for _ in range(num_batches):
-        if stops():
-            return None
-        size, keys = plan(consumed_samples)
-        if size == 0:
-            break
-        microbatches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
-        batch = engine.evaluate(microbatches, len(keys))
-        total, normaliser = total + float(batch.loss) * batch.normaliser, normaliser + batch.normaliser
-        consumed_samples += size
-        if batch.metrics is not None:
-            metrics = batch.metrics if metrics is None else metrics + batch.metrics
-    return total / (normaliser if normaliser > 0 else 1.0), normaliser, engine.read_metrics(metrics)

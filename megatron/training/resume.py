@@ -265,15 +265,12 @@ def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> Dee
 
 
 def _opened_huggingface(folder: Path, config: Config, ctx: ParallelContext) -> HuggingFaceStart:
-    """Raise CheckpointError, also for options about an optimizer or progress, which such a folder lacks."""
-    options = config.checkpoint
-    # finetune does what happens anyway
-    given = [name for name in START_OPTIONS[1:] if name != "finetune" and getattr(options, name) != _DEFAULTS[name]]
-    if given:
-        said = ", ".join(f"{name}={getattr(options, name)}" for name in given)
+    """Raise CheckpointError, also for a step, which such a folder lacks."""
+    step = config.checkpoint.ckpt_step
+    if step is not None:
         raise CheckpointError(
             f"load={folder} is a Hugging Face folder, which has weights only: a run starts at iteration 0, and "
-            f"{said} would do nothing; leave {'it' if len(given) == 1 else 'them'} out"
+            f"ckpt_step={step} would do nothing; leave it out"
         )
     start = HuggingFaceStart(folder, config)
     start.verify((ctx.rank, ctx.world_size))

@@ -115,11 +115,18 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".lock"]
 
 
-def test_without_keep_last_all_are_kept(tmp_path: Path) -> None:
-    one = saver(tmp_path, keep_last=None, retain_interval=30)
-    for iteration in range(10, 50, 10):
+@pytest.mark.parametrize(
+    ("retain_interval", "kept"),
+    [(None, [[10], [10, 20], [10, 20, 30], [10, 20, 30, 40]]), (20, [[10], [20], [20, 30], [20, 40]])],
+)
+def test_without_keep_last_all_are_kept_or_with_a_retain_interval_the_newest(
+    tmp_path: Path, retain_interval: int | None, kept: list[list[int]]
+) -> None:
+    """The interval alone as in Megatron: the checkpoint before is removed unless it is a multiple."""
+    one = saver(tmp_path, keep_last=None, retain_interval=retain_interval)
+    for iteration, left in zip(range(10, 50, 10), kept, strict=True):
         one.save(f"global_step{iteration}", f"token{iteration}", fragments_of(0, 1, 1), {})
-    assert tags(tmp_path) == [10, 20, 30, 40]
+        assert tags(tmp_path) == left
 
 
 def test_the_one_just_saved_is_kept_even_if_it_has_the_lowest_number(tmp_path: Path) -> None:

@@ -343,7 +343,6 @@ def test_a_flag_without_its_value_is_named(value: str) -> None:
         ("--num-lay 4", "unknown flag --num-lay; did you mean --num-layers?"),
         ("--zzzzzz", "unknown flag --zzzzzz; see --help"),
         ("--rampup-batch-size 1 2", "training.rampup_batch_size=1 2: expected 3 values, not 2"),
-        ("--profile-steps 1 2 3", "logging.profile_steps=1 2 3: expected 2 values, not 3"),
         ("--num-layers 2.5", "model.num_layers='2.5': input should be a valid integer"),
         ("--device tpu", "parallel.device='tpu': input should be 'auto', 'hpu', 'cuda' or 'cpu'"),
         ("--bf16 maybe", "training.bf16='maybe': input should be a valid boolean"),

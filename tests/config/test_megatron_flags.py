@@ -1,16 +1,16 @@
 """docs/megatron_flags.md: flags it lists as ours exist, flags it lists as missing do not, every option is listed.
 
 The left columns of the page hold Megatron's flags, the other columns ours. A flag that ends in `*` stands for all flags
-with that prefix.
+with that prefix. megatron_flag_names.txt holds the names that Megatron-LM (August 2026), Megatron-DeepSpeed (July 2025)
+and DeepSpeed give to their options, and names of Habana's and BigScience's forks.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
-
-import pytest
 
 from megatron.config.command_line import build_parser, parse_arguments, shown
 from megatron.config.options import Config, flag, options, sections
@@ -24,14 +24,16 @@ PARSER = build_parser()
 
 PLACEHOLDERS = {"N": "1", "PATH": "some/path", "PREFIX": "some/prefix"}
 
-SAME, OTHER_DEFAULT, RENAMED = ("section", "flags"), ("flag", "Megatron", "here"), ("Megatron", "here", "what to know")
-MISSING = ("Megatron", "why, or what instead")
-TABLES = {
-    "Same name, same meaning": {SAME, OTHER_DEFAULT},
-    "Renamed, or other values": {RENAMED},
-    "Not supported": {MISSING},
-    "Only in this project": {SAME},
-}
+SAME = ("flag", "Megatron's default", "here", "what to know", "shown by")
+RENAMED, MISSING, ONLY_HERE = (
+    ("Megatron", "here", "what to know"),
+    ("Megatron", "why, or what instead"),
+    ("section", "flags"),
+)
+TABLES = {"Same name": SAME, "Renamed": RENAMED, "Not supported": MISSING, "Only in this project": ONLY_HERE}
+
+TESTS = PAGE.parents[1] / "tests"
+MEGATRONS = set((TESTS / "config" / "megatron_flag_names.txt").read_text(encoding="utf-8").split())
 
 
 def flags_in(text: str) -> list[str]:
@@ -55,10 +57,8 @@ def tables_of(body: str) -> list[tuple[tuple[str, ...], list[Row]]]:
     return tables
 
 
-def rows(section: str, head: tuple[str, ...]) -> list[Row]:
-    return [
-        row for found, body in tables_of(sections_of(PAGE.read_text("utf-8"))[section]) if found == head for row in body
-    ]
+def rows(section: str) -> list[Row]:
+    return [row for _, body in tables_of(sections_of(PAGE.read_text("utf-8"))[section]) for row in body]
 
 
 def accepted(name: str) -> bool:
@@ -77,17 +77,18 @@ def parsed(command: str) -> Config:
     return parse_arguments([PLACEHOLDERS.get(word, word) for word in command.split()])[0]
 
 
-same = rows("Same name, same meaning", SAME)
-other_defaults = rows("Same name, same meaning", OTHER_DEFAULT)
-renamed = rows("Renamed, or other values", RENAMED)
-missing = rows("Not supported", MISSING)
-only_here = rows("Only in this project", SAME)
+same = rows("Same name")
+renamed = rows("Renamed")
+missing = rows("Not supported")
+only_here = rows("Only in this project")
+same_flags = [flags_in(row[0])[0] for row in same]
 
 
 def test_page_has_four_sections_and_each_table_a_known_head() -> None:
     found = sections_of(PAGE.read_text("utf-8"))
-    assert {section: {head for head, _ in tables_of(body)} for section, body in found.items()} == TABLES
-    assert min(map(len, (same, other_defaults, renamed, missing, only_here))) > 5
+    heads = {section: {head for head, _ in tables_of(body)} for section, body in found.items()}
+    assert heads == {section: {head} for section, head in TABLES.items()}
+    assert min(map(len, (same, renamed, missing, only_here))) > 5
 
 
 def test_every_flag_called_ours_exists() -> None:
@@ -97,28 +98,58 @@ def test_every_flag_called_ours_exists() -> None:
     assert [name for name in sorted(set(flags_in(page))) if not accepted(name)] == []
 
 
-@pytest.mark.parametrize("table", [same, only_here], ids=["same", "only_here"])
-def test_flags_listed_by_section_stand_in_that_section_of_the_config(table: list[Row]) -> None:
+def test_flags_listed_by_section_stand_in_that_section_of_the_config() -> None:
     section_of = {flag(name): section for name, (section, _) in options().items()}
-    assert [(name, row[0]) for row in table for name in flags_in(row[1]) if section_of.get(name) != row[0]] == []
+    parts = re.split(r"^### (\w+) options$", sections_of(PAGE.read_text("utf-8"))["Same name"], flags=re.MULTILINE)[1:]
+    listed = [
+        (name, head.lower()) for head, body in zip(parts[::2], parts[1::2], strict=True) for name in theirs_in(body)
+    ]
+    assert [name for name, _ in listed] == same_flags
+    listed += [(name, row[0]) for row in only_here for name in flags_in(row[1])]
+    assert [(name, section) for name, section in listed if section_of.get(name) != section] == []
+
+
+def theirs_in(body: str) -> list[str]:
+    return [name for _, found in tables_of(body) for row in found for name in flags_in(row[0])]
+
+
+def test_a_row_of_the_same_name_holds_one_flag_and_our_default() -> None:
+    ours = {flag(name): shown(getattr(sections()[section], name)) for name, (section, _) in options().items()}
+    assert [row[0] for row in same] == [f"`{name}`" for name in same_flags]
+    assert {name: row[2] for name, row in zip(same_flags, same, strict=True)} == {
+        name: ours[name] for name in same_flags
+    }
+    assert [row[0] for row in same if not row[1]] == [], "a row lacks Megatron's default"
+
+
+def test_a_name_of_megatrons_has_a_row_and_no_other_has() -> None:
+    assert sorted(OUR_OPTIONS & MEGATRONS) == sorted(same_flags)
+    assert [name for row in only_here for name in flags_in(row[1]) if name in MEGATRONS] == []
+
+
+def test_every_row_of_the_same_name_names_a_test_that_exists() -> None:
+    functions = {
+        f"{path.relative_to(TESTS)}::{node.name}"
+        for path in {TESTS / row[4].partition("::")[0] for row in same}
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+    assert [(row[0], row[4]) for row in same if row[4] not in functions] == []
 
 
 def test_every_option_of_ours_is_listed_once() -> None:
-    # an option that takes Megatron's name is either the same, or explained; any other is called ours alone
-    explained = [name for name in dict.fromkeys(theirs(renamed)) if name in OUR_OPTIONS]
-    counts = Counter([name for row in same + only_here for name in flags_in(row[1])] + explained)
+    counts = Counter(same_flags + [name for row in only_here for name in flags_in(row[1])])
     assert {name: counts[name] for name in OUR_OPTIONS if counts[name] != 1} == {}
 
 
 def test_no_flag_of_megatron_is_listed_twice() -> None:
     answered = [name for row in renamed + missing for name in set(flags_in(row[0]))]
-    answered += [name for row in same for name in flags_in(row[1])]
+    answered += same_flags
     assert [name for name, count in Counter(answered).items() if count > 1] == []
 
 
 def test_a_renamed_flag_is_not_ours_under_its_old_name() -> None:
-    kept = [(name, row[1]) for row in renamed for name in flags_in(row[0]) if accepted(name)]
-    assert [name for name, here in kept if name not in flags_in(here)] == []
+    assert [name for name in theirs(renamed) if accepted(name)] == []
 
 
 def test_what_a_renamed_flag_becomes_is_accepted_as_written() -> None:
@@ -133,15 +164,14 @@ def test_a_missing_flag_is_rejected() -> None:
     assert [name for name in theirs(missing) if accepted(name)] == []
 
 
-def test_values_named_beside_a_renamed_flag_are_values_of_it() -> None:
-    named = [(here, value) for _, here, remark in renamed for value in re.findall(r"`([^`-][^`]*)`", remark)]
-    assert ("`--attention-backend auto`", "sdpa") in named
-    for here, value in named:
-        if here != "—":
-            assert parsed(f"{flags_in(here)[0]} {value}")
-
-
-def test_defaults_given_as_ours_are_ours() -> None:
-    ours = {flag(name): shown(getattr(sections()[section], name)) for name, (section, _) in options().items()}
-    given = {flags_in(row[0])[0]: row[2] for row in other_defaults}
-    assert given == {name: ours[name] for name in given}
+def test_values_named_in_a_row_are_values_of_its_flag() -> None:
+    named = [(row[0].strip("`"), value) for row in same for value in re.findall(r"`([^`-][^`]*)`", row[3])]
+    named += [
+        (flags_in(here)[0], value)
+        for _, here, remark in renamed
+        for value in re.findall(r"`([^`-][^`]*)`", remark)
+        if here != "—"
+    ]
+    assert ("--attention-backend", "sdpa") in named
+    for name, value in named:
+        assert parsed(f"{name} {value}")

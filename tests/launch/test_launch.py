@@ -58,6 +58,7 @@ def tiny(*flags: str, **request: Any) -> Request:
 
 
 # samples for every layout here
+PROFILE_STEPS = ["--profile-step-start", "3", "--profile-step-end", "5"]
 ENOUGH = ("--global-batch-size", "128")
 
 
@@ -307,16 +308,16 @@ def test_remote_runs_need_pdsh(tmp_path: Path, dataset: str, monkeypatch: pytest
         ("HL_USE_FUSED_RMSNORM", "0", ["--use-fused-rmsnorm", "false"]),
         ("HL_USE_FAST_SOFTMAX", "1", ["--use-fast-softmax", "true"]),
         ("HL_USE_TORCH_COMPILE", "true", ["--torch-compile", "true"]),
-        ("HL_PROFILE", "pt", ["--profile", "true"]),
+        ("HL_PROFILE", "pt", ["--profile", "true", *PROFILE_STEPS]),
         (
             "HL_PROFILE",
             "pt-full",
             [
-                *("--profile", "true"),
+                *("--profile", "true", *PROFILE_STEPS),
                 *("--pytorch-profiler-collect-shapes", "true", "--pytorch-profiler-collect-callstack", "true"),
             ],
         ),
-        ("HL_PROFILE_STEPS", "3,4", ["--profile-steps", "3", "4"]),
+        ("HL_PROFILE_STEPS", "3,4", PROFILE_STEPS),
         ("HL_RESULTS_DIR", "r", ["--results-dir", "r"]),
         ("HL_DATA_FILE_PREFIX", "/d/p", ["--data-path", "/d/p"]),
         ("HL_DATA_IDX_DIR", "/c", ["--data-cache-path", "/c"]),

@@ -13,10 +13,11 @@ import torch
 
 from megatron.config.options import LoggingConfig
 from megatron.observability.profiling import Profile, trace_file
+from megatron.observability.timers import StepTimers
 
 
 def options(folder: Path, **more: Any) -> LoggingConfig:
-    return LoggingConfig(results_dir=str(folder), profile=True, profile_steps=(3, 4), **more)
+    return LoggingConfig(results_dir=str(folder), profile=True, profile_step_start=3, profile_step_end=5, **more)
 
 
 def run(logging: LoggingConfig, rank: int, first: int, last: int) -> None:
@@ -44,6 +45,19 @@ def test_chosen_steps_on_chosen_ranks(tmp_path: Path) -> None:
 def test_run_that_resumes_among_the_steps_traces_the_rest(tmp_path: Path, first: int, traced: int | None) -> None:
     run(options(tmp_path), 0, first, 6)
     assert (len(events(tmp_path, 0)) if traced else list(tmp_path.iterdir())) == (traced or [])
+
+
+def test_steps_and_phases_are_marked(tmp_path: Path) -> None:
+    timers = StepTimers(0, torch.device("cpu"), marks=True)
+    with Profile(options(tmp_path), rank=0, iteration=0) as profile:
+        for iteration in range(1, 6):
+            with profile.mark(iteration), timers.on_host("batch-generator"), timers("forward-compute"):
+                pass
+            profile.step(iteration)
+    trace = json.loads(gzip.decompress((tmp_path / trace_file(0)).read_bytes()))
+    marks = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    phases = ["batch-generator", "forward-compute"]
+    assert sorted(marks) == sorted(["ProfilerStep#3", "ProfilerStep#4", *phases, *phases])
 
 
 def test_run_that_ends_among_the_steps_keeps_them(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from megatron.resilience import host_consistency as sharing
 from tests import runs
 from tests.ranks import RankPools
 
-DATA = "--data-path text --data-cache-path cache"
+DATA = "--data-path text --data-cache-path cache --lr-decay-style constant"
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.config.command_line import load_config
 from megatron.config.options import Config, ConfigError
+from megatron.config.validation import idle
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy
 from megatron.tasks.task import LossResult, Metric, Microbatch, Task
@@ -155,7 +156,6 @@ def test_every_layout_learns_the_same(ranks: RankPools, tmp_path: Path) -> None:
         (f"--task {NAME} --task-options modulus=1", "modulus='1': Input should be greater than 1"),
         (f"--task {NAME} --task-options modulus=3 rest=2", "rest='2' is unknown to task="),
         (f"--task {NAME} --task-options modulus", "'modulus' is not NAME=VALUE"),
-        (f"--task {NAME} --task-options modulus=3 --packing none", "packing=none has no effect without task=sft"),
         (f"--task {NAME} --task-options modulus=3 --global-batch-size 9", "is not a multiple of micro_batch_size"),
         ("--task-options modulus=3", "task=pretrain has no options"),
         ("--task pretrian", "use pretrain, sft, or your own as package.module:"),
@@ -169,6 +169,12 @@ def test_its_faults_are_reported_with_the_others(flags: str, fault: str) -> None
         load_config(words, 1)
     assert any(fault in found for found in refused.value.faults), refused.value.faults
     assert any("min_lr=9" in found for found in refused.value.faults)
+
+
+def test_an_option_of_another_task_is_named_in_a_warning() -> None:
+    flags = f"--train-iters 4 --data-path none --task {NAME} --task-options modulus=3 --packing none"
+    (warning,) = idle(load_config([*runs.TINY.split(), *flags.split()], 1))
+    assert warning.startswith("packing=none has no effect without task=sft")
 
 
 class ForgetfulTask(WeightedTask):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config
 from megatron.data.gpt import open_datasets
@@ -109,7 +110,15 @@ def test_a_run_is_refused_before_anything_is_built_and_goes_on_when_allowed(
 ) -> None:
     flags = f"--data-path {data} --save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --lr-warmup-iters 0"
     assert set(ranks(2)(runs.train, f"{flags} --train-iters 3")) == {""}
-    assert set(ranks(2)(runs.train, f"{flags} --train-iters 4 --exit-interval 4")) == {""}  # longer, in the same order
+    longer = f"{flags} --train-iters 4 --exit-interval 4"  # in the same order, with another learning rate
+    for fault in ranks(2)(runs.train, longer):
+        assert "global_step3 was trained with another schedule" in fault
+        assert "lr_decay_samples=32 here, 24 there" in fault
+    kept = f"{longer} --use-checkpoint-opt-param-scheduler --results-dir {tmp_path / 'results'}"
+    assert set(ranks(2)(runs.train, kept)) == {""}
+    assert runs.rows(tmp_path / "results")[0]["learning_rate"] == pytest.approx(0)  # the end of 3 steps of decay
+    assert Checkpoint(tmp_path / "saved" / "global_step4").metadata["schedule"]["lr_decay_samples"] == 24
+    flags += " --override-opt-param-scheduler"
     runs.write_dataset(data, seed=1)
     refused = ranks(2)(runs.train, f"{flags} --train-iters 5")
     assert all("CheckpointError" in fault and "holds other documents" in fault for fault in refused), refused

@@ -1,0 +1,84 @@
+"""Evaluation over held-out data, during a training or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.observability.metrics import MetricsLog
+from megatron.planning.progress import Progress
+from megatron.resilience.shutdown import Shutdown
+from megatron.resilience.watchdog import Watchdog
+from megatron.tasks.task import Task
+from megatron.training.engine import Engine
+
+
+@dataclass
+class Evaluator:
+    """Evaluates an engine on the validation or test data. Each rank builds one, alike; `run` is collective."""
+
+    engine: Engine
+    task: Task
+    datasets: Sequence[Any]
+    """For training, validation and test; None where there is none."""
+    progress: Progress
+    log: MetricsLog
+    shutdown: Shutdown
+    watchdog: Watchdog
+
+    def run(self, split: Literal["valid", "test"]) -> None:
+        """Log the loss over the first eval_iters global batches of the split: the same samples each time.
+
+        Nothing is logged once a shutdown is requested, which is queried before each batch: an evaluation may take
+        longer than the time that a signal leaves.
+        """
+        dataset = self.datasets[("train", "valid", "test").index(split)]
+        num_batches = self.engine.config.data.eval_iters
+        if num_batches == 0 or dataset is None:
+            return
+
+        def stops() -> bool:
+            self.watchdog.beat()
+            return self.shutdown.decide(self.progress)
+
+        self.watchdog.phase("evaluation", self.progress.iteration)
+        with self.engine.timers.on_host("evaluate"):
+            evaluated = evaluate(self.engine, num_batches, self.task, dataset, stops)
+        if evaluated is not None:
+            loss, normaliser, metrics = evaluated
+            iteration, consumed_samples = self.progress.iteration, self.progress.consumed_samples
+            self.log.log_validation(iteration, consumed_samples, loss, int(normaliser), split, metrics)
+
+
+def evaluate(
+    engine: Engine, num_batches: int, task: Task, dataset: Any, stops: Callable[[], bool] = lambda: False
+) -> tuple[float, float, dict[str, float]] | None:
+    """Return loss, normaliser and metrics over `num_batches` global batches, or what there is of them. Collective.
+
+    The first two are right on ranks that read data, rank 0 among them. None if `stops`, which returns the same on all
+    ranks, is true before one of the batches.
+    """
+    training, ctx = engine.config.training, engine.ctx
+    per_epoch = task.samples_per_epoch(dataset)
+
+    def size_at(consumed_samples: int) -> int:
+        """Return 0 once the dataset was read through."""
+        size = training.global_batch_size
+        return size if per_epoch is None else min(size, per_epoch - consumed_samples)
+
+    plan = task.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
+    total, normaliser, consumed_samples, metrics = 0.0, 0.0, 0, None
+    for _ in range(num_batches):
+        if stops():
+            return None
+        size, keys = plan(consumed_samples)
+        if size == 0:
+            break
+        microbatches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
+        batch = engine.evaluate(microbatches, len(keys))
+        total, normaliser = total + float(batch.loss) * batch.normaliser, normaliser + batch.normaliser
+        consumed_samples += size
+        if batch.metrics is not None:
+            metrics = batch.metrics if metrics is None else metrics + batch.metrics
+    return total / (normaliser if normaliser > 0 else 1.0), normaliser, engine.read_metrics(metrics)

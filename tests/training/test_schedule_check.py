@@ -1,0 +1,97 @@
+"""Resuming with another learning rate or weight decay: refused, or decided by a switch, as in Megatron."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.config.options import OptimizerConfig, TrainingConfig
+from megatron.planning.schedule import Schedule
+from megatron.training.schedule_check import resumed_schedule
+
+RUN: dict[str, Any] = {"lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "linear", "lr_warmup_samples": 10}
+TRAINING = TrainingConfig(global_batch_size=10, train_iters=20)
+
+
+def schedule(training: TrainingConfig = TRAINING, **options: Any) -> Schedule:
+    return Schedule(training, OptimizerConfig(**{**RUN, **options}))
+
+
+def saved(**options: Any) -> Any:
+    """The schedule of a checkpoint, as its manifest holds it."""
+    return json.loads(json.dumps(schedule(**options).params.to_dict()))
+
+
+def resume(here: Schedule, there: Any) -> tuple[Schedule, str | None]:
+    return resumed_schedule(here, there, "runs/global_step5", here.optimizer)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "lr": ({"lr": 2e-3}, "lr=0.002 here, 0.001 there"),
+    "min_lr": ({"min_lr": 0.0}, "min_lr=0 here, 0.0001 there"),
+    "warm-up": ({"lr_warmup_samples": 20}, "lr_warmup=20 here, 10 there"),
+    "no warm-up": ({"lr_warmup_samples": 0}, "lr_warmup=0 here, 10 there"),
+    "warm-up init": ({"lr_warmup_init": 1e-5}, "lr_warmup_init=1e-05 here, 0 there"),
+    "decay": ({"lr_decay_samples": 150}, "lr_decay_samples=150 here, 200 there"),
+    "style": ({"lr_decay_style": "cosine"}, "lr_decay_style=cosine here, linear there"),
+    "weight decay": ({"weight_decay": 0.1}, "end_weight_decay=0.1 here, 0.01 there"),
+    "length": ({"training": TrainingConfig(global_batch_size=10, train_iters=30)}, "lr_decay_samples=300 here, 200"),
+    "batch": ({"training": TrainingConfig(global_batch_size=5, train_iters=20)}, "lr_decay_samples=100 here, 200"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_schedule_is_refused_with_both_numbers_and_each_switch_decides(name: str) -> None:
+    change, said = CHANGES[name]
+    with pytest.raises(CheckpointError) as refused:
+        resume(schedule(**change), saved())
+    assert said in str(refused.value)
+    assert "--override-opt-param-scheduler" in str(refused.value)
+    assert "--use-checkpoint-opt-param-scheduler" in str(refused.value)
+
+    override = schedule(**change, override_opt_param_scheduler=True)
+    chosen, line = resume(override, saved())
+    assert chosen.params == override.params
+    assert line is not None
+    assert said in line
+    kept, line = resume(schedule(**change, use_checkpoint_opt_param_scheduler=True), saved())
+    assert line is not None
+    assert said in line
+    for consumed in range(0, 320, 10):
+        assert kept.learning_rate(consumed) == schedule().learning_rate(consumed)
+        assert kept.weight_decay(consumed) == schedule().weight_decay(consumed)
+    # the length stays this run's, and the next checkpoint holds what was used
+    assert kept.total_iterations == schedule(**change).total_iterations
+    assert resume(schedule(), json.loads(json.dumps(kept.params.to_dict())))[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ({}, {}),
+        ({"lr_warmup_samples": 0, "lr_warmup_iters": 1}, {}),  # of 10 samples
+        ({"lr_warmup_samples": 0, "lr_warmup_fraction": 0.05}, {}),
+        ({"lr_wsd_decay_style": "linear"}, {}),  # not in use
+        ({"lr_decay_style": "constant", "min_lr": 0.0, "lr_decay_samples": 90}, {"lr_decay_style": "constant"}),
+    ],
+)
+def test_the_same_rates_in_other_words_are_the_same_schedule(here: Any, there: Any) -> None:
+    assert resume(schedule(**here), saved(**there))[1] == ""
+
+
+def test_a_checkpoint_without_a_schedule_is_named_and_has_none_to_use() -> None:
+    chosen, line = resume(schedule(), None)
+    assert chosen == schedule()
+    assert line is not None
+    assert line.startswith("WARNING: runs/global_step5 holds no learning-rate schedule")
+    with pytest.raises(CheckpointError, match="holds no learning-rate schedule for --use-checkpoint"):
+        resume(schedule(use_checkpoint_opt_param_scheduler=True), None)
+
+
+@pytest.mark.parametrize("damaged", [{}, {"lr_warmup": 3}, {**saved(), "more": 1}])
+def test_a_damaged_schedule_is_named(damaged: Any) -> None:
+    with pytest.raises(CheckpointError, match="has no usable schedule"):
+        resume(schedule(), damaged)
