@@ -6,7 +6,6 @@ some 200 ranks.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
@@ -23,6 +22,8 @@ FILES_PER_DATASET = 12
 """A dataset's two files, its document index, and three index files for each of the three splits."""
 HIGHEST = 1 << 20
 """Soft limit that is enough for any run: where the hard limit is infinite, some programs walk over all numbers."""
+FALLBACKS = (65536, 10240)
+"""Limits of kernels that refuse a higher one, whatever the hard limit: 10240 on macOS."""
 SPARE = 8
 """A process that cannot open this many files fails for lack of them."""
 
@@ -39,8 +40,12 @@ def raise_limit() -> int:
     highest = HIGHEST if hard == resource.RLIM_INFINITY else min(hard, HIGHEST)
     if soft == resource.RLIM_INFINITY or soft >= highest:
         return HIGHEST if soft == resource.RLIM_INFINITY else soft
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    for limit in (highest, *(limit for limit in FALLBACKS if soft < limit < highest)):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        except (OSError, ValueError):
+            continue
+        break
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

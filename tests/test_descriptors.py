@@ -35,6 +35,19 @@ def test_the_limit_is_raised_as_far_as_it_may(limits: list[tuple[int, int]]) -> 
     assert descriptors.raise_limit() == descriptors.HIGHEST
 
 
+def test_a_kernel_with_a_lower_limit_gives_what_it_has(
+    limits: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def setrlimit(which: int, pair: tuple[int, int]) -> None:
+        if pair[0] > 10240:
+            raise ValueError("not allowed to raise maximum limit")
+        limits.append(pair)
+
+    monkeypatch.setattr(descriptors.resource, "setrlimit", setrlimit)
+    limits.append((256, resource.RLIM_INFINITY))
+    assert descriptors.raise_limit() == 10240
+
+
 @pytest.mark.usefixtures("limits")
 def test_a_run_that_needs_more_is_refused_before_it_starts() -> None:
     flags = "--config tiny_bloom --data-path d --micro-batch-size 1 --global-batch-size 1024".split()

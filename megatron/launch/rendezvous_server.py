@@ -113,7 +113,9 @@ class Server(threading.Thread):
     def _take(self, connection: Connection, message: dict[str, Any]) -> None:
         node = self._nodes[connection]
         if message["kind"] == "join":
-            node.order, node.address, node.port = message["order"], message["address"], message["port"]
+            is_other, node_rank, address, pid = message["order"]
+            node.order = [bool(is_other), int(node_rank), str(address), int(pid)]
+            node.address, node.port = str(message["address"]), int(message["port"])
             node.is_member = node.is_done = False
             if self._is_closed:
                 connection.send(kind="closed")

@@ -333,6 +333,17 @@ def test_one_node_needs_neither_torch_nor_a_listener() -> None:
     assert ran.stdout == "[] set()\n", ran.stderr
 
 
+def test_several_nodes_without_a_secret_in_common_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = f"{SECRET} has 5 characters; give all nodes of the run the same 16 characters or more"
+    monkeypatch.setenv(SECRET, "short")
+    assert any(fault.startswith(said) for fault in faults(tiny(nodes=2, **{**MEETING, "dry_run": False})))
+    two = AgentOptions(nodes=2, rendezvous=f"127.0.0.1:{free_port()}")
+    assert agent.run_agent(two, [], "fork") == REFUSED
+    assert capfd.readouterr().err.startswith(said)
+
+
 def test_an_agent_that_waits_for_others_ends_at_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "of the nodes of a test")
     port = free_port()

@@ -72,6 +72,16 @@ def fill_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
 
 
+def join_without_descriptors() -> None:
+    """Open what gloo needs, with no descriptor left."""
+    import torch.distributed as dist
+
+    free = os.dup(2)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    dist.new_group(backend="gloo")
+
+
 def signal_launcher(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getppid(), number)
 
@@ -91,6 +101,7 @@ IN_STEP: dict[str, Callable[[], None]] = {
     "abort": os.abort,
     "deadlock": deadlock,
     "interpreter lock held": hold_the_interpreter,
+    "too few descriptors": join_without_descriptors,
     "disk full while logging": fill_disk,
     "disk full while saving": fill_disk,
 }

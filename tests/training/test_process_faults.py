@@ -68,6 +68,11 @@ CASES = {
     "iterator one short": Case(
         "iterator one short", REFUSED, r"failed in step 3, data: DataError: this rank has no data after 16 samples"
     ),
+    "too few descriptors": Case(
+        "too few descriptors",
+        REFUSED,
+        r"rank 1 on \S+ \(process \d+\) failed in step 3, train: OSError: .*Too many open files: the limit is",
+    ),
     "disk full while logging": Case(
         "disk full while logging", DONE, r"metrics\.jsonl .* File too large.*\n(.*\n)*.* content is lost", rank=0
     ),
