@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,8 +31,8 @@ from megatron.descriptors import raise_limit
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.launch import rank
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
-from megatron.launch.messages import SECRET, MissingSecretError, run_secret
-from megatron.launch.rendezvous import Membership, NodeOptions, NodesRendezvous, Rendezvous, RendezvousFailedError
+from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError
+from megatron.launch.run_secret import MissingSecretError, find_secret
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 
 WATCH_S = 0.05
@@ -45,8 +44,6 @@ HUNG_GRACE_S = 1.5
 """The same after a watchdog has ended a rank: the others end by themselves, unless they are stopped or stuck."""
 KILL_S = 1.0
 """Time for the ranks to end after a second signal, and for a killed process to disappear."""
-SECRET_TIMEOUT_S = 60
-"""Time for the launcher to bring the secret of a run to its hosts, which it does while their agents start."""
 JOIN_SAVE_S = 120
 """Time for healthy ranks to save before they restart because a node joins."""
 
@@ -110,7 +107,7 @@ class Agent:
         self._context: Any = multiprocessing.get_context(start_method)
         self._train_flags = tuple(train_flags)
         self._received = received
-        self._rendezvous = NodesRendezvous(options) if options.nodes > 1 else Rendezvous(options)
+        self._rendezvous = rendezvous_of(options)
         self._membership: Membership | None = None
         self._processes: list[BaseProcess] = []
         self._restarts = 0
@@ -277,6 +274,15 @@ class Agent:
         return [process for process in self._processes if process.exitcode is None]
 
 
+def rendezvous_of(options: AgentOptions) -> Rendezvous:
+    """Return the rendezvous of one node, or that of several. Raises MissingSecretError."""
+    if options.nodes == 1:
+        return Rendezvous(options)
+    from megatron.launch.nodes_rendezvous import NodesRendezvous  # late: one node needs none of it
+
+    return NodesRendezvous(options)
+
+
 def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: str | None = None) -> int:
     """Run this node's part of a run to its end, and return the exit status.
 
@@ -296,7 +302,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
         try:
             if options.nodes > 1:
                 with interruptible(received):
-                    find_secret(options)
+                    find_secret(options.secret_file)
             return Agent(options, start_method, train_flags, received).run()
         except SystemExit as interrupted:
             return int(interrupted.code or DONE)
@@ -306,19 +312,6 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
         except RendezvousFailedError as error:
             report(str(error))
             return FAILED
-
-
-def find_secret(options: AgentOptions) -> None:
-    """Set the secret of the run from the file in which the launcher puts it. Raises MissingSecretError."""
-    if options.secret_file is not None and SECRET not in os.environ:
-        path, deadline_s = Path.home() / options.secret_file, time.monotonic() + SECRET_TIMEOUT_S
-        while not path.exists():
-            if time.monotonic() > deadline_s:
-                raise MissingSecretError(f"the launcher brought no secret of this run to {path} by ssh; start it again")
-            time.sleep(WATCH_S)
-        os.environ[SECRET] = path.read_text().strip()
-        path.unlink()
-    run_secret()
 
 
 def start_fork_server() -> None:

@@ -13,8 +13,8 @@ from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import check
 from megatron.descriptors import limit_fault
-from megatron.launch.messages import MissingSecretError, run_secret
 from megatron.launch.plan import Request
+from megatron.launch.run_secret import MissingSecretError, run_secret
 from megatron.training.deepspeed_config import deepspeed_config
 
 

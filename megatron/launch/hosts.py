@@ -18,8 +18,8 @@ from typing import IO
 from megatron.exit_codes import shell_status
 from megatron.launch.agent import FAILED_GRACE_S, AgentOptions, run_agent
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
-from megatron.launch.messages import SECRET
 from megatron.launch.plan import LaunchPlan
+from megatron.launch.run_secret import SECRET
 from megatron.resilience.shutdown import SIGNALS
 
 RENDEZVOUS_PORT = 29500  # unless --master-port is given: the default of torch and DeepSpeed

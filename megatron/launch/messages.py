@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import selectors
 import socket
@@ -19,9 +18,6 @@ import struct
 import time
 from typing import Any
 
-SECRET = "MEGATRON_RUN_SECRET"
-"""Variable with the secret of a run over several nodes, equal on all of them."""
-SHORTEST_SECRET = 16
 NONCE_BYTES = 32
 MAC_BYTES = hashlib.sha256().digest_size
 SIZE = struct.Struct("!I")
@@ -32,22 +28,6 @@ SEND_TIMEOUT_S = 5.0
 
 class StrangerError(OSError):
     """The other end does not know the secret of this run, or is another program."""
-
-
-class MissingSecretError(ValueError):
-    """The nodes of a run have no secret in common."""
-
-
-def run_secret() -> bytes:
-    """Return the secret of this run. Raises MissingSecretError."""
-    secret = os.environ.get(SECRET, "")
-    if len(secret) < SHORTEST_SECRET:
-        problem = f"has {len(secret)} characters" if secret else "is not set"
-        raise MissingSecretError(
-            f"{SECRET} {problem}; give all nodes of the run the same {SHORTEST_SECRET} characters or more, which no "
-            "one else knows, such as those of `openssl rand -hex 32`"
-        )
-    return secret.encode()
 
 
 class Connection:

@@ -25,9 +25,9 @@ from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
 from megatron.launch import agent, hosts, rank
 from megatron.launch.agent import AgentOptions
 from megatron.launch.hl_requests import from_environment
-from megatron.launch.messages import SECRET
 from megatron.launch.plan import RefusedError, Request
 from megatron.launch.preflight import preflight
+from megatron.launch.run_secret import SECRET
 from tests import runs
 from tests.ranks import free_port
 

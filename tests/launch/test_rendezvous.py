@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from megatron import network
-from megatron.launch import rendezvous, rendezvous_server
-from megatron.launch.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SECRET, SIZE, Connection, StrangerError
-from megatron.launch.rendezvous import Membership, NodeOptions, NodesRendezvous, RendezvousFailedError
+from megatron.launch import nodes_rendezvous, rendezvous_server
+from megatron.launch.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SIZE, Connection, StrangerError
+from megatron.launch.nodes_rendezvous import NodesRendezvous
+from megatron.launch.rendezvous import Membership, NodeOptions, RendezvousFailedError
+from megatron.launch.run_secret import SECRET
 from tests.ranks import free_port
 from tests.strangers import Bomb
 
@@ -31,8 +33,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
         (rendezvous_server, "LAST_CALL_S", 0.4),
         (rendezvous_server, "KEEP_ALIVE_S", 0.3),
-        (rendezvous, "RETRY_S", 0.05),
-        (rendezvous, "RECONNECT_S", 0.6),
+        (nodes_rendezvous, "RETRY_S", 0.05),
+        (nodes_rendezvous, "RECONNECT_S", 0.6),
     ):
         monkeypatch.setattr(module, name, value)
 
@@ -191,7 +193,7 @@ def test_nodes_with_another_secret_are_refused_by_name(
 def test_a_first_node_that_others_cannot_reach_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Debian, where a machine's own name is 127.0.1.1."""
     monkeypatch.setattr(network, "resolve", lambda host: "127.0.1.1")
-    monkeypatch.setattr(rendezvous, "resolve", lambda host: "127.0.1.1")
+    monkeypatch.setattr(nodes_rendezvous, "resolve", lambda host: "127.0.1.1")
     node = NodesRendezvous(NodeOptions(nodes=2, node_rank=0, rendezvous=f"node0:{free_port()}", max_restarts=1))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(RendezvousFailedError, match=r"node0 is 127.0.1.1 on this machine, which .* GLOO_SOCKET_IFNAME"):

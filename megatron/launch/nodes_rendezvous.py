@@ -1,0 +1,270 @@
+"""Rendezvous of several nodes: the first serves it (rendezvous_server.py), and each, the first included, is a client.
+
+Every message is authenticated with the secret of the run (messages.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron.launch import rendezvous_server
+from megatron.launch.messages import Connection
+from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError, split_endpoint
+from megatron.launch.rendezvous_server import LOST_BEATS
+from megatron.launch.run_secret import SECRET, run_secret
+from megatron.network import address_towards, free_port, listen_address, listening_socket, resolve
+
+JOIN_TIMEOUT_S = 600
+"""Time for enough nodes to join."""
+EXIT_BARRIER_S = 30
+"""Time that a node whose ranks are done waits for the others."""
+RETRY_S = 1.0
+"""Interval of attempts to reach the first node."""
+CONNECT_TIMEOUT_S = 5.0
+RECONNECT_S = 15.0
+"""Time to connect again to a first node that was lost, or for a program without the secret to leave its address."""
+POLL_S = 0.05
+
+
+class NodesRendezvous(Rendezvous):
+    """Rendezvous of several nodes, ordered by `node_rank`.
+
+    Without restarts no node can be replaced, so the rendezvous is left as soon as all have joined: a network that fails
+    for some minutes between the agents need not concern the ranks.
+    """
+
+    def __init__(self, options: NodeOptions) -> None:
+        super().__init__(options)
+        # a secret may serve several runs, which must not mix
+        self._secret = run_secret() + options.run_id.encode()
+        self._client: Client | None = None
+        self._server: rendezvous_server.Server | None = None
+        self._host, self._port = split_endpoint(options.rendezvous or "")
+        self._address = ""
+
+    def join(self) -> Membership:
+        try:
+            self._client = self._client or self._connected()
+            own = listen_address(self._host) if self._server is not None else self._address
+            order = [self._server is None, self._options.node_rank or 0, self._address, os.getpid()]
+            # rank 0 listens on the first node
+            membership = self._client.place(order=order, address=self._address, port=free_port(own))
+        except OSError as error:
+            raise RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
+        if self._options.max_restarts == 0:
+            self._client.stop()
+            self._client = None
+        return membership
+
+    def nodes_waiting(self) -> bool:
+        return self._client is not None and self._client.nodes_waiting()
+
+    def finish(self) -> None:
+        if self._client is not None:
+            self._client.finish()
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.stop(rendezvous_server.LINGER_S)
+
+    def leave(self) -> None:
+        if self._client is not None:
+            self._client.stop()
+        if self._server is not None:
+            self._server.stop(0.0)
+
+    def _connected(self) -> Client:
+        """Serve the rendezvous if this is the first node, and return a client of it. Raises OSError."""
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        while True:
+            try:
+                first = resolve(self._host)
+                own = address_towards(first)
+                if self._options.node_rank == 0 or (self._options.node_rank is None and own == first):
+                    break
+                self._address = own or socket.gethostname()
+                return Client(self._connect, f"{self._host}:{self._port}")
+            except OSError:  # the first node may not have started yet, nor have a name
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(RETRY_S)
+        self._serve()
+        self._address = self._host if self._server is not None else own or socket.gethostname()
+        return Client(self._connect, f"{self._host}:{self._port}")
+
+    def _connect(self) -> Connection:
+        address = listen_address(self._host) if self._server is not None else self._host
+        connected = socket.create_connection((address, self._port), timeout=CONNECT_TIMEOUT_S)
+        return Connection(connected, self._secret, is_server=False)
+
+    def _serve(self) -> None:
+        """Start the server, unless another agent on this machine is the first node. Raises OSError."""
+        try:
+            listener = listening_socket(listen_address(self._host), self._port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return
+            raise
+        options = self._options
+        self._server = rendezvous_server.Server(
+            listener,
+            self._secret,
+            min_nodes=options.min_nodes or options.nodes,
+            max_nodes=options.nodes,
+            may_change=options.max_restarts > 0,
+        )
+        self._server.start()
+
+
+class Client(threading.Thread):
+    """Connection of this node to the rendezvous. A thread receives, and sends heartbeats; the rest is for the main one.
+
+    Where the connection breaks it connects again, as a new node, which makes the ranks restart.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], endpoint: str) -> None:
+        """Connect. Raises OSError."""
+        super().__init__(name="rendezvous client", daemon=True)
+        self._connect, self._endpoint = connect, endpoint
+        self._connection = connect()
+        self._lock = threading.Lock()
+        self._request: dict[str, Any] | None = None
+        """Message to send as soon as this connection can."""
+        self._join: dict[str, Any] | None = None
+        """The same, again after each new connection, until this node has its number."""
+        self._membership: Membership | None = None
+        self._waiting = 0
+        self._is_done = self._is_closed = self._leaves = self._was_lost = False
+        self._fault: str | None = None
+        self._known_s: float | None = None
+        self.start()
+
+    def place(self, **mine: Any) -> Membership:
+        """Join, and wait for this node's number. Raises RendezvousFailedError."""
+        self._membership, self._waiting = None, 0
+        self._is_done = self._was_lost = False
+        self._join = self._request = {"kind": "join", **mine}
+        self._send_request()
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        while self._membership is None:
+            if self._is_closed:
+                raise RendezvousFailedError("the run has ended on the other nodes")
+            self._check()
+            if time.monotonic() > deadline_s:
+                raise RendezvousFailedError(f"too few nodes came to the rendezvous at {self._endpoint}")
+            time.sleep(POLL_S)
+        return self._membership
+
+    def nodes_waiting(self) -> bool:
+        """Return whether the nodes change. Raises RendezvousFailedError."""
+        self._check()
+        return self._waiting > 0 or self._was_lost
+
+    def finish(self) -> None:
+        """Wait a limited time until the other nodes are done, or have left."""
+        self._request = {"kind": "done"}
+        self._send_request()
+        deadline_s = time.monotonic() + EXIT_BARRIER_S
+        while not (self._is_done or self._is_closed or self._was_lost or self._fault):
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """End the rendezvous for all nodes, and leave it."""
+        self._request = {"kind": "close"}
+        self._send_request()
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the rendezvous."""
+        self._leaves = True
+        with contextlib.suppress(OSError):  # what has been sent still arrives; the server then closes its end
+            self._connection.socket.shutdown(socket.SHUT_WR)
+        self.join(CONNECT_TIMEOUT_S)
+        self._connection.close()
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise RendezvousFailedError(self._fault)
+
+    def _send_request(self) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the thread notices a connection that is broken
+            if self._request is not None and self._connection.can_send:
+                request, self._request = self._request, None
+                self._connection.send(**request)
+
+    # The thread
+
+    def run(self) -> None:
+        since_s = time.monotonic()
+        while self._fault is None:
+            try:
+                self._use_connection()
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+                if self._leaves or self._is_closed:
+                    return
+                since_s = max(since_s, self._known_s or 0.0)
+                self._reconnect(since_s + RECONNECT_S, error)
+
+    def _use_connection(self) -> None:
+        """Receive until the connection breaks. Raises OSError, EOFError and ValueError."""
+        connection = self._connection
+        beat_s = heard_s = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection.socket, selectors.EVENT_READ)
+            while True:
+                selector.select(POLL_S)
+                now_s = time.monotonic()
+                for message in connection.receive():
+                    heard_s = self._known_s = now_s
+                    self._take(message)
+                if self._leaves:
+                    continue
+                self._send_request()
+                if connection.is_known and now_s - heard_s > rendezvous_server.KEEP_ALIVE_S * LOST_BEATS:
+                    raise OSError("the first node is silent")
+                if connection.is_known and now_s - beat_s > rendezvous_server.KEEP_ALIVE_S:
+                    beat_s = now_s
+                    with self._lock:
+                        connection.send(kind="beat")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message.pop("kind")
+        if kind == "placed":
+            self._join, self._waiting = None, 0
+            self._membership = Membership(**message)
+        elif kind == "waiting":
+            self._waiting = message["count"]
+        self._is_done |= kind == "done"
+        self._is_closed |= kind == "closed"
+
+    def _reconnect(self, deadline_s: float, error: Exception) -> None:
+        """Connect again, or note the fault if that takes too long."""
+        self._connection.close()
+        time.sleep(RETRY_S)
+        while time.monotonic() < deadline_s and not self._leaves:
+            try:
+                connection = self._connect()
+            except OSError as again:
+                error = again
+                time.sleep(RETRY_S)
+                continue
+            with self._lock:
+                self._connection, self._request = connection, self._join
+            self._was_lost = self._membership is not None
+            return
+        if self._known_s is None and not isinstance(error, ConnectionRefusedError):
+            self._fault = f"the program at {self._endpoint} does not know the secret of this run ({SECRET})"
+        else:
+            self._fault = f"lost the rendezvous at {self._endpoint}: {error or type(error).__name__}"

@@ -1,0 +1,46 @@
+"""Secret of a run over several nodes, by which their agents authenticate each other (messages.py)."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+SECRET = "MEGATRON_RUN_SECRET"
+"""Variable with the secret, equal on all nodes."""
+SHORTEST_SECRET = 16
+SECRET_TIMEOUT_S = 60
+"""Time for the launcher to bring the secret to its hosts, which it does while their agents start."""
+POLL_S = 0.05
+
+
+class MissingSecretError(ValueError):
+    """The nodes of a run have no secret in common."""
+
+
+def run_secret() -> bytes:
+    """Return the secret of this run. Raises MissingSecretError."""
+    secret = os.environ.get(SECRET, "")
+    if len(secret) < SHORTEST_SECRET:
+        problem = f"has {len(secret)} characters" if secret else "is not set"
+        raise MissingSecretError(
+            f"{SECRET} {problem}; give all nodes of the run the same {SHORTEST_SECRET} characters or more, which no "
+            "one else knows, such as those of `openssl rand -hex 32`"
+        )
+    return secret.encode()
+
+
+def find_secret(file: str | None) -> None:
+    """Set the variable from the file in the home folder in which the launcher puts the secret, and remove the file.
+
+    Raises MissingSecretError, also if there is no file and the variable is not set.
+    """
+    if file is not None and SECRET not in os.environ:
+        path, deadline_s = Path.home() / file, time.monotonic() + SECRET_TIMEOUT_S
+        while not path.exists():
+            if time.monotonic() > deadline_s:
+                raise MissingSecretError(f"the launcher brought no secret of this run to {path} by ssh; start it again")
+            time.sleep(POLL_S)
+        os.environ[SECRET] = path.read_text().strip()
+        path.unlink()
+    run_secret()
