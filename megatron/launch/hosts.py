@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from megatron.descriptors import raise_limit
 from megatron.exit_codes import shell_status
 from megatron.launch.agent import FAILED_GRACE_S, AgentOptions, run_agent
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
@@ -30,6 +31,8 @@ UNREACHABLE_GRACE_S = 20.0
 KEEP_ALIVE = ("-oServerAliveInterval=30", "-oServerAliveCountMax=20")
 # Where the run can continue without a lost host, it may also end without it.
 SHORT_KEEP_ALIVE = ("-oServerAliveInterval=15", "-oServerAliveCountMax=3")
+# Connections to hosts at one time, besides those of pdsh.
+SSH_AT_ONCE = 64
 # Interval at which a signal is sent again to hosts whose agents have not started yet.
 RETRY_S = 1.0
 
@@ -44,6 +47,7 @@ def launch(plan: LaunchPlan) -> int:
     alive = SHORT_KEEP_ALIVE if plan.min_nodes < plan.nodes else KEEP_ALIVE
     environment["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, [os.environ.get("PDSH_SSH_ARGS_APPEND"), *alive]))
     if plan.nodes > 1:
+        raise_limit()  # of open files: several for each host
         send_secret(plan, environment)
     return run_on_hosts(remote_command(plan), environment, plan)
 
@@ -54,12 +58,14 @@ def send_secret(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
     A command line, and DeepSpeed's launcher puts variables there, can be read by every user of the host.
     """
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
+    slots = threading.BoundedSemaphore(SSH_AT_ONCE)
 
     def send(host: str, name: str) -> None:
         write = f"umask 077 && cat > {name}.partial && mv {name}.partial {name}"
-        options = ["-a", "-x", "-oBatchMode=yes", *shlex.split(environment["PDSH_SSH_ARGS_APPEND"])]
-        command = ["ssh", *options, host, f"sh -c '{write}'"]
-        sent = subprocess.run(command, input=secret.encode(), capture_output=True, env=dict(environment))
+        own = shlex.split(environment["PDSH_SSH_ARGS_APPEND"])  # first: ssh keeps the first value of each
+        command = ["ssh", *own, "-a", "-x", "-oBatchMode=yes", "-oConnectTimeout=30", host, f"sh -c '{write}'"]
+        with slots:
+            sent = subprocess.run(command, input=secret.encode(), capture_output=True, env=dict(environment))
         if sent.returncode:
             reason = sent.stderr.decode(errors="replace").strip()
             print(f"the secret of this run could not be written on {host}: {reason}", file=sys.stderr)
