@@ -309,6 +309,7 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
+        self.bos_token: str = self._variables["bos_token"]
         eos = self._variables["eos_token"]
         self.end_marker = re.compile(f"{MARKER.pattern}|{re.escape(eos)}") if eos else MARKER
         """Special tokens that may end a turn."""

@@ -165,6 +165,11 @@ class _Search:
     # Places
 
     def _find_places(self) -> Places:
+        if self._alphabet == len(ALPHABETS):
+            raise TemplateFailure(
+                "the row has characters of all three private-use areas, which mark its texts; drop those of one",
+                UNCLEAR,
+            )
         numbers = range(len(self._messages))
         places = self._places_by_marks(self._messages, self._text, numbers)
         if places is not None:
@@ -206,11 +211,11 @@ class _Search:
 
     @property
     def _filler(self) -> str:
-        return chr(ALPHABETS[self._alphabet].first) if self._alphabet < len(ALPHABETS) else ""
+        return chr(ALPHABETS[self._alphabet].first)
 
     def _filled(self, messages: Sequence[Message], i: int, add_generation_prompt: bool = False) -> str | None:
         """Render with another content of message i."""
-        if not self._filler or not has_text(messages[i].get("content")):
+        if not has_text(messages[i].get("content")):
             return None
         changed = [*messages[:i], {**messages[i], "content": self._filler}, *messages[i + 1 :]]
         return self._try_render(changed, add_generation_prompt)
@@ -370,7 +375,8 @@ class _Search:
             found = region.rfind(piece)
             if found >= 0:
                 return base + found + size, True
-        return own.start, False
+        # without a generation prompt, the first turn begins the text
+        return own.start, not wanted and region.strip() in ("", self._template.bos_token)
 
     def _end(self, own: Place, i: int) -> tuple[int, bool]:
         """Return the end of message i, and whether the template shows it."""

@@ -419,6 +419,20 @@ def test_turns_as_prompted_follow_exactly_their_prompts(name: str, thinks: bool,
     assert len(samples) == 1 or name in {"axolotl_apache2/qwen3", "axolotl_apache2/mistral_v2v3", "channels", "xml"}
 
 
+def test_an_assistant_may_begin_under_a_template_without_a_generation_prompt() -> None:
+    row = {"messages": [{"role": "assistant", "content": "Hi!"}, QUESTION, ANSWER]}
+    assert trained_of("llama2", row) == "Hi! </s>| Rain. </s>"
+    assert trained_of("mistral", row) == "Hi!</s>| Rain.</s>"
+    assert trained_of("chatml", row) == "Hi!<|im_end|>|Rain.<|im_end|>"
+
+
+def test_a_text_with_characters_of_every_private_area_is_refused_by_name() -> None:
+    messages = turn("\ue000 \U000f0001", "\U00100000")
+    assert "characters of all three private-use areas" in trained_of("chatml", {"messages": messages})
+    messages[1]["content"] = "x"
+    assert trained_of("chatml", {"messages": messages}) == "x<|im_end|>"
+
+
 def test_the_keys_of_older_interfaces_become_tools_and_calls() -> None:
     function = {"name": "look_up", "arguments": "{}"}
     row = {
