@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import tempfile
@@ -26,6 +27,8 @@ from megatron.interop.huggingface import export_huggingface, import_huggingface,
 from megatron.interop.huggingface_files import DTYPES, Precision
 from megatron.interop.native import count, native_model, source_of
 from megatron.planning.progress import Progress
+
+log = logging.getLogger(__name__)
 
 NATIVE_TAG = "global_step0"
 
@@ -97,7 +100,11 @@ def open_any(path: Path, preset: str | None = None, max_drift: float | None = No
     if not _holds_native(path):
         config = None if preset is None else from_dict(read_preset(preset))
         limit = deepspeed_checkpoint.MAX_DRIFT if max_drift is None else max_drift
-        return deepspeed_checkpoint.read(path, config, limit)
+        foreign = deepspeed_checkpoint.read(path, config, limit)
+        if foreign.uncompared:
+            options = ", ".join(foreign.uncompared)
+            log.warning("%s does not state %s: compare --config %s with its run yourself", path, options, preset)
+        return foreign
     _refuse_options(path, preset, max_drift)
     checkpoint = open_checkpoint(path)
     if checkpoint is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_frozen_parameters_have_no_moments_in_the_universal_folder(tmp_path: Pat
 
 
 def test_a_deepspeed_checkpoint_becomes_a_universal_folder(
-    tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Layer files of two tensor-parallel ranks, whose model only --config describes."""
     full = {name: torch.randn(shard.shape) for name, shard in parameters_of(config).items()}
@@ -117,6 +118,7 @@ def test_a_deepspeed_checkpoint_becomes_a_universal_folder(
 
     (tmp_path / "model.yaml").write_text(to_yaml(config))
     assert main([*arguments_of(tmp_path, target), "--config", str(tmp_path / "model.yaml")]) == 0
+    assert re.search(r"does not state num_attention_heads, .*norm_epsilon: compare --config", caplog.text)
     universal = read(target)
     assert universal.facts["iteration"] == 3
     assert universal.facts["metadata"]["config"] == config.to_dict()
