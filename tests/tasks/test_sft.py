@@ -117,6 +117,11 @@ def test_a_resumed_run_goes_on_with_the_next_chats(
         assert parts[iteration]["consumed_tokens"] == row["consumed_tokens"]
     held_out = [row["lm_loss"] for row in runs.rows(tmp_path / "whole", "valid")]
     assert held_out[-1] < held_out[0]
+    if then == "":
+        assert ranks(1)(runs.evaluate_only, f"{kept} --results-dir {tmp_path / 'evaluated'}") == [""]
+        (evaluated,) = runs.rows(tmp_path / "evaluated", "valid")
+        last = runs.rows(tmp_path / "parts", "valid")[-1]
+        assert (evaluated["iteration"], evaluated["lm_loss"]) == (last["iteration"], pytest.approx(last["lm_loss"]))
 
 
 @pytest.mark.parametrize("packing", ["step", "none"])
