@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 # made with either has a token that could show it.
 TIKTOKEN_PATTERNS = {"r50k": "gpt2", "cl100k": "gpt4", "llama3": "gpt4", "o200k": "o200k"}
 
+# Letters and digits of Unicode 17, which gigatoken 0.10 cuts as such; tokenizers 0.23 and tiktoken 0.14 do not yet.
+_NEW_IN_BMP = "\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1"
+UNICODE_17 = _NEW_IN_BMP + (
+    "\U00010940-\U00010959 \U00010ec5-\U00010ec7 \U00011db0-\U00011ddb \U00011de0-\U00011de9 "
+    "\U00016ea0-\U00016eb8 \U00016ebb-\U00016ed3 \U00016ff2-\U00016ff6 "
+    "\U000187f8-\U000187ff \U00018d09-\U00018d1e \U00018d80-\U00018df2 \U0001e6c0-\U0001e6ff \U0002b73a-\U0002b73f "
+    "\U0002cea2-\U0002cead \U000323b0-\U00033479"
+).replace(" ", "")
+_NEW_CHARACTER = re.compile(f"[{UNICODE_17}]")
+# first bytes in UTF-8 of its characters beyond the BMP; emoji have others
+_NEAR_BYTES = re.compile(b"\xf0[\x90-\x9e\xab-\xb3]")
+
 BATCH_BYTES = 8 << 20
 SENTENCEPIECE_BATCH_BYTES = 16 << 20
 """Larger, because its cache lasts for one batch."""
@@ -47,10 +59,10 @@ class AcceleratedTokenizer:
         self,
         reference: IdentifiedTokenizer,
         load: Callable[[], gigatoken.Tokenizer],
-        apart: re.Pattern[str] | None = None,
+        apart: Callable[[str], object] | None = None,
         batch_bytes: int = BATCH_BYTES,
     ):
-        """`load` creates gigatoken's tokenizer. The reference encodes texts in which `apart` matches."""
+        """`load` creates gigatoken's tokenizer. The reference encodes texts for which `apart` returns a true value."""
         self._reference = reference
         self._load = load
         self._apart = apart
@@ -79,7 +91,7 @@ class AcceleratedTokenizer:
         return surrounded(self._encode_plain(texts), self._reference.added)
 
     def _encode_plain(self, texts: Sequence[str]) -> TokenBatch:
-        left = [i for i, text in enumerate(texts) if self._apart.search(text)] if self._apart else []
+        left = [i for i, text in enumerate(texts) if self._apart(text)] if self._apart else []
         if not left:
             return self._encode(list(texts))
         # these texts are encoded as empty ones, and the reference's ids inserted
@@ -122,18 +134,21 @@ def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
     try:
         if isinstance(tokenizer, LibraryTokenizer):
             content = _library_json(tokenizer)
-            return AcceleratedTokenizer(tokenizer, partial(gigatoken.Tokenizer.from_json, content))
+            return AcceleratedTokenizer(
+                tokenizer, partial(gigatoken.Tokenizer.from_json, content), has_unicode_17_character
+            )
         if isinstance(tokenizer, SentencePieceTokenizer):
             described = json.loads(sentencepiece_to_tokenizer_json(tokenizer.model_proto))
             content, apart = _sentencepiece_json(tokenizer, described)
             load = partial(gigatoken.Tokenizer.from_json, content)
-            return AcceleratedTokenizer(tokenizer, load, apart, SENTENCEPIECE_BATCH_BYTES)
+            search = apart.search if apart else None
+            return AcceleratedTokenizer(tokenizer, load, search, SENTENCEPIECE_BATCH_BYTES)
         if isinstance(tokenizer, TikTokenizer):
             if tokenizer.pattern not in TIKTOKEN_PATTERNS:
                 raise NotAccelerated(f"gigatoken has no pattern {tokenizer.pattern}")
             pattern = TIKTOKEN_PATTERNS[tokenizer.pattern]
             load = partial(gigatoken.Tokenizer.from_tiktoken, tokenizer.path, pattern, tokenizer.special_tokens)
-            return AcceleratedTokenizer(tokenizer, load)
+            return AcceleratedTokenizer(tokenizer, load, has_unicode_17_character)
     except NotAccelerated:
         raise
     except Exception as error:  # gigatoken raises RuntimeError, ValueError and what its parsers raise
@@ -141,6 +156,20 @@ def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
             f"gigatoken refuses the model: {' '.join(str(error).split('Location:')[0].split())}"
         ) from None
     raise NotAccelerated(f"gigatoken has no {type(tokenizer).__name__}")
+
+
+def has_unicode_17_character(text: str) -> bool:
+    """Return True if the text holds one of UNICODE_17."""
+    if text.isascii():
+        return False
+    if any(character in text for character in _NEW_IN_BMP):
+        return True
+    # a search by _NEW_CHARACTER alone takes longer than encoding. Only a text with a character beyond the BMP takes 4
+    # bytes a character; its size says so from 64 characters on
+    if len(text) >= 64 and text.__sizeof__() < 3 * len(text) + 80:
+        return False
+    near = _NEAR_BYTES.search(text.encode("utf-8", "surrogatepass"))
+    return near is not None and _NEW_CHARACTER.search(text) is not None
 
 
 def _library_json(tokenizer: LibraryTokenizer) -> str:

@@ -17,7 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.indexed import DataError
-from megatron.data.tokenizers.acceleration import NotAccelerated, accelerate, check_equal
+from megatron.data.tokenizers.acceleration import (
+    UNICODE_17,
+    NotAccelerated,
+    accelerate,
+    check_equal,
+    has_unicode_17_character,
+)
 from megatron.data.tokenizers.base import TokenBatch, Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.null import NullTokenizer
@@ -130,6 +136,15 @@ def around(first: int, last: int, step: int) -> list[str]:
 @pytest.mark.parametrize("name", KINDS)
 def test_ids_around_many_characters_are_the_references(name: str, test_data: Path) -> None:
     texts = [*around(0, 0x3100, 5), *around(0x3100, 0x20000, 97)]
+    check_equal(accelerated(name, test_data), build(name, test_data), texts)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_json", "cl100k"])
+def test_ids_beside_characters_of_unicode_17_are_the_references(name: str, test_data: Path) -> None:
+    """A letter keeps the 's behind it apart, a character without a class does not."""
+    ends = [ord(end) for end in UNICODE_17.replace("-", "")]
+    texts = [f"{before}{chr(end + step)}'s" for end in ends for step in (-1, 0, 1) for before in ("", "é" * 70)]
+    assert sum(map(has_unicode_17_character, texts)) >= 2 * len(ends)
     check_equal(accelerated(name, test_data), build(name, test_data), texts)
 
 
