@@ -289,7 +289,8 @@ def test_the_last_one_alone_counts_where_it_alone_is_kept(ranks: RankPools, tmp_
     fault, said = ranks(1)(train_onto_a_full_disk, words, [2])[0]
     assert (fault, len(said)) == ("", 3)
     assert_is_checkpoint(tmp_path / "hf/last_epoch", tmp_path / "saved/global_step8")
-    fault, _ = ranks(1)(train_onto_a_full_disk, words.replace("48", "54"), [1])[0]
+    longer = f"{words.replace('48', '54')} --override-opt-param-scheduler"
+    fault, _ = ranks(1)(train_onto_a_full_disk, longer, [1])[0]
     assert "last_epoch: model.safetensors: No space left" in fault
     assert_is_checkpoint(tmp_path / "hf/last_epoch", tmp_path / "saved/global_step8")
 
