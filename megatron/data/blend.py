@@ -101,7 +101,7 @@ class BlendedDataset:
         for index in (chosen.min(initial=0), chosen.max(initial=0)):
             if len(chosen) and not 0 <= index < len(self):
                 raise self._outside(int(index))
-        self._index_files.check()
+        self._index_files.check(always=True)
         sources, numbers = self.dataset_index[chosen], self.dataset_sample_index[chosen]
         samples = np.empty((len(chosen), self.datasets[0].seq_length + 1), dtype=np.int64)
         for source in np.unique(sources).tolist():

@@ -168,16 +168,19 @@ class GPTDataset:
 
         Raises DataError for an id outside the vocabulary, or if the files contradict each other or were truncated.
         """
+        self._check_files(always=False)
         sample: NDArray[np.int64] = self._read(self._reader.read_one, index)
         return sample
 
     def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Return several samples: [len(indices), seq_length + 1]. Raises as for one."""
+        self._check_files(always=True)
         samples: NDArray[np.int64] = self._read(self._reader.read, np.asarray(indices, dtype=np.int64))
         return samples
 
     def read_into(self, indices: NDArray[np.int64], out: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         """Write sample indices[i] to row rows[i] of `out`, [any, seq_length + 1]. Raises as for one."""
+        self._check_files(always=True)
         self._read(self._reader.read_into, indices, out, rows)
 
     def documents_of(self, index: int) -> tuple[str, list[int]]:
@@ -186,10 +189,12 @@ class GPTDataset:
         first, last = int(self.sample_index[place, 0]), int(self.sample_index[place + 1, 0])
         return str(self._data.prefix), [int(document) for document in self.document_index[first : last + 1]]
 
+    def _check_files(self, *, always: bool) -> None:
+        self._data.files.check(always=always)
+        self._index_files.check(always=always)
+
     def _read(self, read: Callable[..., Any], *arguments: Any) -> Any:
         """Call the reader, and add the name of this dataset to its errors."""
-        self._data.files.check()
-        self._index_files.check()
         try:
             return read(*arguments)
         except IndexError as error:

@@ -51,7 +51,7 @@ BLOCK_ENTRIES = 1 << 20
 """Table entries processed at a time, which bounds the memory."""
 
 SIZE_CHECK_INTERVAL_S = 0.01
-"""Least time between two looks at the sizes of the files, so that they cost nothing."""
+"""Least time between two looks at the sizes of the files, so that they cost nothing before single samples."""
 
 # Enough of a .bin to detect a rewritten one, little enough to read at every start.
 FINGERPRINT_BLOCKS = 64
@@ -78,10 +78,13 @@ class MappedFiles:
         self._maps, self._remedy = dict(maps), remedy
         self._next_check_s = 0.0
 
-    def check(self) -> None:
-        """Raise DataError if a file was truncated since it was opened. Looks once every SIZE_CHECK_INTERVAL_S."""
+    def check(self, *, always: bool = False) -> None:
+        """Raise DataError if a file was truncated since it was opened.
+
+        Looks once every SIZE_CHECK_INTERVAL_S, or `always`, as before a batch, beside which a look costs little.
+        """
         now_s = time.monotonic()
-        if now_s < self._next_check_s:
+        if now_s < self._next_check_s and not always:
             return
         self._next_check_s = now_s + SIZE_CHECK_INTERVAL_S
         for path, mapped in self._maps.items():

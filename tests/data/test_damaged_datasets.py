@@ -351,7 +351,8 @@ for case in range(10):
     read()
     size = os.path.getsize(path)
     os.truncate(path, 0)
-    time.sleep(2 * SIZE_CHECK_INTERVAL_S)
+    if case not in (2, 5, 8, 9):  # batches look each time
+        time.sleep(2 * SIZE_CHECK_INTERVAL_S)
     try:
         read()
     except DataError as error:
