@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -39,6 +40,14 @@ VERIFY_LIMIT = 2 * 10**9
 """Parameters of the largest model whose logits are compared by default: 8 GB in float32."""
 
 
+def fraction(text: str) -> float:
+    """Return the number. Raises ValueError for what no drift can be compared with."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(text)
+    return value
+
+
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a checkpoint of Megatron-DeepSpeed."""
     parser.add_argument(
@@ -48,7 +57,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-drift",
-        type=float,
+        type=fraction,
         metavar="FRACTION",
         help="Megatron-DeepSpeed: largest drift of a norm's or bias's copies over tensor-parallel ranks that is "
         "averaged, as a fraction of its largest value (default: 0.0156)",

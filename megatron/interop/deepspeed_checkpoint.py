@@ -150,7 +150,7 @@ class DeepSpeedCheckpoint:
             )
         copies = torch.stack([tensor.float() for tensor in local])
         mean = copies.mean(dim=0)
-        drift = float((copies - mean).abs().max() / mean.abs().max())
+        drift = float((copies - mean).abs().max() / copies.abs().max())
         if not drift <= self._max_drift:
             raise CheckpointError(
                 f"{where} differs between tensor-parallel ranks by {drift:.2g} of its largest value, above the limit "

@@ -281,9 +281,23 @@ def test_megatrons_copies_that_trained_apart_are_refused_unless_accepted(
     tool = ["--input_folder", str(tmp_path / "theirs"), "--output_folder", str(tmp_path / "universal")]
     assert ds_to_universal.main(tool) == 1
     assert "--max-drift" in capsys.readouterr().err
+    for fault in ("nan", "-1", "inf"):
+        with pytest.raises(SystemExit):
+            ds_to_universal.main([*tool, "--max-drift", fault])
+        assert f"--max-drift: invalid fraction value: '{fault}'" in capsys.readouterr().err
     assert ds_to_universal.main([*tool, "--max-drift", "0.5"]) == 0
     mean = read(tmp_path / "universal").read_full(name)
     assert float(mean[3]) == pytest.approx(float(block["input_layernorm.weight"][3]) + 0.25)
+
+
+def test_the_drift_is_a_fraction_of_the_copies_where_their_mean_is_zero(tmp_path: Path) -> None:
+    layers = megatron_layers(their_model("bloom"), "bloom", 8, 2)
+    first = layers[1][0]["mlp.dense_4h_to_h.bias"]
+    layers[1][1]["mlp.dense_4h_to_h.bias"] = -first
+    write_megatron(tmp_path, layers, 3, {"num_attention_heads": HEADS})
+    with pytest.raises(CheckpointError, match="by 1 of its largest value, above the limit"):
+        read(tmp_path).read_full("layers.0.mlp.down.bias")
+    assert not read(tmp_path, max_drift=1.0).read_full("layers.0.mlp.down.bias").any()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
