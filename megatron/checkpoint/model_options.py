@@ -18,6 +18,8 @@ SHAPED = {
     "embed_layernorm", "untie_embeddings_and_output_weights",
 }  # fmt: skip
 """Options that the names and shapes of the parameters settle."""
+SHAPED_BY_HEADS = {"kv_channels", "num_query_groups"}
+"""Options that the shapes settle where the number of heads is known."""
 
 
 def check_model_options(folder: Path, saved: Mapping[str, Any], seq_length: int | None, config: Config) -> None:
@@ -37,7 +39,8 @@ def check_known_options(folder: Path, known: Mapping[str, Any], config: Config) 
     ours = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
     _compare(folder, ours | dict(known), config.training.seq_length, config)
     computed = config.model.computed(config.training.seq_length)
-    return [name for name in computed if name not in known and name not in SHAPED]
+    settled = {*known, *SHAPED, *(SHAPED_BY_HEADS if "num_attention_heads" in known else ())}
+    return [name for name in computed if name not in settled]
 
 
 def _names() -> set[str]:

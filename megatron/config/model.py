@@ -107,7 +107,7 @@ class ModelConfig:
         if self.position_embedding_type != "learned":
             idle.add("max_position_embeddings")
         if self.position_embedding_type != "rope":
-            idle.add("rotary_base")
+            idle |= {"rotary_base", "rope_scaling_factor"}
         if self.position_embedding_type != "rope" or self.rope_scaling_factor is None:
             idle |= {"rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length"}
         resolved = {

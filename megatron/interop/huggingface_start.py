@@ -48,7 +48,7 @@ class HuggingFaceStart:
         if found := differences(config, self._model.config):
             raise CheckpointError(
                 f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: "
-                f"python {command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
+                f"{command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
             )
         self._means: dict[str, Tensor] = {}
 

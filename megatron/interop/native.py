@@ -59,8 +59,9 @@ def native_model(checkpoint: Checkpoint) -> NativeModel:
 def source_of(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return Hugging Face's files as the metadata of a checkpoint keeps them; None: the model is of elsewhere."""
     source = metadata.get("source")
-    is_known = isinstance(source, dict) and source.get("format") == "huggingface"
-    return source if is_known and isinstance(source.get("config"), dict) else None
+    if not isinstance(source, dict) or source.get("format") != "huggingface":
+        return None
+    return source if isinstance(source.get("config"), dict) else None
 
 
 def matched(folder: Path, config: Config, found: Mapping[str, Shard]) -> dict[str, Shard]:

@@ -54,7 +54,9 @@ def plan_restore(checkpoint: Resumable, progress: Progress, config: Config, opti
     lost += [*lost_seed, *_lost_position(checkpoint, progress)]
     restored = ["weights", *(["optimizer"] if optimizer else []), *(["random streams"] if seed is not None else [])]
     lines = [f"resumed {checkpoint.folder}: {', '.join(restored)}; {place}", *(f"WARNING: {text}" for text in lost)]
-    if changed := _changed_options(checkpoint.metadata.get("config"), config):
+    # the config of converted weights describes their model alone: no run had its other options
+    run = checkpoint.metadata.get("config") if "data_fingerprint" in checkpoint.metadata else None
+    if changed := _changed_options(run, config):
         lines.append(f"changed since the checkpoint: {'; '.join(changed)}")
     return RestorePlan(optimizer, seed, lines)
 

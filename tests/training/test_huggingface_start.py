@@ -159,7 +159,10 @@ def test_a_rank_reads_only_the_rows_it_needs(tmp_path: Path, monkeypatch: pytest
     ("flags", "told"),
     [
         ("--num-layers 2 --norm-epsilon 1e-4", r"num_layers=2 here, 4 there; norm_epsilon=0.0001 here, 1e-05 there"),
-        ("--vocab-size 249", r"vocab_size=249 here, 250 there"),
+        (
+            "--vocab-size 249",
+            r"vocab_size=249 here, 250 there\. Take them from it: python tools/model_config\.py ",
+        ),
         ("--ckpt-step 3", r"ckpt_step=3 would do nothing; leave it out"),
     ],
 )

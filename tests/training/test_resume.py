@@ -13,6 +13,7 @@ import pytest
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.lineage import UNRECORDED, Run
 from megatron.checkpoint.model_options import check_known_options
+from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config.command_line import parse_arguments
 from megatron.config.model import NOT_COMPUTED, ModelConfig
@@ -108,6 +109,14 @@ def test_what_leaves_the_function_as_it_is_may_change(tmp_path: Path) -> None:
     assert find(f"{ROPE} --load {tmp_path} {same}") is not None
 
 
+def test_options_without_effect_at_the_position_encoding_may_change(tmp_path: Path) -> None:
+    save(tmp_path, LEARNED)
+    assert find(f"{LEARNED} --load {tmp_path} --rotary-base 5e5 --rope-scaling-factor 8") is not None
+    alibi = config_of(f"{LEARNED} --position-embedding-type alibi")
+    arguments = {"num_attention_heads": 4, "layernorm_epsilon": 1e-5, "position_embedding_type": "alibi"}
+    assert check_known_options(Path("run"), model_options(arguments), alibi) == []
+
+
 def test_options_of_other_releases_are_compared(tmp_path: Path) -> None:
     config = config_of(ROPE).to_dict()
     older = {name: value for name, value in config["model"].items() if name != "norm_epsilon"}
@@ -127,9 +136,12 @@ def test_the_arguments_of_a_megatron_run_are_compared() -> None:
     }  # fmt: skip
     same = config_of(f"{ROPE} --norm-epsilon 1e-6 --rotary-base 5e5")
     assert check_known_options(Path("run"), model_options(theirs), same) == [
-        "kv_channels", "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
+        "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
         "rope_scaling_original_length",
     ]  # fmt: skip
+    # shapes settle the size of a head only where the number of heads is known
+    headless = {name: value for name, value in theirs.items() if name != "num_attention_heads"}
+    assert "kv_channels" in check_known_options(Path("run"), model_options(headless), same)
     said = r"num_query_groups=2 here, 4 there; rotary_base=10000\.0 here, 500000\.0 there; norm_epsilon=1e-05 here"
     with pytest.raises(CheckpointError, match=said):
         check_known_options(Path("run"), model_options(theirs), config_of(f"{ROPE} --num-query-groups 2"))
@@ -220,6 +232,17 @@ def test_what_a_foreign_checkpoint_does_not_say_is_a_warning() -> None:
         f"{SEED} (the checkpoint has no seed); dropout uses seed=1234",
         "WARNING: run does not state rotary_base: compare them with its run yourself",
         "WARNING: the data was not compared, which the checkpoint does not identify; it continues after 40 samples",
+    ]
+
+
+def test_converted_weights_have_no_training_options_that_could_have_changed(tmp_path: Path) -> None:
+    content = {"progress": asdict(Progress()), "config": config_of(ROPE).to_dict(), "source": None}
+    converted = write_checkpoint(tmp_path, "global_step0", fragments_of(0, 1, 1), content)
+    config = config_of(f"{ROPE} --load {converted.parent} --clip-grad 0.5")
+    assert not [
+        line
+        for line in plan_restore(Checkpoint(converted), Progress(), config, config.checkpoint).lines
+        if line.startswith("changed")
     ]
 
 
