@@ -61,6 +61,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TEMPLATES = "additional_chat_templates"
+"""Folder of the tokenizer's other templates by name, such as tool_use.jinja."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,13 +333,16 @@ def export_huggingface(
             del tensor  # before the next one is made
         if missing:
             raise CheckpointError(f"the checkpoint lacks {some(list(missing))}; it is not of this model")
+    if (folder / TEMPLATES).is_dir():
+        sync_folder(folder / TEMPLATES)
     sync_folder(folder)
     return copied
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """The names of the tokenizer's files in `folder`."""
-    return [name for name in TOKENIZER_FILES if os.path.lexists(folder / name)]
+    """The names of the tokenizer's files in `folder`, those of its other templates with their folder's name."""
+    others = sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))
+    return [name for name in TOKENIZER_FILES if os.path.lexists(folder / name)] + others
 
 
 def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
@@ -346,8 +351,8 @@ def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
     Raises CheckpointError if one is not a file, or the tokenizer has ids beyond the model's.
     """
     names = tokenizer_files(tokenizer)
-    for name in names:
-        own_file(tokenizer, name)
+    for path in (tokenizer / name for name in names):
+        own_file(path.parent, path.name)
     if "tokenizer.json" in names:
         content = read_json(tokenizer / "tokenizer.json")
         largest = max(_token_ids(content).values(), default=0)
@@ -362,6 +367,7 @@ def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
 def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
     names = check_tokenizer(tokenizer, vocab_size)
     for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(tokenizer / name, folder / name)
     return names
 

@@ -553,9 +553,14 @@ def save_tokenizer(folder: Path, num_tokens: int = VOCABULARY) -> None:
 def test_a_tokenizer_is_copied_along_and_loads(tmp_path: Path) -> None:
     save("bloom_8_heads", tmp_path / "theirs")
     save_tokenizer(tmp_path / "tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer.chat_template = {"default": "w1", "tool_use": "w7", "rag": "w8"}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert (tmp_path / "tokenizer" / "additional_chat_templates" / "rag.jinja").is_file()
     back = export(tmp_path / "theirs", tokenizer=tmp_path / "tokenizer")(tmp_path / "back")
     loaded = transformers.AutoTokenizer.from_pretrained(back)
     assert loaded("w0 w7").input_ids == [2, 9]
+    assert loaded.chat_template == tokenizer.chat_template
 
 
 def test_special_tokens_are_the_tokenizers_where_nothing_else_tells(tmp_path: Path) -> None:
