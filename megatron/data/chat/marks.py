@@ -18,11 +18,16 @@ from megatron.data.chat.template import GENERATION_MARKS, Message
 Span = tuple[int, int]
 """Characters [start, end)."""
 
-CONTENT, REASON, CALL = "content", "reasoning", "tool call"
-"""Kinds of leaves."""
+CONTENT, REASON, CALL, CUT = "content", "reasoning", "tool call", "reasoning cut off from a content"
+"""Kinds of leaves. The last has no place."""
 
 _REASONING_FIELDS = (*REASONING, "tool_plan")
 _GENERATION = re.compile(f"([{GENERATION_MARKS}])")
+_CLOSING_TAG = re.compile(r"(?:</[^\s<>/]+>|\[/[^\s\[\]/]+\]|<\|[^\s<>|]+\|>)\s*")
+"""Tag such as </think>, which ends reasoning in a content, with the white space behind it."""
+
+_TAG = re.compile(r"</?[^\s<>/]+>|\[/?[^\s\[\]/]+\]")
+_LAST_TAGS = re.compile(rf"(?:\s*(?:{_TAG.pattern}))+$")
 
 
 class Alphabet:
@@ -85,8 +90,8 @@ class Marked:
         """The alphabet is large enough."""
         self.has_calls = False
         self.messages = list(messages)
-        self.owners: list[tuple[int, str]] = []
-        """(message, kind) of each leaf."""
+        self.owners: list[tuple[int, str, str]] = []
+        """(message, kind, text without surrounding white space) of each leaf."""
         for i in numbers:
             message = messages[i]
             changed = dict(message)
@@ -123,16 +128,20 @@ class Marked:
 
     def _marked(self, i: int, kind: str, text: str) -> str:
         core = text.strip()
+        if kind == CONTENT and core[-1:] in (">", "]") and "tool_calls" in self.messages[i]:
+            # a mark behind </think> would be an answer beside the calls
+            core = _LAST_TAGS.sub("", core)
         number = 2 * len(self.owners)
         self.is_whole &= number + 1 < self._alphabet.size
         if not core or not self.is_whole:
             return text
-        self.owners.append((i, kind))
+        self.owners.append((i, kind, core))
         first = self._alphabet.first + number
         marked = f"{chr(first)}{core}{chr(first + 1)}"
         if len(core) == len(text):
             return marked
-        return f"{text[: len(text) - len(text.lstrip())]}{marked}{text[len(text.rstrip()) :]}"
+        begin = len(text) - len(text.lstrip())
+        return f"{text[:begin]}{marked}{text[begin + len(core) :]}"
 
     def read(self, rendered: str, text: str) -> Places | None:
         """Return the places in `text`; None if the render is not `text` with marks."""
@@ -146,16 +155,21 @@ class Marked:
         first_at = dict(reversed(marks)) if self.has_calls else at
         places = Places([None] * len(self.messages), [])
         mark = self._alphabet.first - 2
-        for i, kind in self.owners:
+        for i, kind, core in self.owners:
             mark += 2
             found = first_at if kind == CALL else at
             start, end = found.get(chr(mark)), found.get(chr(mark + 1))
             if end is None:
                 places.leaves.append((i, kind, None))
                 continue
-            # the mark before a content may be lost with reasoning that a template removes
+            # the mark before a content is lost with reasoning in it that a template removes or writes itself
             if start is None or start > end:
-                start = end
+                rest = _rest(core, text[:end])
+                start = end - len(rest)
+                before = core[: len(core) - len(rest)]
+                near = text[max(0, start - len(before) - 64) : start]
+                if rest and not _TAG.sub("", near).rstrip().endswith(_TAG.sub("", before).strip()):
+                    places.leaves.append((i, CUT, None))
             span = start, end
             places.leaves.append((i, kind, span))
             place = places.of[i]
@@ -166,3 +180,14 @@ class Marked:
             if kind == CONTENT:
                 place.content = (place.content[0] if place.content else start, end)
         return places
+
+
+def _rest(core: str, text: str) -> str:
+    """Return the longest part of a content that follows a closing tag and ends the text; empty if there is none."""
+    rests = (core[found.end() :] for found in _CLOSING_TAG.finditer(core))
+    return next((rest for rest in rests if text.endswith(rest)), "")
+
+
+def is_tags_only(content: object) -> bool:
+    """Return true for a text such as `<think></think>`, which is an empty reasoning."""
+    return isinstance(content, str) and not _LAST_TAGS.sub("", content.strip())

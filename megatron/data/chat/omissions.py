@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.data.chat.conversation import REASONING
-from megatron.data.chat.marks import CALL, REASON, Places
+from megatron.data.chat.marks import CALL, REASON, Places, is_tags_only
 from megatron.data.chat.template import LEFT_OUT, UNCLEAR, ChatTemplate, Message
 
 
@@ -43,6 +43,9 @@ def unwritten_leaves(template: ChatTemplate, i: int, message: Message, places: P
     left_out = ["reasoning"] * (has_reasoning and not any(span for kind, span in leaves if kind == REASON))
     if "tool_calls" not in message:
         return left_out
+    content, place = message.get("content"), places.of[i]
+    if (place is None or place.content is None) and has_text(content) and not is_tags_only(content):
+        left_out.append("content beside tool calls")
     calls = [span for kind, span in leaves if kind == CALL]
     if not calls:
         raise template.failure(f"changes the tool calls of message {i + 1}; they cannot be identified", UNCLEAR)

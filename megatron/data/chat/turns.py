@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.data.chat.forms import render_readable
-from megatron.data.chat.marks import ALPHABETS, Marked, Place, Places, Span, choose_alphabet, read_generation
+from megatron.data.chat.marks import ALPHABETS, CUT, Marked, Place, Places, Span, choose_alphabet, read_generation
 from megatron.data.chat.omissions import has_text, holds_arguments, unread_variables, unwritten_leaves
 from megatron.data.chat.template import LEFT_OUT, NO_VARIABLES, UNCLEAR, ChatTemplate, Message, TemplateFailure
 
@@ -224,13 +224,12 @@ class _Search:
 
     def _check_messages(self, places: Places) -> list[str]:
         """Return the kinds of texts left out of turns. Raises TemplateFailure for a message or a tool call."""
-        left_out = []
+        left_out = ["reasoning" for _, kind, _ in places.leaves if kind == CUT]
         for i, message in enumerate(self._messages):
             place = places.of[i]
-            if (place is None or place.content is None) and has_text(message.get("content")):
-                if "tool_calls" in message:
-                    left_out.append("content beside tool calls")
-                elif message["role"] == "system":  # a template may write it in a prompt only
+            is_unwritten = (place is None or place.content is None) and has_text(message.get("content"))
+            if is_unwritten and "tool_calls" not in message:
+                if message["role"] == "system":  # a template may write it in a prompt only
                     left_out.append("system message")
                 elif (filled := self._filled(self._messages, i)) is not None and self._filler not in filled:
                     raise self._template.failure(
@@ -330,12 +329,19 @@ class _Search:
         if with_prompt is not None and without is not None:
             place = None if anchor is None else places[anchor]
             tail = self._tail(earlier, with_prompt, place, anchor, add_generation_prompt=True)
+        elif not earlier and (alone := self._prompt_alone()):
+            return _Prompt(alone, "")
         else:  # the template refuses the beginning alone; it may accept the whole
             with_prompt = self._try_render(self._messages, add_generation_prompt=True)
             without = self._text
         if with_prompt is None:
             return _Prompt(tail, "")
         return _Prompt(tail, with_prompt[_common(with_prompt, without) :])
+
+    def _prompt_alone(self) -> str:
+        """Return the inference prompt without messages if the text begins with it; empty if not."""
+        alone = self._try_render([], add_generation_prompt=True) or ""
+        return alone if self._text.startswith(alone) and alone != self._try_render([]) else ""
 
     def _tail(
         self,

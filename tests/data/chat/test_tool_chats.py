@@ -294,6 +294,34 @@ def test_a_turn_follows_the_prompt_of_inference(thinks: bool, test_data: Path) -
     assert trained_text(encoder, sample).endswith("|Rain.<|im_end|>" if not thinks else "|</think>\n\nRain.<|im_end|>")
 
 
+def test_reasoning_in_a_content_is_trained_where_it_is_written_and_counted_where_not(test_data: Path) -> None:
+    """As the data sets of reasoning models have it. Qwen 3 writes it in the last turns, DeepSeek's nowhere."""
+    template = template_of("axolotl_apache2/qwen3", test_data)
+    encoder = encoder_of(template, tokenizer_of(template))
+
+    def trained(*messages: Row) -> tuple[str, int]:
+        counts = ChatCounts()
+        (result,) = encoder.encode([parse_row({"messages": list(messages), "tools": [TOOL]})], counts)
+        assert isinstance(result, list), result
+        assert set(counts.left_out) <= {"reasoning"}
+        return trained_text(encoder, result[0]), counts.left_out["reasoning"]
+
+    answer = {"role": "assistant", "content": "<think>\nadd\n</think>\n\nIt is <b>4</b>."}
+    assert trained(QUESTION, answer) == ("add\n</think>\n\nIt is <b>4</b>.<|im_end|>", 0)
+    assert trained(QUESTION, answer, QUESTION, ANSWER) == (
+        "It is <b>4</b>.<|im_end|>|</think>\n\nRain.<|im_end|>",
+        1,
+    )
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call><|im_end|>'
+    calling = CALL_TURN | {"content": "<think>\nlook\n</think>\n\n"}
+    assert trained(QUESTION, calling) == (f"look\n</think>\n\n{call}", 0)
+    assert trained(QUESTION, calling | {"content": "<think>\n\n</think>\n\n"}, RESULT, answer) == (
+        f"{call}|add\n</think>\n\nIt is <b>4</b>.<|im_end|>",
+        0,
+    )
+    assert trained_of("deepseek", {"messages": [QUESTION, answer]}, test_data) == "\n\nIt is <b>4</b>.</s>"
+
+
 def test_generation_marks_are_the_trained_tokens(test_data: Path) -> None:
     chats = [json.loads(line) for line in (test_data / "sft_messages.jsonl").open()][:12]
     template = template_of("axolotl_apache2/phi_4", test_data)
@@ -419,11 +447,13 @@ def test_turns_as_prompted_follow_exactly_their_prompts(name: str, thinks: bool,
     assert len(samples) == 1 or name in {"axolotl_apache2/qwen3", "axolotl_apache2/mistral_v2v3", "channels", "xml"}
 
 
-def test_an_assistant_may_begin_under_a_template_without_a_generation_prompt() -> None:
+def test_an_assistant_may_begin() -> None:
     row = {"messages": [{"role": "assistant", "content": "Hi!"}, QUESTION, ANSWER]}
     assert trained_of("llama2", row) == "Hi! </s>| Rain. </s>"
     assert trained_of("mistral", row) == "Hi!</s>| Rain.</s>"
     assert trained_of("chatml", row) == "Hi!<|im_end|>|Rain.<|im_end|>"
+    final = "<|channel|>final<|message|>"
+    assert trained_of(template_of("channels", Path()), row) == f"{final}Hi!<|end|>|{final}Rain.<|return|>"
 
 
 def test_a_text_with_characters_of_every_private_area_is_refused_by_name() -> None:
