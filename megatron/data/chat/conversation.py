@@ -28,6 +28,8 @@ _TRAIN_FLAGS = {"train": True, "training": True, "loss": True, "weight": True, "
 """Keys of a message that decide whether it is trained, with the value that trains it."""
 _EXCLUDING_FLAGS = {"weight", "mask"}
 """Flags that only exclude a turn: `weight: 1` trains no message of the user."""
+_PARTS_FLAGS = ("train_detail", "training_detail")
+"""Keys under which Axolotl trains a part of a content. Refused, since the whole turn would be trained."""
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 _TURNS_OF_PRETRAINING = (
@@ -84,7 +86,8 @@ def parse_row(row: object) -> Chat:
         raise BadRow("not an object", 'the row is not a JSON object such as {"messages": [...]}')
     if "messages" not in row:
         keys = ", ".join(map(repr, row)) or "none"
-        raise BadRow("no messages", f"no key 'messages'; the row has {keys}")
+        what = f"no key 'messages'; the row has {keys}"
+        raise BadRow("no messages", f'{what}; write it as {{"messages": [{{"role": "user", "content": "..."}}, ...]}}')
     given, unmask = row["messages"], row.get("unmask")
     if not isinstance(given, list) or not given:
         raise BadRow("no messages", "'messages' is empty; a conversation has at least one message, a list of objects")
@@ -180,6 +183,13 @@ def _normalized(message: Message, number: int) -> Message:
             raise BadRow("bad reasoning", f"the reasoning of message {number} is {reasoning!r}; write it as text")
         changed = {"thinking": reasoning, **changed, "reasoning_content": reasoning}
     calls = changed.pop("tool_calls", None)
+    if isinstance(calls, str) and calls.strip():
+        try:
+            calls = orjson.loads(calls)
+        except orjson.JSONDecodeError as error:
+            raise BadRow(
+                "bad tool call", f"'tool_calls' of message {number} is text that is not JSON ({error}); write a list"
+            ) from None
     if not calls and isinstance(changed.get("function_call"), dict):
         calls = [{"type": "function", "function": changed.pop("function_call")}]
     if calls:
@@ -220,6 +230,12 @@ def _checked_call(call: object, number: int) -> dict[str, Any]:
 
 def _train_flag(message: Message, number: int) -> bool | None:
     """Return the value of `train`, `weight` and the like; None without them. Raises BadRow."""
+    if part_flag := next((key for key in _PARTS_FLAGS if message.get(key)), None):
+        raise BadRow(
+            "bad train flag",
+            f"{part_flag!r} of message {number} trains a part of a content; turns are trained whole: drop it, or write "
+            "true or false as 'train'",
+        )
     found: dict[str, bool] = {}
     for key, training_value in _TRAIN_FLAGS.items():
         value = message.get(key)

@@ -3,7 +3,8 @@
 A template written for one form fails on another or distorts it: it writes a list as Python does, [{'type': 'text'}],
 puts JSON text in quotes again, or escapes the quotes of a call for HTML. It gets the first form that it writes well: as
 in the row; with arguments as objects; with arguments as JSON text; the same with parts as lines of one text, which is
-what inference servers give to such a template; the same with an empty content beside calls where there is none.
+what inference servers give to such a template; the same with an empty content beside calls where there is none. A call
+without "function" around its name is also given with it.
 """
 
 from __future__ import annotations
@@ -25,26 +26,30 @@ def render_readable(
 
     Raises TemplateFailure.
     """
-    has_parts = has_calls = False
+    has_parts = has_calls = has_bare_calls = False
     for message in messages:
         has_parts |= isinstance(message.get("content"), list)
         has_calls |= "tool_calls" in message
+        has_bare_calls |= any("function" not in call for call in message.get("tool_calls", ()))
     if not has_parts and not has_calls:
         return messages, template.render(messages, variables=variables, marks_generation=True)
-    failure: TemplateFailure | None = None
+    failures: dict[bool, TemplateFailure] = {}
     fills = (False, True)[: 1 + has_calls]
     joins = (False, True)[: 1 + has_parts]
+    wraps = (False, True)[: 1 + has_bare_calls]
     conversions = (None, _object, _json_text)[: 1 + 2 * has_calls]
-    for fills_content, joins_parts, convert in itertools.product(fills, joins, conversions):
-        form = [_in_form(message, joins_parts, convert, fills_content) for message in messages]
+    wrapped = [_with_functions(message) for message in messages] if has_bare_calls else messages
+    for fills_content, joins_parts, is_wrapped, convert in itertools.product(fills, joins, wraps, conversions):
+        given = wrapped if is_wrapped else messages
+        form = [_in_form(message, joins_parts, convert, fills_content) for message in given]
         try:
             text = template.render(form, variables=variables, marks_generation=True)
         except TemplateFailure as error:
-            failure = failure or error
+            failures.setdefault(is_wrapped, error)
             continue
         if not any(_is_distorted(message, text) for message in form):
             return form, text
-    raise failure or template.failure(
+    raise failures.get(has_bare_calls) or template.failure(
         "distorts content parts or the arguments of tool calls; use a template that supports them", UNCLEAR
     )
 
@@ -56,6 +61,18 @@ def _in_form(message: Message, joins_parts: bool, convert: Callable[[Any], Any] 
     if convert and "tool_calls" in message:
         changed["tool_calls"] = [_converted(call, convert) for call in message["tool_calls"]]
     return changed
+
+
+def _with_functions(message: Message) -> Message:
+    """Return the message with {"type": "function", "function": {"name": ...}} for each call."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") or {"name": call["name"], "arguments": call["arguments"]}
+        others = {key: value for key, value in call.items() if key not in function}
+        calls.append({"type": "function", **others, "function": function})
+    return {**message, "tool_calls": calls}
 
 
 def _converted(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -239,6 +239,14 @@ def test_arguments_as_json_text_are_not_put_in_quotes_again(test_data: Path) -> 
         assert trained_of(name, row, test_data) == trained_of(name, AGENTIC, test_data)
 
 
+def test_calls_without_a_function_and_calls_as_json_text_are_trained_like_others(test_data: Path) -> None:
+    bare = [{"id": "123456789", "name": "look_up", "arguments": {"city": "Oslo", "days": 2}}]
+    for name in sorted(WITH_CALLS):
+        for calls in (bare, json.dumps(bare), json.dumps([CALL])):
+            row = {**AGENTIC, "messages": [QUESTION, {"role": "assistant", "tool_calls": calls}, RESULT, ANSWER]}
+            assert trained_of(name, row, test_data) == trained_of(name, AGENTIC, test_data)
+
+
 @pytest.mark.parametrize(
     "flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": 0}, {"mask": True}]
 )
@@ -496,6 +504,11 @@ def test_the_keys_of_older_interfaces_become_tools_and_calls() -> None:
         ({"messages": [{**CALL_TURN, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}, "write a JSON object"),
         ({"messages": [{**ANSWER, "weight": 0.5}]}, "'weight' of message 1 is '0.5'; write true or false, or 1 or 0"),
         ({"messages": [{**ANSWER, "train": True, "weight": 0}]}, "train and weight of message 1 contradict each other"),
+        ({"messages": [{**ANSWER, "train_detail": [{"train": False}]}]}, "'train_detail' of message 1 trains a part"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": "[{"}]},
+            "'tool_calls' of message 1 is text that is not JSON",
+        ),
         ({"messages": [{**ANSWER, "thinking": ["x"]}]}, "the reasoning of message 1 is"),
         ({"messages": [{**ANSWER, "content": [{"type": "image", "url": "x"}]}]}, "one is of type 'image'; a part is"),
         ({"messages": [{**ANSWER, "content": []}]}, r"content of message 1 \(assistant\) is empty"),
