@@ -19,8 +19,9 @@ from megatron.config.options import Config
 from megatron.files import appearing, replacing, sync_file, sync_folder
 from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 from megatron.interop.deepspeed_files import FILE_OF_KIND
+from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.pipeline_names import VOCABULARY, PipelineNames
-from megatron.parallel.shards import Shard
+from megatron.parallel.shards import Shard, shard_of
 
 PARAMETER_GROUPS = 16
 """DeepSpeed restores as many parameter groups as the file lists, and stops at the model's own number."""
@@ -83,10 +84,46 @@ def point_latest(folder: Path) -> None:
         file.write(folder.name.encode())
 
 
-def compare_sizes(optimizer: Any) -> None:
-    """Let DeepSpeed's universal loader of ZeRO-3 refuse a tensor of another size than the parameter's.
+def compare_sizes(optimizer: Any, tensor_size: int) -> None:
+    """Let DeepSpeed's universal loader refuse what it would read wrongly, without an error."""
+    if hasattr(optimizer, "load_hp_checkpoint_state"):
+        _compare_sizes_of_zero_3(optimizer)
+    elif hasattr(optimizer, "load_hp_checkpoint_state_from_checkpoint_dir") and tensor_size > 1:
+        _compare_shapes_of_parts(optimizer)
 
-    By itself it takes whatever number of elements the file has, and reads all later parameters at wrong places.
+
+def _compare_shapes_of_parts(optimizer: Any) -> None:
+    """Refuse a whole tensor of the shape of a tensor-parallel rank's part, which the loader gives to each rank whole.
+
+    A vocabulary has that shape where its padding to another multiple gives each rank as many rows as the file has.
+    """
+    load = optimizer.load_hp_checkpoint_state_from_checkpoint_dir
+    cut = [
+        (name, tuple(parameter.shape))
+        for parameter, name in optimizer.param_names.items()
+        if shard_of(parameter).dim is not None
+    ]
+
+    def load_compared(groups: str, folder: str) -> None:
+        files = ForeignFiles()
+        for name, shape in cut:
+            path = Path(folder, "zero", name, "fp32.pt")
+            found = files.load(path)
+            found = found.get("param") if isinstance(found, dict) else found
+            if isinstance(found, torch.Tensor) and tuple(found.shape) == shape:
+                raise CheckpointError(
+                    f"{path} has the shape {shape} of each tensor-parallel rank's part; use the "
+                    "make_vocab_size_divisible_by of the run that saved, or --universal-checkpoint"
+                )
+        load(groups, folder)
+
+    optimizer.load_hp_checkpoint_state_from_checkpoint_dir = load_compared
+
+
+def _compare_sizes_of_zero_3(optimizer: Any) -> None:
+    """Refuse a tensor of another size than the parameter's.
+
+    The loader takes whatever number of elements the file has, and reads all later parameters at wrong places.
     """
     load = optimizer.load_hp_checkpoint_state
 

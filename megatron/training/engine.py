@@ -332,10 +332,10 @@ def build_engine(
         _import_muon_uncompiled()
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
-    if config.optimizer.zero_stage == 3 and engine.load_universal_checkpoint():
+    if optimizer is not None and engine.load_universal_checkpoint():
         from megatron.interop.universal import compare_sizes  # late: few runs need it
 
-        compare_sizes(engine.optimizer)
+        compare_sizes(engine.optimizer, config.parallel.tensor_model_parallel_size)
     if config.uses_pipeline and ctx.grad_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         # alone, a rank has nothing to reduce; DeepSpeed would copy every gradient into a buffer and back
         engine.pipeline_enable_backward_allreduce = False

@@ -202,6 +202,19 @@ def test_under_zero_3_deepspeeds_loader_refuses_another_padding(
         ranks(world_size)(deepspeed_runs.resume_universal, flags, str(folder), "universal")
 
 
+def test_deepspeeds_loader_refuses_a_vocabulary_of_a_ranks_size(
+    ranks: RankPools, native: Callable[[str], tuple[Path, list[Run]]], tmp_path: Path
+) -> None:
+    """Alone it would take the whole vocabulary for each rank's part, without an error."""
+    folder, _ = native("llama_gqa")
+    settings = tmp_path / "load_universal.json"
+    settings.write_text(json.dumps({"checkpoint": {"load_universal": True}}))
+    extra = f"--zero-stage 1 --make-vocab-size-divisible-by 256 --deepspeed-config {settings}"
+    world_size, flags = flags_of("llama_gqa", "121", extra)
+    with pytest.raises(RankFailure, match=r"/0\.weight/fp32\.pt has the shape \(256, 64\) of each .* rank's part"):
+        ranks(world_size)(deepspeed_runs.resume_universal, flags, str(folder), "universal")
+
+
 def test_under_zero_3_deepspeed_reads_no_folder_that_it_would_read_wrongly(universal: Path) -> None:
     """It stops without its model states; of a model without a config, the padding of the vocabulary is unknown."""
     zero_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
