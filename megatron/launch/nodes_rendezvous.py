@@ -20,7 +20,7 @@ from megatron.launch.messages import Connection
 from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError, split_endpoint
 from megatron.launch.rendezvous_server import LOST_BEATS
 from megatron.launch.run_secret import SECRET, run_secret
-from megatron.network import address_towards, free_port, listen_address, listening_socket, resolve
+from megatron.network import address_towards, free_port, is_loopback, listen_address, listening_socket, resolve
 
 JOIN_TIMEOUT_S = 600
 """Time for enough nodes to join."""
@@ -90,7 +90,9 @@ class NodesRendezvous(Rendezvous):
             try:
                 first = resolve(self._host)
                 own = address_towards(first)
-                if self._options.node_rank == 0 or (self._options.node_rank is None and own == first):
+                # towards 127.0.1.1, a machine's own name on Debian and Ubuntu, its own address is 127.0.0.1
+                is_here = own == first or is_loopback(first)
+                if self._options.node_rank == 0 or (self._options.node_rank is None and is_here):
                     break
                 self._address = own or socket.gethostname()
                 return Client(self._connect, f"{self._host}:{self._port}")
@@ -265,6 +267,9 @@ class Client(threading.Thread):
             self._was_lost = self._membership is not None
             return
         if self._known_s is None and not isinstance(error, ConnectionRefusedError):
-            self._fault = f"the program at {self._endpoint} does not know the secret of this run ({SECRET})"
+            self._fault = (
+                f"the program at {self._endpoint} does not know the secret of this run ({SECRET}), or was started with "
+                "other options; give all nodes the same"
+            )
         else:
             self._fault = f"lost the rendezvous at {self._endpoint}: {error or type(error).__name__}"

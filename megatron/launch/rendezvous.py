@@ -66,6 +66,6 @@ class Rendezvous:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT."""
+    """Host and port of HOST:PORT; an IPv6 address may stand in brackets."""
     host, _, port = endpoint.rpartition(":")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)

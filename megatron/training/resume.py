@@ -117,8 +117,10 @@ def _own_run(options: CheckpointConfig) -> Run | None:
         runs.insert(0, read_latest(Path(options.save))[1])
 
     def is_own(run: Run) -> bool:
-        return bool(run.start) and all(
-            run.start.get(name, _DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS
+        return (
+            bool(run.start)
+            and _source(run.start.get("load"), options) == _source(options.load, options)
+            and all(run.start.get(name, _DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS[1:])
         )
 
     return next((run for run in runs if run is not None and is_own(run)), None)
@@ -162,6 +164,11 @@ def _resumes_itself(options: CheckpointConfig) -> bool:
     return _same(options.load, options.save) and all(
         getattr(options, name) == _DEFAULTS[name] for name in START_OPTIONS[1:]
     )
+
+
+def _source(load: str | None, options: CheckpointConfig) -> str | None:
+    """Return the folder that a run begins with, however it is spelled; None for its own, which is empty then."""
+    return None if load is None or _same(load, options.save) else os.path.realpath(load)
 
 
 def _same(one: str | None, other: str | None) -> bool:

@@ -19,7 +19,7 @@ from megatron import network
 from megatron.launch import nodes_rendezvous, rendezvous_server
 from megatron.launch.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SIZE, Connection, StrangerError
 from megatron.launch.nodes_rendezvous import NodesRendezvous
-from megatron.launch.rendezvous import Membership, NodeOptions, RendezvousFailedError
+from megatron.launch.rendezvous import Membership, NodeOptions, RendezvousFailedError, split_endpoint
 from megatron.launch.run_secret import SECRET
 from tests.ranks import free_port
 from tests.strangers import Bomb
@@ -183,24 +183,33 @@ def test_nodes_with_another_secret_are_refused_by_name(
     first = nodes.make(0)
     (waiting,) = nodes.start(first)
     monkeypatch.setenv(SECRET, "a secret of another run, or a guess")
-    with pytest.raises(RendezvousFailedError, match=f"does not know the secret of this run .{SECRET}"):
+    with pytest.raises(RendezvousFailedError, match=f"does not know the secret .* .{SECRET}., or was started with"):
         nodes.make(1).join()
     assert not waiting.done()
     monkeypatch.setenv(SECRET, SHARED)
     assert [one.node for one in (*nodes.join(nodes.make(1)), waiting.result(20))] == [1, 0]
 
 
-def test_a_first_node_that_others_cannot_reach_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Debian, where a machine's own name is 127.0.1.1."""
+@pytest.mark.parametrize("node_rank", [0, None])
+def test_a_first_node_that_others_cannot_reach_is_refused_at_once(
+    node_rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Debian, where a machine's own name is 127.0.1.1. Slurm and Kubernetes give the nodes no number."""
+    monkeypatch.setattr(nodes_rendezvous, "JOIN_TIMEOUT_S", 0)
     monkeypatch.setattr(network, "resolve", lambda host: "127.0.1.1")
     monkeypatch.setattr(nodes_rendezvous, "resolve", lambda host: "127.0.1.1")
-    node = NodesRendezvous(NodeOptions(nodes=2, node_rank=0, rendezvous=f"node0:{free_port()}", max_restarts=1))
+    node = NodesRendezvous(NodeOptions(nodes=2, node_rank=node_rank, rendezvous=f"node0:{free_port()}", max_restarts=1))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(RendezvousFailedError, match=r"node0 is 127.0.1.1 on this machine, which .* GLOO_SOCKET_IFNAME"):
         node.join()
     name, address = next((name, address) for name, address in network._interfaces() if "." in address)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
     assert network.listen_address("node0") == address
+
+
+@pytest.mark.parametrize("endpoint", ["fd00::2:29500", "[fd00::2]:29500"])
+def test_an_ipv6_address_may_stand_in_brackets(endpoint: str) -> None:
+    assert split_endpoint(endpoint) == ("fd00::2", 29500)
 
 
 def test_strangers_cannot_join_nor_stop_the_rendezvous_nor_run_anything(

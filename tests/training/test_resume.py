@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,6 +302,17 @@ def test_a_run_keeps_its_identity_over_its_starts(tmp_path: Path) -> None:
     save_of(branch, other, 4)
     found = start(f"{ROPE} --load {own} --save {other}")
     assert (found.run, step_of(found)) == (branch, 4), "the same command resumes"
+    (tmp_path / "link").symlink_to(own)
+    for spelled in (f"{own}/", os.path.relpath(own), tmp_path / "link"):
+        assert start(f"{ROPE} --load {spelled} --save {other}").run == branch
+
+
+def test_load_of_the_folder_saved_to_need_not_be_repeated(tmp_path: Path) -> None:
+    """Megatron's scripts give both from the first start on, when the folder is empty."""
+    first = start(f"{ROPE} --load {tmp_path} --save {tmp_path}").run
+    save_of(first, tmp_path, 3)
+    found = start(f"{ROPE} --save {tmp_path}")
+    assert (found.run, step_of(found)) == (first, 3)
 
 
 def test_a_folder_of_another_run_is_refused_unless_requested(tmp_path: Path) -> None:
