@@ -55,7 +55,7 @@ def limit_fault(device: str, world_size: int, num_datasets: int) -> str | None:
     if need <= limit:
         return None
     return (
-        f"the limit of open files is {limit} (ulimit -Hn), but each of {world_size} ranks needs up to {need}; raise it "
+        f"the limit of open files is {limit} (ulimit -Hn), but a rank of {world_size} needs up to {need}; raise it "
         "on every host (nofile in limits.conf, LimitNOFILE of systemd, --ulimit nofile of docker)"
     )
 

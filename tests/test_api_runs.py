@@ -123,6 +123,7 @@ def test_the_readmes_two_machines_train_together(examples: list[str], folder: Pa
             everything + machine.replace("nproc_per_node = 4", "nproc_per_node = 1"),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
+            MEGATRON_RUN_SECRET="known to both machines",
         )
         for machine in machines
     ]

@@ -66,8 +66,9 @@ from tests.hosts import Hosts
 with Hosts(1, Path(sys.argv[1])) as hosts:
     started = [host.start("sleep", "600") for host in (hosts.login, hosts[0])]
     own = [os.getpid(), *(process.pid for process in started)]
-    while len(Path(f"/proc/{own[-1]}/task/{own[-1]}/children").read_text().split()) != 1:
-        pass
+    for nsenter in own[1:]:
+        while len(Path(f"/proc/{nsenter}/task/{nsenter}/children").read_text().split()) != 1:
+            pass
     below = [own[0]]
     for pid in below:
         below += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -13,6 +13,7 @@ from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError, options
 from megatron.config.validation import check
 from megatron.instructlab.arguments import DistributedBackend, ShardingStrategies, TorchrunArgs, TrainingArgs
+from megatron.launch.run_secret import MissingSecretError, run_secret
 
 NEVER = 1_000_000_000
 """Steps between two checkpoints where only the end of an epoch, or of the run, is to be saved."""
@@ -90,6 +91,11 @@ def _of_torchrun(torch_args: TorchrunArgs) -> Iterator[str]:
         yield f"nnodes={torch_args.nnodes} need a rendezvous; give rdzv_endpoint, HOST:PORT of the first node"
     if torch_args.node_rank >= torch_args.nnodes:
         yield f"node_rank={torch_args.node_rank} must be below nnodes={torch_args.nnodes}; count from 0"
+    if torch_args.nnodes > 1:
+        try:
+            run_secret()
+        except MissingSecretError as error:
+            yield str(error)
     if endpoint is not None:
         host, _, number = endpoint.rpartition(":")
         if not (host and number.isdecimal() and 0 < int(number) < 2**16):

@@ -240,11 +240,12 @@ def allocate(full_name: str, shard: Shard, ctx: TensorRanks, dtype: torch.dtype 
 
 
 def _summed(gradient: Tensor, group: Any) -> Tensor:
-    """Sum over `group` in float32, rounded once: these are small, and 16-bit sums would round at each rank."""
+    """Sum over `group` in at least float32, rounded once: 16-bit sums would round at each rank, and these are small."""
     import torch
     import torch.distributed as dist
 
-    total = gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total.to(gradient.dtype)
 
