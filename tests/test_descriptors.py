@@ -55,4 +55,4 @@ def test_a_run_that_needs_more_is_refused_before_it_starts() -> None:
     with pytest.raises(RefusedError) as refused:
         preflight(request)
     (fault,) = [fault for fault in refused.value.faults if "open files" in fault]
-    assert fault.startswith("the limit of open files is 4096 (ulimit -Hn), but each of 1024 ranks needs up to 7436; ")
+    assert fault.startswith("the limit of open files is 4096 (ulimit -Hn), but a rank of 1024 needs up to 7436; ")
