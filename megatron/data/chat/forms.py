@@ -69,7 +69,7 @@ def _with_functions(message: Message) -> Message:
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = call.get("function") or {"name": call["name"], "arguments": call["arguments"]}
+        function = call.get("function") or {key: call[key] for key in ("name", "arguments") if key in call}
         others = {key: value for key, value in call.items() if key not in function}
         calls.append({"type": "function", **others, "function": function})
     return {**message, "tool_calls": calls}
