@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ class Console:
         if sys.stdout.isatty():
             from tqdm import tqdm
 
+            # its own lock is a semaphore of processes, which is reported as leaked where a rank ends by os._exit
+            tqdm.set_lock(threading.RLock())
             self._bar = tqdm(
                 total=total_iterations,
                 initial=iteration,
