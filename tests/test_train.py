@@ -204,7 +204,7 @@ def test_the_same_command_goes_on_from_what_it_saved_whole(
     assert ranks(1)(runs.train, f"{parts} --results-dir {tmp_path / 'results'}") == [""]
     assert [row["iteration"] for row in runs.rows(tmp_path / "results")] == [6]
     assert chaos.differing(tmp_path / "whole", tmp_path / "parts") == []
-    # told to start in another way, a run does, in a folder of its own unless another one is requested
+    # with other options of its start it is another run, which needs another folder unless this one is requested
     assert "holds checkpoints of another run (newest global_step6" in ranks(1)(runs.train, f"{parts} --no-load-rng")[0]
     again = f"{parts} --no-load-rng --allow-used-save --results-dir {tmp_path / 'again'}"
     assert ranks(1)(runs.train, again) == [""]

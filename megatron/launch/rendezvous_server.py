@@ -89,7 +89,7 @@ class Server(threading.Thread):
             self._drop(strangers[0])
         try:
             connected, _ = self._listener.accept()
-        except OSError:  # it has left again, or there is no descriptor for it
+        except OSError:  # the peer has disconnected, or no descriptor is free
             time.sleep(POLL_S)
             return
         try:

@@ -33,7 +33,7 @@ def run_secret() -> bytes:
 def find_secret(file: str | None) -> None:
     """Set the variable from the file in the home folder in which the launcher puts the secret, and remove the file.
 
-    Raises MissingSecretError, also if there is no file and the variable is not set.
+    Raises MissingSecretError if neither of them gives a secret.
     """
     if file is not None and SECRET not in os.environ:
         path, deadline_s = Path.home() / file, time.monotonic() + SECRET_TIMEOUT_S

@@ -25,6 +25,8 @@ NO_TRAINING = {
     "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
 }  # fmt: skip
 """Options of how a run is carried out; a resume does not report their changes."""
+SCHEDULE = ("lr", "min_lr", "weight_decay", "start_weight_decay", "end_weight_decay")
+"""Beginnings of the names of the schedule's options, which the checkpoint's replace where that is requested."""
 SHOWN_CHARACTERS = 300
 """Length at which a changed option is cut: a blend may name thousands of datasets."""
 
@@ -119,6 +121,8 @@ def _lost_position(checkpoint: Resumable, progress: Progress) -> list[str]:
 def _changed_options(saved: Any, config: Config) -> list[str]:
     """Return the options that change the training and are not those of a checkpoint's config."""
     now, found = config.to_dict(), []
+    if config.optimizer.use_checkpoint_opt_param_scheduler:
+        now["optimizer"] = {name: value for name, value in now["optimizer"].items() if not name.startswith(SCHEDULE)}
     for section in ("model", "parallel", "training", "optimizer", "data", "sft", "guard"):
         before = saved.get(section) if isinstance(saved, dict) else None
         if isinstance(before, dict):

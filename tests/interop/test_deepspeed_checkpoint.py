@@ -189,29 +189,37 @@ def test_deepspeed_loader_resumes_our_universal_folder_on_another_layout(
     assert resumed[0].next_loss == pytest.approx(saved[0].next_loss, rel=1e-3 if "--bf16" in extra else 1e-6)
 
 
-def test_under_zero_3_deepspeeds_loader_refuses_another_padding(
-    ranks: RankPools, native: Callable[[str], tuple[Path, list[Run]]], tmp_path: Path
+@pytest.mark.parametrize(
+    ("layout", "extra", "fault"),
+    [
+        # alone it would read 54 of 54 tensors wrongly, without an error
+        (
+            "112",
+            "--zero-stage 3 --make-vocab-size-divisible-by 300",
+            r"gives each rank 8192 elements, but the model has 9600",
+        ),
+        # alone it would take the whole vocabulary for each rank's part, without an error
+        (
+            "121",
+            "--zero-stage 1 --make-vocab-size-divisible-by 256",
+            r"has the shape \(256, 64\) of each .* rank's part",
+        ),
+    ],
+    ids=["another padding under ZeRO-3", "a vocabulary of a rank's size"],
+)
+def test_deepspeeds_loader_refuses_what_it_would_read_wrongly(
+    ranks: RankPools,
+    native: Callable[[str], tuple[Path, list[Run]]],
+    tmp_path: Path,
+    layout: str,
+    extra: str,
+    fault: str,
 ) -> None:
-    """Alone it would read 54 of 54 tensors wrongly, without an error."""
     folder, _ = native("llama_gqa")
     settings = tmp_path / "load_universal.json"
     settings.write_text(json.dumps({"checkpoint": {"load_universal": True}}))
-    extra = f"--zero-stage 3 --make-vocab-size-divisible-by 300 --deepspeed-config {settings}"
-    world_size, flags = flags_of("llama_gqa", "112", extra)
-    with pytest.raises(RankFailure, match=r"/0\.weight/fp32\.pt gives each rank 8192 elements, but the model has 9600"):
-        ranks(world_size)(deepspeed_runs.resume_universal, flags, str(folder), "universal")
-
-
-def test_deepspeeds_loader_refuses_a_vocabulary_of_a_ranks_size(
-    ranks: RankPools, native: Callable[[str], tuple[Path, list[Run]]], tmp_path: Path
-) -> None:
-    """Alone it would take the whole vocabulary for each rank's part, without an error."""
-    folder, _ = native("llama_gqa")
-    settings = tmp_path / "load_universal.json"
-    settings.write_text(json.dumps({"checkpoint": {"load_universal": True}}))
-    extra = f"--zero-stage 1 --make-vocab-size-divisible-by 256 --deepspeed-config {settings}"
-    world_size, flags = flags_of("llama_gqa", "121", extra)
-    with pytest.raises(RankFailure, match=r"/0\.weight/fp32\.pt has the shape \(256, 64\) of each .* rank's part"):
+    world_size, flags = flags_of("llama_gqa", layout, f"{extra} --deepspeed-config {settings}")
+    with pytest.raises(RankFailure, match=rf"/0\.weight/fp32\.pt {fault}"):
         ranks(world_size)(deepspeed_runs.resume_universal, flags, str(folder), "universal")
 
 

@@ -149,8 +149,9 @@ def test_the_last_node_does_not_wait_for_one_that_was_lost(make_nodes: Callable[
     first, second = nodes.make(0), nodes.make(1)
     nodes.join(first, second)
     finished = nodes.threads.submit(first.finish)
+    assert not finished.done(), "the second still trains"
     leave(second)
-    finished.result(20)
+    assert finished.result(20) is None
 
 
 def test_a_connection_that_breaks_is_made_again_and_restarts_the_ranks(make_nodes: Callable[..., Nodes]) -> None:

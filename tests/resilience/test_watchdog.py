@@ -174,10 +174,10 @@ def exchange() -> tuple[list[int], str, bool]:
 
 
 def test_a_call_reaches_every_rank_and_the_reports_both_collectors(ranks: RankPools) -> None:
-    told = ranks(4)(exchange)
-    assert [call for _, call, _ in told] == [STUCK] * 4
-    assert [heard for heard, _, _ in told] == [[0, 1, 2, 3], [], [], [0, 1, 2, 3]]
-    assert not any(over for _, _, over in told), "a datagram without the key was heeded"
+    results = ranks(4)(exchange)
+    assert [call for _, call, _ in results] == [STUCK] * 4
+    assert [reporters for reporters, _, _ in results] == [[0, 1, 2, 3], [], [], [0, 1, 2, 3]]
+    assert not any(has_verdict for _, _, has_verdict in results), "a datagram without the key was accepted"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def plan(words: str) -> RestorePlan:
     return plan_restore(checkpoint, read_progress(checkpoint, config.checkpoint)[0], config, config.checkpoint)
 
 
-ANEW = "WARNING: the optimizer was not restored"
+NO_OPTIMIZER = "WARNING: the optimizer was not restored"
 SEED = "WARNING: the random streams were not restored"
 
 
@@ -167,9 +167,15 @@ SEED = "WARNING: the random streams were not restored"
     ("flags", "metadata", "optimizer", "seed", "lines"),
     [
         ("", {}, True, 1234, []),
-        ("--no-load-optim", {}, False, 1234, [f"{ANEW} (no_load_optim); it starts from zero"]),
+        ("--no-load-optim", {}, False, 1234, [f"{NO_OPTIMIZER} (no_load_optim); it starts from zero"]),
         ("--no-load-rng", {}, True, None, [f"{SEED} (no_load_rng); dropout uses seed=1234"]),
-        ("", {"optimizer": None}, False, 1234, [f"{ANEW}; FOLDER was saved without it, so it starts from zero"]),
+        (
+            "",
+            {"optimizer": None},
+            False,
+            1234,
+            [f"{NO_OPTIMIZER}; FOLDER was saved without it, so it starts from zero"],
+        ),
         ("", {"rng": {}}, True, None, [f"{SEED} (the checkpoint has no seed); dropout uses seed=1234"]),
         (
             "--seed 5",
@@ -203,6 +209,13 @@ SEED = "WARNING: the random streams were not restored"
             ],
         ),
         (
+            "--lr 1e-2 --clip-grad 0.5 --use-checkpoint-opt-param-scheduler",
+            {},
+            True,
+            1234,
+            ["changed since the checkpoint: clip_grad=0.5 here, 1.0 there"],
+        ),
+        (
             "",
             {"progress": asdict(Progress(iteration=3))},
             True,
@@ -229,7 +242,7 @@ def test_what_a_foreign_checkpoint_does_not_say_is_a_warning() -> None:
     config = config_of(f"{ROPE} --load run --universal-checkpoint")
     assert plan_restore(foreign, Progress(5, 40), config, config.checkpoint).lines == [
         "resumed run: weights; iteration 5, 40 samples",
-        f"{ANEW}; run was saved without it, so it starts from zero",
+        f"{NO_OPTIMIZER}; run was saved without it, so it starts from zero",
         f"{SEED} (the checkpoint has no seed); dropout uses seed=1234",
         "WARNING: run does not state rotary_base: compare them with its run yourself",
         "WARNING: the data was not compared, which the checkpoint does not identify; it continues after 40 samples",

@@ -183,13 +183,7 @@ def _normalized(message: Message, number: int) -> Message:
             raise BadRow("bad reasoning", f"the reasoning of message {number} is {reasoning!r}; write it as text")
         changed = {"thinking": reasoning, **changed, "reasoning_content": reasoning}
     calls = changed.pop("tool_calls", None)
-    if isinstance(calls, str) and calls.strip():
-        try:
-            calls = orjson.loads(calls)
-        except orjson.JSONDecodeError as error:
-            raise BadRow(
-                "bad tool call", f"'tool_calls' of message {number} is text that is not JSON ({error}); write a list"
-            ) from None
+    calls = _from_json(calls, f"'tool_calls' of message {number}")
     if not calls and isinstance(changed.get("function_call"), dict):
         calls = [{"type": "function", "function": changed.pop("function_call")}]
     if calls:
@@ -211,14 +205,7 @@ def _checked_call(call: object, number: int) -> dict[str, Any]:
             '"...", "arguments": {...}}}',
         )
     given = function.get("arguments")
-    arguments = given
-    if isinstance(given, str) and given.strip():
-        try:
-            arguments = orjson.loads(given)
-        except orjson.JSONDecodeError as error:
-            raise BadRow(
-                "bad tool call", f"the arguments of {name} in message {number} are not JSON ({error}); correct the text"
-            ) from None
+    arguments = _from_json(given, f"'arguments' of {name} in message {number}")
     if arguments and not isinstance(arguments, dict):
         raise BadRow(
             "bad tool call",
@@ -226,6 +213,16 @@ def _checked_call(call: object, number: int) -> dict[str, Any]:
         )
     function = {**function, "arguments": given if arguments else {}}
     return {**call, "function": function} if "function" in call else function
+
+
+def _from_json(value: Any, what: str) -> Any:
+    """Return the value of JSON text, and any other value as it is. Raises BadRow."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise BadRow("bad tool call", f"{what} is text that is not JSON ({error}); correct the text") from None
 
 
 def _train_flag(message: Message, number: int) -> bool | None:

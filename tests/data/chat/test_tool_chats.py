@@ -499,7 +499,7 @@ def test_the_keys_of_older_interfaces_become_tools_and_calls() -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": ""}]}]}, "a tool call of message 1 is"),
         (
             {"messages": [{**CALL_TURN, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "of f in message 1 are not JSON",
+            "'arguments' of f in message 1 is text that is not JSON",
         ),
         ({"messages": [{**CALL_TURN, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}, "write a JSON object"),
         ({"messages": [{**ANSWER, "weight": 0.5}]}, "'weight' of message 1 is '0.5'; write true or false, or 1 or 0"),
