@@ -210,14 +210,19 @@ class Host:
             *("netns", str(self._root.pid)),
         )
         _call(*switch._entered("--net"), "ip", "link", "set", f"port-{self.name}", "master", "eth0")
-        _call(*self._entered("--net"), "ip", "address", "add", f"{self.address}/24", "dev", "eth0")
-        _call(*self._entered("--net"), "ip", "link", "set", "eth0", "up")
+        self._take_address()
         self.reconnect()
 
     def be_switch(self) -> None:
         """The bridge that the others are plugged into, with an address of its own."""
         _call(*self._entered("--net"), "ip", "link", "add", "eth0", "type", "bridge")
-        _call(*self._entered("--net"), "ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        self._take_address()
+
+    def _take_address(self) -> None:
+        # without nodad an IPv6 address cannot be used for its first second, in which the kernel looks for another
+        size = ["/64", "nodad"] if ":" in self.address else ["/24"]
+        place = [f"{self.address}{size[0]}", *size[1:]]
+        _call(*self._entered("--net"), "ip", "address", "add", *place, "dev", "eth0")
         _call(*self._entered("--net"), "ip", "link", "set", "eth0", "up")
 
     def _set_port(self, state: str) -> None:
@@ -233,14 +238,15 @@ class Host:
 class Hosts(Sequence[Host]):
     """`count` hosts and one more, `login`, on one network, until the context is left. Raises HostError."""
 
-    def __init__(self, count: int, folder: Path):
-        self._count, self._folder = count, folder
+    def __init__(self, count: int, folder: Path, network: str = "10.77.0."):
+        self._count, self._folder, self._network = count, folder, network
         self._hosts: list[Host] = []
         self.login: Host
         """Where runs are started. It has no sshd."""
 
     def __enter__(self) -> Hosts:
-        places = [("login", "10.77.0.254"), *((f"node{i}", f"10.77.0.{i}") for i in range(1, self._count + 1))]
+        numbers = [("login", 254), *((f"node{i}", i) for i in range(1, self._count + 1))]
+        places = [(name, f"{self._network}{number}") for name, number in numbers]
         try:
             self._write_files(places)
             for name, address in places:
@@ -273,7 +279,8 @@ class Hosts(Sequence[Host]):
     def hostsfile(self, slots: int) -> str:
         """A file that lists all hosts by their addresses."""
         path = self._folder / f"hostsfile.{slots}"
-        path.write_text("".join(f"{host.address} slots={slots}\n" for host in self))
+        module = "ssh:" if ":" in self._network else ""
+        path.write_text("".join(f"{module}{host.address} slots={slots}\n" for host in self))
         return str(path)
 
     def _stop(self) -> None:

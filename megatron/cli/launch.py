@@ -87,7 +87,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
     parser.add_argument("--data-parallel-size", type=_positive, help="default: what the layout leaves of the devices")
     parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
     parser.add_argument("--device", choices=("auto", "hpu", "cuda", "cpu"), default="auto")
-    parser.add_argument("--master-port", type=_positive, help="default: 29500 over several nodes, else a free one")
+    parser.add_argument("--master-port", type=_port, help="default: 29500 over several nodes, else a free one")
     parser.add_argument(
         "--max-restarts",
         type=_count,
@@ -118,6 +118,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return number
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 < number < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} must be from 1 to 65535")
     return number
 
 

@@ -16,6 +16,7 @@ from typing import IO
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.instructlab.arguments import TorchrunArgs
 from megatron.launch import child_processes
+from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of
 from megatron.launch.agent import AgentOptions
 from megatron.resilience.shutdown import SIGNALS
 
@@ -32,7 +33,7 @@ def agent_command(torch_args: TorchrunArgs, ranks_per_node: int, train_flags: Se
     """Return the command that starts the ranks of this node."""
     endpoint = torch_args.rdzv_endpoint
     if torch_args.master_addr is not None:
-        endpoint = f"{torch_args.master_addr}:{torch_args.master_port or 29500}"
+        endpoint = endpoint_of(torch_args.master_addr, torch_args.master_port or RENDEZVOUS_PORT)
     options = AgentOptions(
         nodes=torch_args.nnodes,
         node_rank=torch_args.node_rank,

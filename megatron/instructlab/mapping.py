@@ -13,6 +13,7 @@ from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError, options
 from megatron.config.validation import check
 from megatron.instructlab.arguments import DistributedBackend, ShardingStrategies, TorchrunArgs, TrainingArgs
+from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_fault, endpoint_of
 from megatron.launch.run_secret import MissingSecretError, run_secret
 
 NEVER = 1_000_000_000
@@ -96,10 +97,10 @@ def _of_torchrun(torch_args: TorchrunArgs) -> Iterator[str]:
             run_secret()
         except MissingSecretError as error:
             yield str(error)
-    if endpoint is not None:
-        host, _, number = endpoint.rpartition(":")
-        if not (host and number.isdecimal() and 0 < int(number) < 2**16):
-            yield f"rdzv_endpoint={endpoint!r} is not HOST:PORT; write for example node0:29500"
+    if endpoint is not None and (fault := endpoint_fault(endpoint)):
+        yield f"rdzv_endpoint={endpoint}: {fault}"
+    if address is not None and (fault := endpoint_fault(endpoint_of(address, port or RENDEZVOUS_PORT))):
+        yield f"master_addr={address}: {fault}"
 
 
 def _of_backends(args: TrainingArgs) -> Iterator[str]:

@@ -13,6 +13,7 @@ from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import check
 from megatron.descriptors import limit_fault
+from megatron.launch.addresses import endpoint_fault
 from megatron.launch.plan import Request
 from megatron.launch.run_secret import MissingSecretError, run_secret
 from megatron.training.deepspeed_config import deepspeed_config
@@ -31,9 +32,8 @@ def check_restarts(request: Request, config: Config, devices_per_node: int) -> I
     if fewest < request.nodes and not request.max_restarts:
         yield f"min_nodes={fewest}: continuing with fewer nodes is a restart; set HL_MAX_RESTARTS (--max-restarts) too"
     if request.rendezvous is not None:
-        host, colon, port = request.rendezvous.rpartition(":")
-        if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
-            yield f"rendezvous={request.rendezvous} is not HOST:PORT; give the first node's, such as node0:29500"
+        if fault := endpoint_fault(request.rendezvous):
+            yield f"rendezvous={request.rendezvous}: {fault}"
         if request.nodes > 1 and not request.dry_run:
             try:
                 run_secret()

@@ -17,13 +17,13 @@ from typing import IO
 
 from megatron.descriptors import raise_limit
 from megatron.exit_codes import shell_status
+from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of, login_of
 from megatron.launch.agent import FAILED_GRACE_S, AgentOptions, run_agent
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
 from megatron.launch.plan import LaunchPlan
 from megatron.launch.run_secret import SECRET
 from megatron.resilience.shutdown import SIGNALS
 
-RENDEZVOUS_PORT = 29500  # unless --master-port is given: the default of torch and DeepSpeed
 # Time for hosts to answer after their agents have been killed. pdsh tries to reach a lost host for 10 s.
 UNREACHABLE_GRACE_S = 20.0
 # A host that loses its power or its network sends nothing, and ssh would wait for it for ever. A backstop, and patient:
@@ -72,7 +72,7 @@ def send_secret(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
 
     for number, host in enumerate(plan.hosts):
         name = secret_file(plan).replace("%n", str(number))
-        threading.Thread(target=send, args=(host.name, name), daemon=True).start()
+        threading.Thread(target=send, args=(login_of(host.name), name), daemon=True).start()
 
 
 def secret_file(plan: LaunchPlan) -> str:
@@ -84,7 +84,7 @@ def agent_options(plan: LaunchPlan) -> AgentOptions:
     """Return the options that the agents of all nodes have in common."""
     rendezvous = plan.rendezvous
     if plan.hosts:
-        rendezvous = f"{plan.hosts[0].address}:{plan.master_port or RENDEZVOUS_PORT}"
+        rendezvous = endpoint_of(plan.hosts[0].address, plan.master_port or RENDEZVOUS_PORT)
     elif plan.master_port is not None and rendezvous is None:
         rendezvous = f"127.0.0.1:{plan.master_port}"
     return AgentOptions(
@@ -120,7 +120,7 @@ def remote_command(plan: LaunchPlan) -> list[str]:
         *("--num_nodes", str(plan.nodes), "--num_gpus", "1"),
         *("--master_addr", plan.hosts[0].address, "--master_port", str(plan.master_port or RENDEZVOUS_PORT)),
         *([] if len(plan.hosts) > 1 else ["--force_multi"]),  # or it would run here instead of on the one host
-        *("--no_local_rank", "--no_python"),
+        *("--no_ssh_check", "--no_local_rank", "--no_python"),  # pdsh says which hosts ssh does not reach
         # Other machines inherit no environment: it travels in the command, or in the user's .deepspeed_env. DeepSpeed's
         # launcher shows its one process one device, but the agent's ranks need all of the node.
         *("/usr/bin/env", "-u", "CUDA_VISIBLE_DEVICES", "-u", "HABANA_VISIBLE_MODULES"),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron.launch.addresses import host_fault, host_key, is_example, is_own, is_this_machine
 from megatron.launch.plan import Host, Request
 
 DEVICES_PER_NODE = 8  # of a Gaudi or DGX server, and Habana's default
-# addresses that no machine has: RFC 5737
-EXAMPLE_NETWORK = ipaddress.ip_network("192.0.2.0/24")
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def parse_hostsfile(text: str, source: str) -> tuple[list[Host], list[str]]:
@@ -28,7 +24,7 @@ def parse_hostsfile(text: str, source: str) -> tuple[list[Host], list[str]]:
         if not content:
             continue
         where = f"{source}, line {number}: {content!r}"
-        match = re.fullmatch(r"([\w.:@-]+)(?:\s+slots=(\S*))?(\s.*)?", content)
+        match = re.fullmatch(r"([\w.:@%\[\]-]+)(?:\s+slots=(\S*))?(\s.*)?", content)
         name, slots, rest = match.groups() if match else (content, None, None)
         if not match or name.startswith("-"):
             faults.append(f"{where} does not start with a host name; write `<host> slots=<n>`")
@@ -36,8 +32,11 @@ def parse_hostsfile(text: str, source: str) -> tuple[list[Host], list[str]]:
             faults.append(f"{where} is not `<host> slots=<n>`; write for example `{name} slots={DEVICES_PER_NODE}`")
         elif not slots.isdecimal() or int(slots) == 0:
             faults.append(f"{where}: slots must be a whole number above 0, the number of devices of the host")
-        elif (first := next((host for host in hosts if host.name == name), None)) is not None:
-            faults.append(f"{where} repeats the host of line {first.line}; give each host one line")
+        elif fault := host_fault(name):
+            faults.append(f"{where}: {fault}")
+        elif (first := next((host for host in hosts if host_key(host.name) == host_key(name)), None)) is not None:
+            also = "" if name == first.name else f", {first.name}: users and case make no other host"
+            faults.append(f"{where} repeats the host of line {first.line}{also}; give each host one line")
         else:
             hosts.append(Host(name, int(slots), number))
     return hosts, faults
@@ -77,23 +76,16 @@ def find_hosts(request: Request, devices_per_node: int) -> tuple[list[Host], lis
                 f"{where} has slots={host.slots}, fewer than the {devices_per_node} devices of each node; correct it, "
                 "use another host, or set HL_NGPU_PER_NODE (--devices-per-node) lower"
             )
-        if nodes > 1 and host.address in LOOPBACK:
+        if nodes > 1 and is_own(host.name):
             faults.append(f"{where} means another machine on every node; give the address that all nodes know")
-    if len(hosts) == 1 and (hosts[0].address in LOOPBACK or hosts[0].name == socket.gethostname()):
+    if len(hosts) == 1 and is_this_machine(hosts[0].name):
         return [], faults
     return hosts, faults
 
 
 def check_addresses(hosts: Sequence[Host], hostsfile: str | None) -> Iterator[str]:
     """Yield a fault if the hosts are those of an example."""
-    examples = [host for host in hosts if _is_example(host.address)]
+    examples = [host for host in hosts if is_example(host.name)]
     if examples:
         some = ", ".join(host.name for host in examples[:2]) + (" ..." if len(examples) > 2 else "")
         yield f"{hostsfile}, line {examples[0].line}: {some} are example addresses; replace them by your own"
-
-
-def _is_example(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name) in EXAMPLE_NETWORK
-    except ValueError:
-        return False

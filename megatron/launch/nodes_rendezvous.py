@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.launch import rendezvous_server
+from megatron.launch.addresses import split_endpoint
 from megatron.launch.messages import Connection
-from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError, split_endpoint
+from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError
 from megatron.launch.rendezvous_server import LOST_BEATS
 from megatron.launch.run_secret import SECRET, run_secret
 from megatron.network import address_towards, free_port, is_loopback, listen_address, listening_socket, resolve

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.config.options import Config
+from megatron.launch.addresses import address_of
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,14 @@ class Host:
     """A line of the hostsfile."""
 
     name: str
+    """[ssh:][USER@]HOST, as pdsh takes it."""
     slots: int
     line: int
 
     @property
     def address(self) -> str:
-        """Name without the user that ssh logs in as."""
-        return self.name.rsplit("@", 1)[-1]
+        """Name or address alone, without the user that ssh logs in as."""
+        return address_of(self.name)
 
 
 @dataclass(frozen=True)

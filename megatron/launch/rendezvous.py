@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.launch.addresses import split_endpoint
 from megatron.network import LOOPBACK, free_port
 
 
@@ -63,9 +64,3 @@ class Rendezvous:
 
     def leave(self) -> None:
         """Release sockets and threads, in whatever state."""
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT; an IPv6 address may stand in brackets."""
-    host, _, port = endpoint.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -247,7 +247,7 @@ def test_what_can_be_done_is_not_refused(changed: dict[str, Any]) -> None:
         ({"nnodes": 2}, "nnodes=2 need a rendezvous; give rdzv_endpoint"),
         ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank=2 must be below nnodes=2"),
         ({"nnodes": 2, "master_addr": "a"}, "MEGATRON_RUN_SECRET is not set; give all nodes of the run the same"),
-        ({"rdzv_endpoint": "node0"}, "rdzv_endpoint='node0' is not HOST:PORT"),
+        ({"rdzv_endpoint": "node0"}, "rdzv_endpoint=node0: it is not HOST:PORT"),
     ],
 )
 def test_a_meeting_that_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:

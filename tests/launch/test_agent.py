@@ -62,7 +62,7 @@ MEETING: dict[str, Any] = {"rendezvous": "node0:29500", "devices_per_node": 2}
         (tiny(max_restarts=3), "a restart resumes the newest checkpoint, but none are saved"),
         (tiny("--save", "s", max_restarts=1, nodes=2, min_nodes=3, **MEETING), "more than the 2 nodes"),
         (tiny("--save", "s", nodes=2, min_nodes=1, **MEETING), "continuing with fewer nodes is a restart"),
-        (tiny(rendezvous="node0"), "rendezvous=node0 is not HOST:PORT"),
+        (tiny(rendezvous="node0"), "rendezvous=node0: it is not HOST:PORT"),
         (tiny(results_parent="out", rendezvous="node0:1"), "would name the results folder after its own clock"),
         (
             # 16 samples on DP 4, 3 and 2: the batch does not divide by 3
