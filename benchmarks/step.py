@@ -1,0 +1,335 @@
+"""A training step of ours beside transformers' and litgpt's: speed, memory, profile, waits and collectives.
+
+    OMP_NUM_THREADS=2 python benchmarks/step.py
+    python benchmarks/step.py --device cuda --precisions bf16
+    python benchmarks/step.py --device cuda --models bloom --precisions bf16 --alone
+
+Same shapes, same batch; forward, backward, clipping and fused AdamW with float32 weights; ours is the engine of a real
+run. Ours and one peer at a time alternate in one process. On a CPU: 34M parameters (8 layers, hidden 512), sequence
+512, batch 4. On CUDA: Llama 3.2 1B and Bloom 1.7B, sequence 4,096, the peers under torch.compile. Further flags are
+options of a run and change the shapes, as `--num-layers 4 --micro-batch-size 2`.
+
+Sections: rate (tokens/s, ratio, MFU, peak memory, first and last loss), profile (the ten largest operators of each
+side), counts (waits and collectives of one of our steps), flat (time of a microbatch among 8 and among 64, and of a
+step after 10 and after 1,000 steps). MFU is 6 N + 12 L A D S FLOPs a token (megatron/planning/sizes.py), over the
+device's published bfloat16 peak; on a CPU over a matrix product measured here. Peak memory is what a side adds to the
+process. litgpt and transformers are used where they are installed; transformers is in the extra `convert`:
+
+    pip install litgpt==0.5.13
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.alternating import alternate, positive, quotients, spread
+
+if TYPE_CHECKING:
+    from benchmarks.step_sides import Side, Workload
+
+SECTIONS = ("rate", "profile", "counts", "flat")
+SMALL = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --vocab-size 16384 "
+    "--seq-length 512 --micro-batch-size 4 --global-batch-size 4"
+)
+TIED = "--no-untie-embeddings-and-output-weights"
+SHAPES = {
+    ("llama", "cpu"): f"--config tiny_llama {SMALL} --ffn-hidden-size 1536 --num-query-groups 4 {TIED}",
+    ("bloom", "cpu"): f"--config tiny_bloom {SMALL}",
+    ("llama", "cuda"): "--config llama32_1b --seq-length 4096 --micro-batch-size 2 --global-batch-size 8",
+    ("bloom", "cuda"): "--config bloom_1b7 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8",
+}
+FLAT = "--config tiny_llama --num-layers 2 --seq-length 64 --micro-batch-size 1"
+
+
+def main() -> int:
+    options, flags = _parser().parse_known_args()
+
+    from megatron import accelerator
+
+    device = accelerator.choose_device(options.device)
+    import torch
+
+    from megatron.parallel.context import ParallelContext
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    first = workload("llama", device, "fp32", flags)
+    ctx = ParallelContext.build(first.config.parallel, device)
+    threads = f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name()
+    peak_tflops = {p: _peak_tflops(ctx.device, p) for p in options.precisions}
+    peaks = ", ".join(f"{p} {peak:.3g}" for p, peak in peak_tflops.items())
+    print(f"torch {torch.__version__}, {threads}; peak for MFU, TFLOP/s: {peaks}", flush=True)
+    for model in options.models:
+        for precision in options.precisions:
+            work = workload(model, device, precision, flags)
+            for peer in _peers(options.peers, model):
+                _compare(work, ctx, peer, f"{model} {precision}", options, peak_tflops[precision])
+    if "flat" in options.sections:
+        _flat(ctx, device)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="A training step of ours beside its peers.", allow_abbrev=False)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--models", nargs="+", default=["llama", "bloom"], choices=("llama", "bloom"))
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32"))
+    parser.add_argument("--peers", nargs="*", default=["transformers", "litgpt"], choices=("transformers", "litgpt"))
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
+    parser.add_argument("--rounds", type=positive, default=7, help="alternations (default: 7)")
+    parser.add_argument("--steps", type=positive, default=2, help="steps a round (default: 2)")
+    parser.add_argument("--alone", action="store_true", help="one side in memory at a time: no alternation")
+    parser.add_argument(
+        "--peer-precision",
+        choices=("masters", "autocast"),
+        default="masters",
+        help="bf16 peers: 16-bit weights with float32 copies, or float32 weights under autocast (default: masters)",
+    )
+    parser.add_argument(
+        "--compile-peers", action=argparse.BooleanOptionalAction, help="torch.compile them (default: on CUDA)"
+    )
+    return parser
+
+
+def workload(model: str, device: str, precision: str, flags: list[str]) -> Workload:
+    """The model's shapes on this kind of device, with the user's own flags last, and random tokens."""
+    import torch
+
+    from benchmarks.step_sides import Workload
+    from megatron.config.command_line import parse_arguments
+
+    own = SHAPES[model, device].split()
+    fixed = ["--bf16" if precision == "bf16" else "--no-bf16", "--device", device, "--data-path", "none"]
+    config, _ = parse_arguments([*own, *fixed, *flags])
+    generator = torch.Generator().manual_seed(0)
+    shape = (config.training.global_batch_size, config.training.seq_length + 1)
+    return Workload(config, torch.randint(config.model.vocab_size, shape, generator=generator))
+
+
+def _peers(wanted: list[str], model: str) -> list[str | None]:
+    """The peers that are there, by name; [None]: ours is measured without any."""
+    found: list[str | None] = []
+    for name in wanted:
+        if name == "litgpt" and model == "bloom":
+            print("bloom: litgpt has no ALiBi")
+        elif importlib.util.find_spec(name) is None:
+            print(f"{model}: {name} is not installed; pip install {name}")
+        else:
+            found.append(name)
+    return found or [None]
+
+
+def _compare(work: Workload, ctx: Any, peer: str | None, title: str, options: Any, peak_tflops: float) -> None:
+    """Measure ours and one peer, and print all sections of both."""
+    from benchmarks.step_sides import PEERS, Ours
+
+    on_cuda = ctx.device.type == "cuda"
+    is_compiled = on_cuda if options.compile_peers is None else options.compile_peers
+    is_autocast = options.peer_precision == "autocast"
+    builders: dict[str, Callable[[], Side]] = {"ours": lambda: Ours(work, ctx)}
+    if peer is not None:
+        builders[peer] = lambda: PEERS[peer](work, ctx.device, is_compiled=is_compiled, is_autocast=is_autocast)
+    print(f"\n## {title}: {' and '.join(builders)}", flush=True)
+    measured: dict[str, list[float]] = {}
+    sides: dict[str, MeasuredSide] = {}
+    groups = [[name] for name in builders] if options.alone else [list(builders)]
+    for group in groups:
+        live: dict[str, MeasuredSide] = {}
+        for name in group:
+            try:
+                live[name] = sides[name] = MeasuredSide(builders[name], work, on_cuda)
+            except RuntimeError as error:  # torch.OutOfMemoryError and the allocator's own
+                if "out of memory" not in str(error):
+                    raise
+                print(f"{name}: out of memory ({str(error).splitlines()[0]})")
+        if "rate" in options.sections:
+            rounds = {name: _timed(side, options.steps) for name, side in live.items()}
+            measured |= alternate(rounds, options.rounds)
+        for name, side in live.items():
+            _show_details(name, side, options)
+        for side in live.values():
+            side.close()
+    if measured:
+        _show_rates(work, sides, measured, peak_tflops, peer)
+
+
+class MeasuredSide:
+    """A side after its first steps, in which it allocates and compiles, and the memory that it took."""
+
+    def __init__(self, build: Callable[[], Side], work: Workload, on_cuda: bool) -> None:
+        self._on_cuda, self.num_tokens = on_cuda, work.num_tokens
+        gc.collect()
+        before = _reset_peak(on_cuda)
+        self._side = build()
+        self.first_loss = float(self._side.step())
+        self.step()
+        self.peak_bytes = _peak_bytes(on_cuda) - before
+        self.losses: list[float] = []
+        self.cpu_s: list[float] = []
+        """Processor seconds of each call of `steps`."""
+
+    def step(self) -> float:
+        """A step, and the wait for its end."""
+        return float(self._side.step())
+
+    def steps(self, number: int) -> None:
+        """Steps without a wait between them."""
+        began_s = time.process_time()
+        for _ in range(number):
+            loss = self._side.step()
+        self.losses.append(float(loss))
+        self.cpu_s.append(time.process_time() - began_s)
+
+    def plain_step(self) -> None:
+        self._side.step()
+
+    def close(self) -> None:
+        self._side.close()
+        del self._side
+        gc.collect()
+        if self._on_cuda:
+            import torch
+
+            torch.cuda.empty_cache()
+
+
+def _timed(side: MeasuredSide, steps: int) -> Callable[[], float]:
+    def seconds() -> float:
+        began_s = time.perf_counter()
+        side.steps(steps)
+        return (time.perf_counter() - began_s) / steps
+
+    return seconds
+
+
+def _show_details(name: str, side: MeasuredSide, options: Any) -> None:
+    from benchmarks.step_counts import counted, largest_operators
+
+    if "counts" in options.sections and name == "ours":
+        counts = counted(side.plain_step)
+        for title, counter in (
+            ("waits", counts.waits),
+            ("operations that CUDA reports as synchronising", counts.device_syncs),
+            ("collectives", counts.collectives),
+        ):
+            listed = ", ".join(f"{key} x{number}" for key, number in counter.most_common(12))
+            print(f"{name}: {sum(counter.values())} {title} a step{': ' if listed else ''}{listed}")
+    if "profile" in options.sections:
+        print(f"{name}: largest operators of a step")
+        for key, milliseconds, share, calls in largest_operators(side.step):
+            print(f"  {milliseconds:9.2f} ms {share:6.1%} {calls:6d} x  {key[:70]}")
+
+
+def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float, peer: str | None) -> None:
+    from megatron.planning.sizes import count_parameters, flops_per_token
+
+    flops = flops_per_token(work.config)
+    training = work.config.training
+    print(
+        f"{count_parameters(work.config) / 1e6:.4g}M parameters, sequence {training.seq_length}, "
+        f"{training.global_batch_size} samples a step in microbatches of {training.micro_batch_size}"
+    )
+    print(f"{'side':14s} {'tokens/s':>26s} {'ms a step':>11s} {'MFU':>7s} {'peak GiB':>9s}  loss, first to last")
+    for name, times in measured.items():
+        rates = [work.num_tokens / seconds for seconds in times]
+        mfu = statistics.median(rates) * flops / peak_tflops / 1e12
+        print(
+            f"{name:14s} {spread(rates, 0):>26s} {statistics.median(times) * 1000:11.1f} {mfu:7.1%} "
+            f"{sides[name].peak_bytes / 2**30:9.2f}  {sides[name].first_loss:.3f} to {sides[name].losses[-1]:.3f}"
+        )
+    if peer in measured and "ours" in measured:
+        print(f"ours / {peer}: {spread(quotients(measured[peer], measured['ours']))} times the tokens/s", flush=True)
+        # what other processes of a busy machine disturb less
+        in_cpu = quotients(sides[peer].cpu_s, sides["ours"].cpu_s)
+        print(f"ours / {peer}: {spread(in_cpu)} times the tokens per second of processor time", flush=True)
+
+
+def _flat(ctx: Any, device: str) -> None:
+    """Print the time of a microbatch among 8 and 64 of a step, and of a step among the first and last 100 of 1,000."""
+    import torch
+
+    from benchmarks.step_sides import Ours, Workload
+    from megatron.config.command_line import parse_arguments
+
+    config, _ = parse_arguments([*FLAT.split(), "--global-batch-size", "64", "--device", device, "--data-path", "none"])
+    tokens = torch.randint(config.model.vocab_size, (64, config.training.seq_length + 1))
+    side = Ours(Workload(config, tokens), ctx)
+    clock = time.perf_counter if device == "cuda" else time.process_time  # a CPU may have other work
+
+    def seconds(num_microbatches: int, repeats: int) -> float:
+        """Return the seconds of one step."""
+        began_s = clock()
+        for _ in range(repeats):
+            float(side.step(num_microbatches))
+        return (clock() - began_s) / repeats
+
+    # what all numbers share, such as the update, is subtracted
+    counts = {"1": 16, "8": 8, "64": 1}
+    times = alternate({n: partial(seconds, int(n), repeats) for n, repeats in counts.items()}, 9)
+    each = {n: [(t - one) / (int(n) - 1) for t, one in zip(times[n], times["1"], strict=True)] for n in ("8", "64")}
+    print("\n## flat cost (a small Llama)")
+    print(f"a microbatch among 64, to one among 8: {spread(quotients(each['64'], each['8']))}")
+    steps = [seconds(1, 1) for _ in range(1000)]
+    early, late = statistics.median(steps[10:110]), statistics.median(steps[900:])
+    print(f"steps 900 to 1,000, to steps 10 to 110: {late / early:.3f} ({late * 1000:.2f} and {early * 1000:.2f} ms)")
+    side.close()
+
+
+def _peak_tflops(device: Any, precision: str) -> float:
+    """The device's published bfloat16 peak; on a CPU the best of ten matrix products in the precision."""
+    import torch
+
+    from megatron import accelerator
+
+    if (published := accelerator.peak_tflops()) is not None:
+        return published
+    dtype, size = (torch.bfloat16 if precision == "bf16" else torch.float32), 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    times = []
+    for _ in range(10):
+        began_s = time.perf_counter()
+        float((a @ b)[0, 0])
+        times.append(time.perf_counter() - began_s)
+    return 2 * size**3 / min(times) / 1e12
+
+
+def _reset_peak(on_cuda: bool) -> int:
+    """Begin to measure the peak again; return the bytes in use now."""
+    if on_cuda:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak of the resident set
+    return _status_bytes("VmRSS")
+
+
+def _peak_bytes(on_cuda: bool) -> int:
+    if on_cuda:
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
