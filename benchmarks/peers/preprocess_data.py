@@ -20,7 +20,7 @@ eod = -1
 
 
 def start_worker(kind: str, files: list[str]) -> None:
-    """Builds the worker's tokenizer: vocab.json and merges.txt for the tokenizers library, or a SentencePiece model."""
+    """Builds the worker's tokenizer from vocab.json and merges.txt, a tokenizer.json, or a SentencePiece model."""
     global tokenizer, eod
     if kind == "gpt2":
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -29,6 +29,11 @@ def start_worker(kind: str, files: list[str]) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         eod = tokenizer.token_to_id("<|endoftext|>")
+    elif kind == "bloom":
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(files[0])
+        eod = tokenizer.token_to_id("</s>")
     else:
         import sentencepiece
 
@@ -37,10 +42,10 @@ def start_worker(kind: str, files: list[str]) -> None:
 
 
 def vocabulary_size(kind: str) -> int:
-    return int(tokenizer.get_vocab_size() if kind == "gpt2" else tokenizer.get_piece_size())
+    return int(tokenizer.get_piece_size() if kind == "sentencepiece" else tokenizer.get_vocab_size())
 
 
-def encode_gpt2(line: str) -> list[int]:
+def encode_bpe(line: str) -> list[int]:
     ids: list[int] = tokenizer.encode(json.loads(line)["text"]).ids
     return [*ids, eod] if ids else ids
 
@@ -54,8 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Tokenize JSONL with a pool of workers.")
     parser.add_argument("--input", required=True)
     parser.add_argument("--output-prefix", required=True)
-    parser.add_argument("--tokenizer", choices=("gpt2", "sentencepiece"), required=True)
-    parser.add_argument("--files", nargs="+", required=True, help="vocab.json merges.txt, or a .model")
+    parser.add_argument("--tokenizer", choices=("gpt2", "bloom", "sentencepiece"), required=True)
+    parser.add_argument("--files", nargs="+", required=True, help="vocab.json merges.txt, tokenizer.json, or .model")
     parser.add_argument("--workers", type=int, required=True)
     options = parser.parse_args()
 
@@ -67,7 +72,7 @@ def main() -> None:
     prefix = f"{options.output_prefix}_text_document"
     dtype = indexed_dataset.DType.optimal_dtype(vocabulary_size(options.tokenizer))
     builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    encode = encode_gpt2 if options.tokenizer == "gpt2" else encode_sentencepiece
+    encode = encode_sentencepiece if options.tokenizer == "sentencepiece" else encode_bpe
     arguments = (options.tokenizer, options.files)
     with (
         open(options.input, encoding="utf-8") as lines,

@@ -65,6 +65,18 @@ class Shuffler:
     def shuffle(self, array: NDArray[np.integer]) -> None:
         """Shuffle a flat array of 4- or 8-byte integers in place. Raises ValueError."""
 
+class BytePairEncoder:
+    """Byte-level BPE of words, which separators delimit and a space may precede. Not thread-safe, as it has a cache."""
+
+    def __init__(self, byte_ids: NDArray[np.int32], merges: NDArray[np.int32], separators: str) -> None:
+        """`byte_ids`: the id of each of the 256 bytes. `merges`: [any, 3], left, right and merged id, by rank.
+
+        Raises ValueError.
+        """
+
+    def encode_batch(self, texts: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the ids of all texts, end to end, and how many each has. Raises UnicodeEncodeError."""
+
 def pack_dataset(
     lengths: NDArray[np.int64], capacity: int, seed: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

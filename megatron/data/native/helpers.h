@@ -1,4 +1,4 @@
-// Checked views of NumPy arrays for samples.cpp, blends.cpp and shuffle.cpp, and what each adds to the module.
+// Checked views of NumPy arrays for the files here, and what each adds to the module.
 //
 // Every function has a NumPy twin in tests/data/ as its oracle. Arithmetic is 64-bit throughout, every index read from
 // an array is checked before use, errors are exceptions (ValueError in Python), and the GIL is released during loops.
@@ -50,3 +50,4 @@ class View {
 void register_samples(py::module_& module);
 void register_blends(py::module_& module);
 void register_shuffler(py::module_& module);
+void register_byte_pairs(py::module_& module);

@@ -1,7 +1,8 @@
-"""Acceleration of tokenizers by gigatoken: the same ids many times faster, or a refusal.
+"""Acceleration of tokenizers: the same ids many times faster, or a refusal.
 
 gigatoken 0.10 reimplements other libraries' tokenizers. It gives their ids for the kinds accepted here. Those for which
-it was found to silently give other ids are refused by name, and `check_equal` compares ids on the caller's text.
+it was found to silently give other ids are refused by name. BLOOM's, which it lacks, is in `bloom.py`. `check_equal`
+compares ids on the caller's text.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron.data.tokenizers.base import IdentifiedTokenizer, TokenBatch, Tokenizer, any_of, refusal, surrounded
+from megatron.data.tokenizers.bloom import is_bloom, load_bloom
 from megatron.data.tokenizers.library import LibraryTokenizer
 from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.data.tokenizers.tiktoken import TikTokenizer
@@ -48,21 +49,25 @@ SHOWN_IDS = 8
 SHOWN_CHARACTERS = 60
 
 
+Encoder = Callable[[list[str]], TokenBatch]
+"""Encoder of texts, for one thread at a time."""
+
+
 class NotAccelerated(Exception):
     """The tokenizer keeps its own library, for the reason in this one-line message."""
 
 
 class AcceleratedTokenizer:
-    """A tokenizer that encodes with gigatoken. Identity and decoding are the reference's."""
+    """A tokenizer that encodes many times faster. Identity and decoding are the reference's."""
 
     def __init__(
         self,
         reference: IdentifiedTokenizer,
-        load: Callable[[], gigatoken.Tokenizer],
+        load: Callable[[], Encoder],
         apart: Callable[[str], object] | None = None,
         batch_bytes: int = BATCH_BYTES,
     ):
-        """`load` creates gigatoken's tokenizer. The reference encodes texts for which `apart` returns a true value."""
+        """`load` creates the fast encoder. The reference encodes texts for which `apart` returns a true value."""
         self._reference = reference
         self._load = load
         self._apart = apart
@@ -111,43 +116,43 @@ class AcceleratedTokenizer:
         except IndexError:
             inner = self._load()
         try:
-            # in this thread: callers have their own threads
-            rows = inner.encode_batch(texts, parallel=False)
+            return inner(texts)
         except Exception as error:  # TypeError for a unpaired surrogate
             raise refusal(texts, error) from error
         finally:
             self._idle.append(inner)
-        offsets: NDArray[np.int64] = rows.layout.offsets.data
-        return TokenBatch(rows.layout.content.data, np.diff(offsets))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._reference.decode(ids)
 
 
 def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
-    """Return an equivalent of `tokenizer` that encodes with gigatoken. Raises NotAccelerated with the reason."""
+    """Return an equivalent of `tokenizer` that encodes faster. Raises NotAccelerated with the reason."""
+    content = _library_json(tokenizer) if isinstance(tokenizer, LibraryTokenizer) else {}
+    if isinstance(tokenizer, LibraryTokenizer) and is_bloom(content):
+        special = any_of([token["content"] for token in content["added_tokens"]])
+        return AcceleratedTokenizer(tokenizer, load_bloom(content), special.search if special else None)
     try:
         import gigatoken
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
     except ImportError as error:
         raise NotAccelerated(f"gigatoken cannot be used ({error}); pip install gigatoken") from None
+    from_json = gigatoken.Tokenizer.from_json
     try:
         if isinstance(tokenizer, LibraryTokenizer):
-            content = _library_json(tokenizer)
-            return AcceleratedTokenizer(
-                tokenizer, partial(gigatoken.Tokenizer.from_json, content), has_unicode_17_character
-            )
+            _check_for_gigatoken(content)
+            text = orjson.dumps(content).decode()
+            return AcceleratedTokenizer(tokenizer, _loads(lambda: from_json(text)), has_unicode_17_character)
         if isinstance(tokenizer, SentencePieceTokenizer):
             described = json.loads(sentencepiece_to_tokenizer_json(tokenizer.model_proto))
-            content, apart = _sentencepiece_json(tokenizer, described)
-            load = partial(gigatoken.Tokenizer.from_json, content)
+            model, apart = _sentencepiece_json(tokenizer, described)
             search = apart.search if apart else None
-            return AcceleratedTokenizer(tokenizer, load, search, SENTENCEPIECE_BATCH_BYTES)
+            return AcceleratedTokenizer(tokenizer, _loads(lambda: from_json(model)), search, SENTENCEPIECE_BATCH_BYTES)
         if isinstance(tokenizer, TikTokenizer):
             if tokenizer.pattern not in TIKTOKEN_PATTERNS:
                 raise NotAccelerated(f"gigatoken has no pattern {tokenizer.pattern}")
-            pattern = TIKTOKEN_PATTERNS[tokenizer.pattern]
-            load = partial(gigatoken.Tokenizer.from_tiktoken, tokenizer.path, pattern, tokenizer.special_tokens)
+            pattern, path, specials = TIKTOKEN_PATTERNS[tokenizer.pattern], tokenizer.path, tokenizer.special_tokens
+            load = _loads(lambda: gigatoken.Tokenizer.from_tiktoken(path, pattern, specials))
             return AcceleratedTokenizer(tokenizer, load, has_unicode_17_character)
     except NotAccelerated:
         raise
@@ -156,6 +161,23 @@ def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
             f"gigatoken refuses the model: {' '.join(str(error).split('Location:')[0].split())}"
         ) from None
     raise NotAccelerated(f"gigatoken has no {type(tokenizer).__name__}")
+
+
+def _loads(create: Callable[[], gigatoken.Tokenizer]) -> Callable[[], Encoder]:
+    """Return a maker of encoders that use gigatoken's tokenizers, which `create` creates."""
+
+    def load() -> Encoder:
+        inner = create()
+
+        def encode(texts: list[str]) -> TokenBatch:
+            # in this thread: callers have their own threads
+            rows = inner.encode_batch(texts, parallel=False)
+            offsets: NDArray[np.int64] = rows.layout.offsets.data
+            return TokenBatch(rows.layout.content.data, np.diff(offsets))
+
+        return encode
+
+    return load
 
 
 def has_unicode_17_character(text: str) -> bool:
@@ -172,9 +194,9 @@ def has_unicode_17_character(text: str) -> bool:
     return near is not None and _NEW_CHARACTER.search(text) is not None
 
 
-def _library_json(tokenizer: LibraryTokenizer) -> str:
-    """Return the tokenizer.json for gigatoken, which parses every special token that is in it."""
-    content = orjson.loads(tokenizer.to_json())
+def _library_json(tokenizer: LibraryTokenizer) -> dict[str, Any]:
+    """Return the tokenizer.json, of special tokens only those to be parsed. Raises NotAccelerated."""
+    content: dict[str, Any] = orjson.loads(tokenizer.to_json())
     if not tokenizer.parse_special_tokens:
         content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
     model = content["model"]
@@ -183,15 +205,18 @@ def _library_json(tokenizer: LibraryTokenizer) -> str:
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise NotAccelerated(f"gigatoken ignores the model's {name}={model[name]!r}")
+    return content
+
+
+def _check_for_gigatoken(content: dict[str, Any]) -> None:
     for token in content["added_tokens"]:
         for name in ("single_word", "rstrip"):
             if token[name]:
                 raise NotAccelerated(f"gigatoken ignores {name} of the added token {token['content']!r}")
         if token["normalized"] and content["normalizer"]:
             raise NotAccelerated(f"gigatoken looks for the added token {token['content']!r} before normalizing")
-    if not model.get("byte_fallback"):
+    if not content["model"].get("byte_fallback"):
         _check_pre_tokenizer(content["pre_tokenizer"])
-    return orjson.dumps(content).decode()
 
 
 def _check_pre_tokenizer(pre_tokenizer: dict[str, Any] | None) -> None:

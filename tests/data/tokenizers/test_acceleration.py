@@ -31,7 +31,7 @@ from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 pytest.importorskip("gigatoken")
 
-KINDS = ("gpt2", "gpt2_json", "gpt2_tiny", "mistral_v1", "mistral_v3", "r50k", "cl100k", "llama3", "o200k")
+KINDS = ("gpt2", "gpt2_json", "gpt2_tiny", "mistral_v1", "mistral_v3", "r50k", "cl100k", "llama3", "o200k", "bloom")
 
 
 @cache
@@ -149,7 +149,7 @@ def test_ids_beside_characters_of_unicode_17_are_the_references(name: str, test_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "mistral_v1", "mistral_v3", "cl100k", "o200k"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral_v1", "mistral_v3", "cl100k", "o200k", "bloom"])
 def test_ids_around_every_character_are_the_references(name: str, test_data: Path) -> None:
     check_equal(accelerated(name, test_data), build(name, test_data), around(0, 0x110000, 1))
 
@@ -175,7 +175,7 @@ def test_an_accelerated_tokenizer_has_its_references_identity(name: str, test_da
     assert reference.batch_bytes is None
     assert (fast.batch_bytes or 0) >= 8 << 20
     ids, lengths = fast.encode_batch(["Hello  world", "", "<|endoftext|>"])
-    assert ids.dtype == np.uint32
+    assert ids.dtype in (np.int32, np.uint32)
     assert lengths.dtype == np.int64
     assert (lengths[1], lengths.sum()) == (0, len(ids))
     assert fast.decode(ids[: lengths[0]].tolist()) == "Hello  world"
@@ -373,8 +373,6 @@ def test_text_that_merges_to_a_control_piece_stays_text(sentences: list[str], tm
 def test_tokenizers_without_a_counterpart_are_refused(test_data: Path) -> None:
     with pytest.raises(NotAccelerated, match="gigatoken has no NullTokenizer"):
         accelerate(NullTokenizer(9))
-    with pytest.raises(NotAccelerated, match="no fast pretokenizer for"):
-        accelerate(build("bloom", test_data))
     with pytest.raises(NotAccelerated, match="model_type 'unigram'"):
         accelerate(build("unigram", test_data))
 
