@@ -1,13 +1,12 @@
 """A training step of ours beside transformers' and litgpt's: speed, memory, profile, waits and collectives.
 
     OMP_NUM_THREADS=2 python benchmarks/step.py
-    python benchmarks/step.py --device cuda --precisions bf16
-    python benchmarks/step.py --device cuda --models bloom --precisions bf16 --alone
+    python benchmarks/step.py --device cuda --sections rate profile counts
 
 Same shapes, same batch; forward, backward, clipping and fused AdamW with float32 weights; ours is the engine of a real
-run. Ours and one peer at a time alternate in one process. On a CPU: 34M parameters (8 layers, hidden 512), sequence
-512, batch 4. On CUDA: Llama 3.2 1B and Bloom 1.7B, sequence 4,096, the peers under torch.compile. Further flags are
-options of a run and change the shapes, as `--num-layers 4 --micro-batch-size 2`.
+run. All sides alternate in one process. On a CPU: 34M parameters (8 layers, hidden 512), sequence 512, batch 4. On
+CUDA: Llama 3.2 1B and Bloom 1.7B, sequence 4,096, the peers under torch.compile, one side after the other. Further
+flags are options of a run and change ours and the shapes, as `--num-layers 4 --micro-batch-size 2`.
 
 Sections: rate (tokens/s, ratio, MFU, peak memory, first and last loss), profile (the ten largest operators of each
 side), counts (waits and collectives of one of our steps), flat (time of a microbatch among 8 and among 64, and of a
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
+import importlib
 import os
 import re
 import statistics
@@ -40,6 +39,7 @@ from benchmarks.alternating import alternate, positive, quotients, spread
 if TYPE_CHECKING:
     from benchmarks.step_sides import Side, Workload
 
+PEER_NAMES = ("transformers", "litgpt")
 SECTIONS = ("rate", "profile", "counts", "flat")
 SMALL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --vocab-size 16384 "
@@ -61,6 +61,10 @@ def main() -> int:
     from megatron import accelerator
 
     device = accelerator.choose_device(options.device)
+    if options.precisions is None:
+        options.precisions = ["bf16"] if device == "cuda" else ["bf16", "fp32"]
+    if options.alone is None:
+        options.alone = device == "cuda"
     import torch
 
     from megatron.parallel.context import ParallelContext
@@ -75,8 +79,8 @@ def main() -> int:
     for model in options.models:
         for precision in options.precisions:
             work = workload(model, device, precision, flags)
-            for peer in _peers(options.peers, model):
-                _compare(work, ctx, peer, f"{model} {precision}", options, peak_tflops[precision])
+            peers = _peers(options.peers, model)
+            _compare(work, ctx, peers, f"{model} {precision}", options, peak_tflops[precision])
     if "flat" in options.sections:
         _flat(ctx, device)
     return 0
@@ -86,12 +90,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="A training step of ours beside its peers.", allow_abbrev=False)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--models", nargs="+", default=["llama", "bloom"], choices=("llama", "bloom"))
-    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32"))
-    parser.add_argument("--peers", nargs="*", default=["transformers", "litgpt"], choices=("transformers", "litgpt"))
+    parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp32"), help="default: bf16 fp32; on CUDA bf16")
+    parser.add_argument("--peers", nargs="*", default=list(PEER_NAMES), choices=PEER_NAMES)
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
     parser.add_argument("--rounds", type=positive, default=7, help="alternations (default: 7)")
     parser.add_argument("--steps", type=positive, default=2, help="steps a round (default: 2)")
-    parser.add_argument("--alone", action="store_true", help="one side in memory at a time: no alternation")
+    parser.add_argument(
+        "--alone",
+        action=argparse.BooleanOptionalAction,
+        help="one side in memory at a time, one after the other, instead of in turn (default: on CUDA)",
+    )
     parser.add_argument(
         "--peer-precision",
         choices=("masters", "autocast"),
@@ -119,51 +127,52 @@ def workload(model: str, device: str, precision: str, flags: list[str]) -> Workl
     return Workload(config, torch.randint(config.model.vocab_size, shape, generator=generator))
 
 
-def _peers(wanted: list[str], model: str) -> list[str | None]:
-    """The peers that are there, by name; [None]: ours is measured without any."""
-    found: list[str | None] = []
+def _peers(wanted: list[str], model: str) -> list[str]:
+    """The peers that are there, by name."""
+    found = []
     for name in wanted:
         if name == "litgpt" and model == "bloom":
             print("bloom: litgpt has no ALiBi")
-        elif importlib.util.find_spec(name) is None:
-            print(f"{model}: {name} is not installed; pip install {name}")
-        else:
+            continue
+        try:
+            importlib.import_module({"litgpt": "litgpt.model"}.get(name, name))
             found.append(name)
-    return found or [None]
+        except ImportError as error:
+            print(f"{model}: {name} cannot be imported ({error}); pip install {name}")
+    return found
 
 
-def _compare(work: Workload, ctx: Any, peer: str | None, title: str, options: Any, peak_tflops: float) -> None:
-    """Measure ours and one peer, and print all sections of both."""
+def _compare(work: Workload, ctx: Any, peers: list[str], title: str, options: Any, peak_tflops: float) -> None:
+    """Measure ours and its peers, and print all sections."""
     from benchmarks.step_sides import PEERS, Ours
 
     on_cuda = ctx.device.type == "cuda"
     is_compiled = on_cuda if options.compile_peers is None else options.compile_peers
-    is_autocast = options.peer_precision == "autocast"
     builders: dict[str, Callable[[], Side]] = {"ours": lambda: Ours(work, ctx)}
-    if peer is not None:
-        builders[peer] = lambda: PEERS[peer](work, ctx.device, is_compiled=is_compiled, is_autocast=is_autocast)
-    print(f"\n## {title}: {' and '.join(builders)}", flush=True)
+    for peer in peers:
+        how = {"is_compiled": is_compiled, "is_autocast": options.peer_precision == "autocast"}
+        builders[peer] = partial(PEERS[peer], work, ctx.device, **how)
+    print(f"\n## {title}: {', '.join(builders)}", flush=True)
     measured: dict[str, list[float]] = {}
     sides: dict[str, MeasuredSide] = {}
-    groups = [[name] for name in builders] if options.alone else [list(builders)]
-    for group in groups:
+    for group in [[name] for name in builders] if options.alone else [list(builders)]:
         live: dict[str, MeasuredSide] = {}
         for name in group:
             try:
-                live[name] = sides[name] = MeasuredSide(builders[name], work, on_cuda)
-            except RuntimeError as error:  # torch.OutOfMemoryError and the allocator's own
+                live[name] = MeasuredSide(builders[name], work, on_cuda)
+            except RuntimeError as error:  # torch.OutOfMemoryError is one
                 if "out of memory" not in str(error):
                     raise
-                print(f"{name}: out of memory ({str(error).splitlines()[0]})")
+                print(f"{name}: {str(error).splitlines()[0]}", flush=True)
+        sides |= live
         if "rate" in options.sections:
             rounds = {name: _timed(side, options.steps) for name, side in live.items()}
             measured |= alternate(rounds, options.rounds)
         for name, side in live.items():
             _show_details(name, side, options)
-        for side in live.values():
             side.close()
     if measured:
-        _show_rates(work, sides, measured, peak_tflops, peer)
+        _show_rates(work, sides, measured, peak_tflops)
 
 
 class MeasuredSide:
@@ -233,7 +242,7 @@ def _show_details(name: str, side: MeasuredSide, options: Any) -> None:
             print(f"  {milliseconds:9.2f} ms {share:6.1%} {calls:6d} x  {key[:70]}")
 
 
-def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float, peer: str | None) -> None:
+def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float) -> None:
     from megatron.planning.sizes import count_parameters, flops_per_token
 
     flops = flops_per_token(work.config)
@@ -250,11 +259,13 @@ def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float, p
             f"{name:14s} {spread(rates, 0):>26s} {statistics.median(times) * 1000:11.1f} {mfu:7.1%} "
             f"{sides[name].peak_bytes / 2**30:9.2f}  {sides[name].first_loss:.3f} to {sides[name].losses[-1]:.3f}"
         )
-    if peer in measured and "ours" in measured:
-        print(f"ours / {peer}: {spread(quotients(measured[peer], measured['ours']))} times the tokens/s", flush=True)
-        # what other processes of a busy machine disturb less
-        in_cpu = quotients(sides[peer].cpu_s, sides["ours"].cpu_s)
-        print(f"ours / {peer}: {spread(in_cpu)} times the tokens per second of processor time", flush=True)
+    for name in measured:
+        if name == "ours" or "ours" not in measured:
+            continue
+        # processor time: other work on a busy machine disturbs it less
+        in_cpu = spread(quotients(sides[name].cpu_s, sides["ours"].cpu_s))
+        ratio = spread(quotients(measured[name], measured["ours"]))
+        print(f"ours / {name}: {ratio} times the tokens/s; by processor time {in_cpu}", flush=True)
 
 
 def _flat(ctx: Any, device: str) -> None:

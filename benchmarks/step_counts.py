@@ -61,7 +61,10 @@ def _place(filename: str, line: int) -> str:
 
 
 def counted(call: Callable[[], Any]) -> Counts:
-    """Call, and return the counts. On the CPU nothing waits; what would wait on a device is counted all the same."""
+    """Call, on CUDA twice, and return the counts.
+
+    On the CPU nothing waits; what would wait on a device is counted all the same.
+    """
     from deepspeed.accelerator import get_accelerator
 
     counts = Counts()
@@ -78,20 +81,18 @@ def counted(call: Callable[[], Any]) -> Counts:
         stack.enter_context(patch.object(torch.Tensor, "tolist", noting("tolist", torch.Tensor.tolist)))
         stack.enter_context(patch.object(accelerator, "synchronize", noting("synchronize", accelerator.synchronize)))
         stack.enter_context(_Operators(counts))
-        if torch.cuda.is_available():
-            stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
-            caught = stack.enter_context(warnings.catch_warnings(record=True))
+        call()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-            stack.callback(_note_syncs, counts, caught)
-        call()
+            call()
+            torch.cuda.set_sync_debug_mode(before)
+        for warning in caught:
+            if "synchronizing" in str(warning.message):
+                counts.device_syncs[_place(warning.filename, warning.lineno)] += 1
     return counts
-
-
-def _note_syncs(counts: Counts, caught: list[warnings.WarningMessage]) -> None:
-    for warning in caught:
-        if "synchronizing" in str(warning.message):
-            counts.device_syncs[_place(warning.filename, warning.lineno)] += 1
 
 
 def largest_operators(call: Callable[[], Any], number: int = 10) -> list[tuple[str, float, float, int]]:
