@@ -23,6 +23,7 @@ from megatron.descriptors import limit_fault
 from megatron.exit_codes import DONE, REFUSED
 from megatron.observability.wandb_log import check_wandb
 from megatron.resilience.shutdown import Signals
+from megatron.training.deepspeed_json import check_values
 
 if TYPE_CHECKING:
     from megatron.observability.metrics import MetricsLog
@@ -41,7 +42,7 @@ def main(arguments: list[str], signals: Signals) -> None:
     if os.environ.get("RANK", "0") == "0":
         for line in idle(config):
             print_error(f"WARNING: {line}")
-    check_deepspeed(config)
+    settings = check_deepspeed(config)
     check_wandb(config)
 
     import torch.distributed as dist
@@ -50,6 +51,8 @@ def main(arguments: list[str], signals: Signals) -> None:
 
     device = accelerator.choose_device(config.parallel.device)  # before anything imports deepspeed
     accelerator.check_precision(device, config.training.precision)
+    if config.training.deepspeed_config is not None:
+        check_values(settings, config.training.deepspeed_config)
     if config.training.deterministic:
         accelerator.set_deterministic(device)
     if fault := limit_fault(device, int(os.environ.get("WORLD_SIZE", "1")), len(config.data.prefixes)):
@@ -247,13 +250,13 @@ def open_log(
     )
 
 
-def check_deepspeed(config: Config) -> None:
-    """Raise ConfigError for a DeepSpeed JSON that is missing or contradicts the config, before any rank joins."""
+def check_deepspeed(config: Config) -> dict[str, Any]:
+    """Return DeepSpeed's settings. Raises ConfigError for a JSON that is missing or contradicts the config."""
     from megatron.training.deepspeed_config import deepspeed_config
 
     model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     data_size = int(os.environ.get("WORLD_SIZE", "1")) // model_ranks
-    deepspeed_config(config, data_size)
+    return deepspeed_config(config, data_size)
 
 
 def announce(ctx: ParallelContext, text: str) -> None:

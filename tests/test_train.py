@@ -106,7 +106,7 @@ def test_bad_input_is_refused_on_every_rank_and_writes_nothing(
     (tmp_path / "stray").mkdir()
     (tmp_path / "stray" / "notes.txt").write_text("no checkpoint here")
     (tmp_path / "clash.json").write_text('{"zero_optimization": {"stage": 2}}')
-    (tmp_path / "ours.json").write_text('{"optimizer": {"type": "Adam"}}')
+    (tmp_path / "ours.json").write_text('{"optimizer": {"type": "Lamb"}, "zero_optimisation": {}}')
     results = tmp_path / "results"
     flags = flags.format(tmp=tmp_path, data=data) + f" --results-dir {results} --save {tmp_path / 'saved'}"
     if "--train-samples" not in flags:

@@ -86,7 +86,8 @@ class TrainingConfig:
     deterministic: bool = False
     """Use deterministic algorithms of torch and of the HPU."""
     deepspeed_config: str | None = None
-    """JSON file to merge into the DeepSpeed configuration. A key that contradicts this config is an error."""
+    """JSON file to merge into the DeepSpeed configuration. A key that DeepSpeed does not read, or that contradicts this
+    config, is an error; "auto" leaves a value to this config."""
     exit_duration_in_mins: PositiveFloat | None = None
     """Save and exit after the first step that ends this many minutes or more after the process started, by the clock of
     rank 0. Leave time for one more step and a save before a scheduler's limit."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from megatron.config.options import Config, ConfigError
-
-OURS = ("optimizer", "scheduler", "gradient_accumulation_steps", "train_batch_size")
-"""Sections that this project sets by its own options."""
+from megatron.training.deepspeed_json import merge
 
 
 def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
@@ -55,18 +51,7 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
             "loss_scale_window": training.loss_scale_window,
             "hysteresis": training.hysteresis,
         }
-    if training.deepspeed_config is None:
-        return made
-    extra = _read_json(training.deepspeed_config)
-    faults = [
-        f"{training.deepspeed_config}: {name!r} is set by this config's own options; remove it"
-        for name in OURS
-        if name in extra
-    ]
-    faults += _contradictions(made, {k: v for k, v in extra.items() if k not in OURS}, training.deepspeed_config)
-    if faults:
-        raise ConfigError(faults)
-    return _merged(made, extra)
+    return merge(made, config, data_parallel_size)
 
 
 def _power_of_two(scale: float) -> int:
@@ -74,35 +59,3 @@ def _power_of_two(scale: float) -> int:
     if 2.0**power != scale:
         raise ConfigError([f"initial_loss_scale={scale} must be a power of two, such as 65536"])
     return power
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    try:
-        extra = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError([f"deepspeed_config={path!r} cannot be read: {error.strerror}"]) from None
-    except ValueError as error:
-        raise ConfigError([f"deepspeed_config={path!r} is not JSON: {error}"]) from None
-    if not isinstance(extra, dict):
-        raise ConfigError([f"deepspeed_config={path!r} holds {type(extra).__name__}; it must be an object"])
-    return extra
-
-
-def _contradictions(made: dict[str, Any], extra: dict[str, Any], where: str) -> list[str]:
-    faults = []
-    for name, value in extra.items():
-        if name not in made:
-            continue
-        if isinstance(made[name], dict) and isinstance(value, dict):
-            faults += _contradictions(made[name], value, f"{where}: {name}")
-        elif made[name] != value:
-            faults.append(f"{where}: {name}={value!r} contradicts this config, which sets {made[name]!r}; remove it")
-    return faults
-
-
-def _merged(made: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    result = dict(made)
-    for name, value in extra.items():
-        both = isinstance(value, dict) and isinstance(made.get(name), dict)
-        result[name] = _merged(made[name], value) if both else value
-    return result
