@@ -82,7 +82,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     check_numbers(parser, arguments)
     check_input_flags(parser, arguments)
+    check_keys(parser, arguments.json_keys)
     return arguments
+
+
+def check_keys(parser: argparse.ArgumentParser, keys: Sequence[str]) -> None:
+    """Exit with a message for a key that cannot be part of a file's name."""
+    wrong = next((key for key in keys if "/" in key), None)
+    if wrong is not None:
+        parser.error(
+            f"--json-keys {wrong}: the files are named PREFIX_KEY_document, so a key must not contain /; rename the key"
+        )
 
 
 def check_numbers(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

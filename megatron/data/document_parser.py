@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +21,11 @@ if TYPE_CHECKING:
     import pyarrow
 
 OnBadLine = Literal["fail", "skip"]
+
+LONGEST_INTEGER = 4000
+"""Digits of an integer that is read exactly; Python refuses more than 4,300."""
+_LONG_INTEGER = re.compile(rb"\d{20}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass
@@ -66,53 +75,153 @@ def parse(block: Block, keys: Sequence[str]) -> Parsed:
 
 def _texts_of_clean_lines(lines: Sequence[bytes], key: str) -> list[str] | None:
     """Return the texts of lines without a fault, fast; None if there may be one."""
-    quoted = b'"%s"' % key.encode()
+    names = [b'"%s"' % name.encode() for name in _names_of(key)]
     loads = orjson.loads
     try:
-        texts = [loads(line)[key] for line in lines]
-    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+        if "." in key:
+            texts = [value_at(loads(line), key) for line in lines]
+        else:
+            texts = [loads(line)[key] for line in lines]
+    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError):
         return None
-    # the key's name may occur in the text itself, or twice in the object
-    if set(map(type, texts)) != {str} or any(line.count(quoted) > 1 for line in lines):
+    # a name may occur in the text itself, or twice in the object
+    if set(map(type, texts)) != {str} or any(line.count(name) > 1 for name in names for line in lines):
         return None
     return texts
 
 
 def _texts_of_line(line: bytes, keys: Sequence[str]) -> list[str]:
-    row = object_of_line(line, f'{{"{keys[0]}": ...}}')
+    row = object_of_line(line, f'{{"{keys[0]}": ...}}', keys)
+    if any(line.count(b'"%s"' % name.encode()) > 1 for key in keys for name in _names_of(key)):
+        row = _parse_exactly(line)
+    texts = []
     for key in keys:
-        if key not in row:
-            raise DataError(f"no key {key!r}; the line has {', '.join(map(repr, row)) or 'none'} (see --json-keys)")
-        if not isinstance(row[key], str):
-            raise DataError(f"the value of {key!r} is a JSON {_json_type(row[key])}, not a string")
-    if any(line.count(b'"%s"' % key.encode()) > 1 for key in keys):
-        _check_keys_are_unique(line, keys)
-    return [row[key] for key in keys]
+        try:
+            text = value_at(row, key)
+        except KeyError:
+            found = ", ".join(map(repr, _names_near(row, key))) or "none"
+            raise DataError(f"no key {key!r}; the line has {found} (see --json-keys)") from None
+        if not isinstance(text, str):
+            raise DataError(f"the value of {key!r} is a JSON {_json_type(text)}, not a string")
+        texts.append(text)
+    return texts
 
 
-def object_of_line(line: bytes, example: str) -> dict[str, Any]:
-    """Return the JSON object in a line. Raises DataError, which shows `example`, or UnicodeDecodeError."""
+def value_at(row: dict[str, Any], key: str) -> Any:
+    """Return the value under a key. Each dot steps into an object, unless the object has a name with that dot in it.
+
+    Raises KeyError, or DataError if a name on the way occurs twice.
+    """
+    if key in row:
+        if isinstance(row, _Repeating) and key in row.repeated:
+            raise DataError(f"the key {key!r} occurs {row.repeated[key]} times in the line; one of them would be lost")
+        return row[key]
+    for dot in (i for i, character in enumerate(key) if character == "."):
+        name, rest = key[:dot], key[dot + 1 :]
+        if isinstance(row.get(name), dict):
+            try:
+                return value_at(value_at(row, name), rest)
+            except KeyError:
+                continue
+    raise KeyError(key)
+
+
+def _names_of(key: str) -> list[str]:
+    """Return the names that may lead to a value: of `a.b` these are a.b, a and b."""
+    parts = key.split(".")
+    return [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
+
+
+def _names_near(row: dict[str, Any], key: str) -> Iterator[str]:
+    """Yield the keys of a row, those of an object that `key` steps into by their path."""
+    for name, value in row.items():
+        if isinstance(value, dict) and key.startswith(f"{name}."):
+            yield from (f"{name}.{inner}" for inner in value)
+        else:
+            yield name
+
+
+def object_of_line(line: bytes, example: str, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON object in a line. Raises DataError, which shows `example`, or UnicodeDecodeError.
+
+    Values that are not under `keys` may hold NaN, numbers of any size and unpaired surrogates.
+    """
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        line.decode("utf-8")
-        raise DataError(
-            f"the line is not JSON ({_json_fault(line, error)}); every line must be one JSON object"
-        ) from None
+        row = _parse_exactly(line, error)
+        for key in keys if isinstance(row, dict) else ():
+            with contextlib.suppress(KeyError):
+                _check_usable(value_at(row, key), key)
+    else:
+        if _LONG_INTEGER.search(line):  # orjson rounds it
+            row = _parse_exactly(line)
     if not isinstance(row, dict):
         raise DataError(f"the line is a JSON {_json_type(row)}, not an object such as {example}")
     return row
 
 
-def _check_keys_are_unique(line: bytes, keys: Sequence[str]) -> None:
-    objects: list[list[tuple[str, Any]]] = []
-    json.loads(line, object_pairs_hook=objects.append)
-    outermost = [name for name, _ in objects[-1]]  # an object is reported after those inside it
-    for key in keys:
-        if outermost.count(key) > 1:
+def _check_usable(value: Any, key: str) -> None:
+    """Raise DataError for a value of _parse_exactly with something in it that no text can hold."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, _NoNumber):
+            raise DataError(f"the value of {key!r} holds {value.text[:20]}, which is not a number in JSON; write null")
+        elif isinstance(value, str) and (place := _SURROGATE.search(value)):
             raise DataError(
-                f"the key {key!r} occurs {outermost.count(key)} times in the line; one of them would be lost"
+                f"the value of {key!r} holds the unpaired surrogate U+{ord(place[0]):04X}, which is half a character; "
+                "correct the text, or leave it out"
             )
+
+
+class _Repeating(dict[str, Any]):
+    """A JSON object in which a name occurs more than once."""
+
+    repeated: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _NoNumber:
+    """A number without a value: NaN, an infinity, or one beyond the range of floats."""
+
+    text: str
+
+
+def _parse_exactly(line: bytes, error: orjson.JSONDecodeError | None = None) -> Any:
+    """Return the JSON value in a line: integers exact, repeated names as _Repeating, odd numbers as _NoNumber.
+
+    Raises DataError, with the words of orjson's error, or UnicodeDecodeError.
+    """
+    try:
+        return json.loads(
+            line.decode("utf-8"),
+            object_pairs_hook=_object_of,
+            parse_float=_float_of,
+            parse_int=lambda digits: int(digits) if len(digits) <= LONGEST_INTEGER else _NoNumber(digits),
+            parse_constant=_NoNumber,
+        )
+    except (json.JSONDecodeError, RecursionError):
+        fault = _json_fault(line, error) if error else "nested too deeply"
+        raise DataError(f"the line is not JSON ({fault}); every line must be one JSON object") from None
+
+
+def _float_of(digits: str) -> float | _NoNumber:
+    value = float(digits)
+    return value if math.isfinite(value) else _NoNumber(digits)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    repeating = _Repeating(found)
+    repeating.repeated = {name: count for name, count in Counter(name for name, _ in pairs).items() if count > 1}
+    return repeating
 
 
 def _json_fault(line: bytes, error: orjson.JSONDecodeError) -> str:
@@ -120,9 +229,6 @@ def _json_fault(line: bytes, error: orjson.JSONDecodeError) -> str:
         return "it is all NUL bytes, as after a crash while it was written"
     if line.lstrip().startswith(b"[") and error.pos >= len(line.rstrip()):
         return "it begins a JSON array over several lines; convert it with `jq -c '.[]'`"
-    for word in (b"NaN", b"Infinity"):
-        if line[error.pos :].lstrip(b"-").startswith(word) or line[max(0, error.pos - 1) :].startswith(word):
-            return f"{word.decode()} is not a JSON number, write null"
     return str(error)
 
 

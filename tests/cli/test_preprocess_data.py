@@ -146,7 +146,7 @@ BAD_LINES = {
     "null": (b'{"text": null}', "JSON null"),
     "number": (b'{"text": 1}', "JSON number"),
     "bad UTF-8": (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
-    "unpaired surrogate": (b'{"text": "\\ud800"}', "not JSON"),
+    "unpaired surrogate": (b'{"text": "\\ud800"}', "the unpaired surrogate U+D800"),
     "deep": (b'{"text": ' + b"[" * 5000, "not JSON"),
     "refused by the tokenizer": (b'{"text": "1001"}', "id 1001 is outside"),
 }
@@ -426,3 +426,17 @@ def test_a_bad_line_stops_the_training_of_a_tokenizer(tmp_path: Path, capsys: py
     assert "in.jsonl:2: the value of 'text' is a JSON number" in capsys.readouterr().err
     assert not (tmp_path / "tok").exists()
     assert train(*arguments, "--on-bad-line", "skip") == 0
+
+
+def test_a_nested_key_gives_a_dataset_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"meta": {"text": "1 2"}}\n{"meta": {"text": "3", "score": NaN}}\n')
+    arguments = ("--input", tmp_path / "in.jsonl", "--json-keys", "meta.text", "--output-prefix", tmp_path / "out")
+    assert preprocess(*arguments, *NULL) == 0
+    assert documents(tmp_path / "out_meta.text_document") == [[1, 2], [3]]
+
+
+def test_a_key_that_would_name_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        preprocess("--input", tmp_path, "--json-keys", "a/b", "--output-prefix", tmp_path / "out", *NULL)
+    assert exit_info.value.code == 2
+    assert "--json-keys a/b: the files are named PREFIX_KEY_document" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.chat.conversation import BadRow, Chat, parse_row
+from megatron.data.chat.conversation import ROW_KEYS, BadRow, Chat, parse_row
 from megatron.data.chat.encoder import ChatCounts, ChatEncoder, Sample
 from megatron.data.chat.job import BadRows, ChatJob, prepare_chats
 from megatron.data.document_blocks import Block, Fault
@@ -101,7 +101,7 @@ def _rows(block: Block) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[in
             num_blank += 1
             continue
         try:
-            rows.append((number, object_of_line(line, '{"messages": [...]}')))
+            rows.append((number, object_of_line(line, '{"messages": [...]}', ROW_KEYS)))
         except UnicodeDecodeError as error:
             problems.append((number, "not JSON", f"byte {error.start} is not UTF-8; convert the file"))
         except DataError as error:

@@ -30,6 +30,8 @@ _EXCLUDING_FLAGS = {"weight", "mask"}
 """Flags that only exclude a turn: `weight: 1` trains no message of the user."""
 _PARTS_FLAGS = ("train_detail", "training_detail")
 """Keys under which Axolotl trains a part of a content. Refused, since the whole turn would be trained."""
+ROW_KEYS = ("messages", "unmask", "chat_template_kwargs", "tools", "functions", "documents")
+"""The keys of a row that are read."""
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 _TURNS_OF_PRETRAINING = (
