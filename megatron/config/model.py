@@ -13,7 +13,7 @@ from megatron.config.types import STRICT, Positive, PositiveFloat, Probability
 NOT_COMPUTED = frozenset(
     {
         "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std", "attention_backend",
-        "use_fast_softmax", "use_fused_rmsnorm", "freeze",
+        "kernels", "use_fast_softmax", "use_fused_rmsnorm", "freeze",
     }
 )  # fmt: skip
 """Options that leave the function of given weights as it is: padding, dropout, start, kernels, and what is trained.
@@ -71,9 +71,13 @@ class ModelConfig:
     """Dropout of the attention probabilities."""
     init_method_std: PositiveFloat = 0.02
     """Standard deviation of the normal initialisation; for residual projections it is divided by sqrt(2 num_layers)."""
+    kernels: Literal["auto", "plain", "fused"] = "auto"
+    """Form of rotary embedding, SwiGLU, RMSNorm, dropout with residual, and attention. `plain`: torch's operators, the
+    reference. `fused`: compiled by torch.compile on CUDA and CPU, Habana's on HPU. `auto`: as fused, but on CPU
+    operators that need no compiler. docs/kernels.md has the table."""
     attention_backend: Literal["auto", "sdpa", "flex", "fused_hpu"] = "auto"
     """Attention kernel. `sdpa`: torch's. `flex`: flex_attention, CUDA only. `fused_hpu`: Habana's FusedSDPA. `auto`:
-    fused_hpu on HPU, flex on CUDA for ALiBi or packed documents, otherwise sdpa."""
+    fused_hpu on HPU, flex on CUDA for ALiBi or packed documents, otherwise and with `kernels=plain` sdpa."""
     use_fast_softmax: bool = False
     """Use the fast softmax of Habana's FusedSDPA. HPU only."""
     use_fused_rmsnorm: bool = True

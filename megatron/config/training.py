@@ -82,7 +82,7 @@ class TrainingConfig:
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass: none, the attention core, or whole transformer layers."""
     torch_compile: bool = False
-    """Compile each layer with torch.compile."""
+    """Compile each transformer layer with torch.compile, by the device's own backend."""
     deterministic: bool = False
     """Use deterministic algorithms of torch and of the HPU."""
     deepspeed_config: str | None = None

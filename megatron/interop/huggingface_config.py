@@ -159,7 +159,14 @@ def config_of(
 # ---------------------------------------------------------------------------------------------------------------------
 # A run's options from a folder
 
-_OF_THE_RUN = ("freeze", "make_vocab_size_divisible_by", "attention_backend", "use_fast_softmax", "use_fused_rmsnorm")
+_OF_THE_RUN = (
+    "freeze",
+    "make_vocab_size_divisible_by",
+    "attention_backend",
+    "kernels",
+    "use_fast_softmax",
+    "use_fused_rmsnorm",
+)
 _ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
 
 

@@ -67,7 +67,7 @@ def compare_logits(source: ModelWeights, result: ModelWeights, precision: Precis
 def our_logits(side: ModelWeights, tokens_BS: Tensor, precision: Precision) -> Tensor:
     """Return our model's logits [B, S, vocabulary], from the weights rounded to `precision`."""
     ctx = ParallelContext.single()
-    plain = dataclasses.replace(side.config.model, attention_backend="sdpa")
+    plain = dataclasses.replace(side.config.model, attention_backend="sdpa", kernels="plain")
     config = Config(model=plain, training=TrainingConfig(seq_length=side.config.training.seq_length))
     model = SequentialModel(build_layers(config, ctx)).eval()
     parameters = dict(named_parameters(model))

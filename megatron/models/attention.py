@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron.config.options import Config, ConfigError, ModelConfig
 from megatron.config.plugins import load_task
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.kernels import choose_kernels
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mappings import gather_channels
 from megatron.parallel.shards import Shards
@@ -81,26 +82,20 @@ class RotaryEmbedding:
         self._table: tuple[Tensor, Tensor] | None = None
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [length, d] float32; both halves of the channels turn alike."""
+        """cos and sin of each pair of channels, each [length, d/2] float32."""
         if self._table is None or self._table[0].shape[0] < length or self._table[0].device != device:
-            angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies)
-            angles = torch.cat([angles, angles], dim=-1).to(device)
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies).to(device)
             self._table = angles.cos(), angles.sin()
         cos, sin = self._table
         return cos[:length], sin[:length]
 
-    def rotate(self, x_SBnd: Tensor, packing: Packing | None) -> Tensor:
-        """Turn the channel pairs (i, i + d/2) of each token by its position."""
-        length = x_SBnd.shape[0]
+    def angles(self, length: int, device: torch.device, packing: Packing | None) -> tuple[Tensor, Tensor]:
+        """cos and sin of each token, each [S, 1 or B, 1, d/2] float32."""
+        cos, sin = self.table(length, device)
         if packing is None:
-            cos, sin = (part[:, None, None] for part in self.table(length, x_SBnd.device))
-        else:
-            positions_SB = packing.positions_BS.t()
-            cos, sin = (part[positions_SB].unsqueeze(2) for part in self.table(length, x_SBnd.device))
-        # in float32: bfloat16 cannot hold the angles' cosines of long contexts apart
-        x = x_SBnd.float()
-        first, second = x.chunk(2, dim=-1)
-        return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x_SBnd.dtype)
+            return cos[:, None, None], sin[:, None, None]
+        positions_SB = packing.positions_BS.t()
+        return cos[positions_SB].unsqueeze(2), sin[positions_SB].unsqueeze(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,17 +155,17 @@ class SDPAttention:
     """torch's scaled_dot_product_attention; causal without a mask where neither documents nor ALiBi need one.
 
     `by_document`: one call for each document of a packed row, which costs the squares of their lengths rather than of
-    the row's. For the CPU: it looks at `starts_BS` on the host, where it would have to wait for a device.
+    the row's. For the CPU: it looks at `starts_BS` on the host, where it would have to wait for a device. `repeats`:
+    repeat key/value heads in memory for their groups of query heads, also where the kernel takes fewer.
     """
 
-    def __init__(self, slopes: Tensor | None, *, by_document: bool = False) -> None:
+    def __init__(self, slopes: Tensor | None, *, by_document: bool = False, repeats: bool = False) -> None:
         self.masks = AttentionMask(slopes)
-        self._by_document = by_document
+        self._by_document, self._repeats = by_document, repeats
         self._key: tuple[Tensor, int] | None = None
         self._documents: list[list[_Place]] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
-        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         if packing is None or not self._by_document or q.shape[2] != k.shape[2]:
             return self._attend(q, k, v, self.masks.get(packing, q.shape[2], k.shape[2], q.dtype, q.device), dropout)
         documents = self._documents_of(packing)
@@ -189,14 +184,25 @@ class SDPAttention:
         length = place.end - place.begin
         part = (slice(row, row + 1), slice(None), slice(place.begin, place.end))
         if place.is_single:  # all attention is on the token itself
-            return v[part] * F.dropout(v.new_ones(1, v.shape[1], length, 1), dropout) if dropout else v[part]
+            value = repeat_heads(v[part], q.shape[1])
+            return value * F.dropout(v.new_ones(1, q.shape[1], length, 1), dropout) if dropout else value
         own = None if mask is None else mask[..., :length, :length]
         return self._attend(q[part], k[part], v[part], own, dropout)
 
-    @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and not self._takes_groups(q, mask):
+            k, v, grouped = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
         causal = _is_causal(q, k, mask)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+        )
+
+    def _takes_groups(self, q: Tensor, mask: Tensor | None) -> bool:
+        """torch has a kernel that reads fewer key/value heads as they are; elsewhere its plain math would run."""
+        if self._repeats:
+            return False
+        return q.device.type == "cpu" or (mask is None and q.dtype in (torch.bfloat16, torch.float16))
 
     def _documents_of(self, packing: Packing) -> list[list[_Place]]:
         """Return the documents of each row. Kept for the next layers, which need the same."""
@@ -296,7 +302,6 @@ class FusedHPUAttention:
         mask = self._masks.get(packing, q.shape[2], k.shape[2], q.dtype, q.device)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
-        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         return self._kernel.apply(q, k, v, mask, dropout, _is_causal(q, k, mask), None, self._softmax_mode)
 
 
@@ -306,11 +311,13 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
     if model.position_embedding_type == "alibi":
         own = ctx.slice_size(model.num_attention_heads)
         slopes = alibi_slopes(model.num_attention_heads)[ctx.tensor_rank * own : (ctx.tensor_rank + 1) * own]
-    backend = model.attention_backend
+    backend, device = model.attention_backend, ctx.device.type
+    if backend == "auto" and model.kernels == "plain":
+        backend = "sdpa"
     if backend == "auto":
         wants_mask = slopes is not None or packed
-        on_cuda = ctx.device.type == "cuda" and wants_mask and model.attention_dropout == 0
-        backend = "fused_hpu" if ctx.device.type == "hpu" else "flex" if on_cuda else "sdpa"
+        on_cuda = device == "cuda" and wants_mask and model.attention_dropout == 0
+        backend = "fused_hpu" if device == "hpu" else "flex" if on_cuda else "sdpa"
     if backend == "flex" and model.attention_dropout > 0:
         raise ConfigError(
             [
@@ -320,20 +327,23 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
         )
     if backend == "fused_hpu":
         return FusedHPUAttention(slopes, fast_softmax=model.use_fast_softmax)
-    return FlexAttention(slopes) if backend == "flex" else SDPAttention(slopes, by_document=ctx.device.type == "cpu")
+    if backend == "flex":
+        return FlexAttention(slopes)
+    return SDPAttention(slopes, by_document=device == "cpu", repeats=model.kernels == "plain" or device == "hpu")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Shared:
-    """Config and context of a model's layers, and what they share on one rank: the kernel and the rotary table.
+    """Config and context of a model's layers, and what they share on one rank: kernels and the rotary table.
 
     Made before any layer: where ZeRO-3 builds the layers, new constants would be rounded to 16 bits.
     """
 
     def __init__(self, config: Config, ctx: ParallelContext) -> None:
         self.config, self.ctx = config, ctx
+        self.kernels = choose_kernels(config, ctx.device)
         self.kernel = build_kernel(config.model, ctx, packed=load_task(config).packs_documents)
         self.rotary = RotaryEmbedding(config.model) if config.model.position_embedding_type == "rope" else None
 
@@ -380,7 +390,8 @@ class SelfAttention(nn.Module):
     def _core(self, q_SBnd: Tensor, k_SBkd: Tensor, v_SBkd: Tensor, packing: Packing | None) -> Tensor:
         """Heads in, context out: [S, B, n, d] -> [S, B, n d]."""
         if self.shared.rotary is not None:
-            q_SBnd, k_SBkd = self.shared.rotary.rotate(q_SBnd, packing), self.shared.rotary.rotate(k_SBkd, packing)
+            angles = self.shared.rotary.angles(q_SBnd.shape[0], q_SBnd.device, packing)
+            q_SBnd, k_SBkd = self.shared.kernels.rotate(q_SBnd, k_SBkd, *angles)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBnd, k_SBkd, v_SBkd))
         dropout = self.dropout if self.training else 0.0
         if dropout:

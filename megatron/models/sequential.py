@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
@@ -25,7 +26,11 @@ class _Layer(LayerSpec):
         self.layer, self.shared = layer, shared
 
     def build(self, log: bool = False) -> nn.Module:
-        return self.layer.module(self.shared)
+        module = self.layer.module(self.shared)
+        if self.shared.config.training.torch_compile and self.layer.number is not None:
+            # the device's own backend: torch's default does not support HPU
+            module.compile(backend=get_accelerator().get_compile_backend())
+        return module
 
 
 class _TiedLayer(_Layer, TiedLayerSpec):

@@ -8,6 +8,7 @@ Every module is given its `Shards` and what the layers share, and allocates what
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -114,12 +115,12 @@ class SwigluMLP(nn.Module):
 
     def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__()
+        self.swiglu = shared.kernels.swiglu
         self.gate_up = ColumnParallelLinear(shards.below("gate_up"), shared.ctx)
         self.down = RowParallelLinear(shards.below("down"), shared.ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.swiglu(self.gate_up(hidden)))
 
 
 class FinalLayerNorm(LayerNorm):
@@ -141,10 +142,7 @@ def layer_norm(shards: Shards, shared: Shared, module: type[LayerNorm] = LayerNo
 
 
 def rms_norm(shards: Shards, shared: Shared, module: type[RMSNorm] = RMSNorm) -> RMSNorm:
-    """RMSNorm, fused where the device is HPU and the config wants it."""
-    model = shared.config.model
-    fused = shared.ctx.device.type == "hpu" and model.use_fused_rmsnorm
-    return module(shards, model.norm_epsilon, shared.ctx, fused_hpu=fused)
+    return module(shards, shared.config.model.norm_epsilon, shared.ctx, kernels=shared.kernels)
 
 
 final_layer_norm = partial(layer_norm, module=FinalLayerNorm)
@@ -159,6 +157,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.probability = shared.ctx, shared.config.model.hidden_dropout
+        self.dropout_add = shared.kernels.dropout_add
         self.recompute_all = shared.config.training.recompute_granularity == "full"
         self.attention_norm = norm(shards.below("attention_norm"), shared)
         self.attention = attention(shards.below("attention"), shared)
@@ -172,12 +171,14 @@ class TransformerLayer(nn.Module):
         return repack(self._layer(hidden, packing), stream)
 
     def _layer(self, hidden: Tensor, packing: Packing | None) -> Tensor:
-        hidden = hidden + self._drop(self.attention(self.attention_norm(hidden), packing))
-        return hidden + self._drop(self.mlp(self.mlp_norm(hidden)))
+        hidden = self._add(hidden, self.attention(self.attention_norm(hidden), packing))
+        return self._add(hidden, self.mlp(self.mlp_norm(hidden)))
 
-    def _drop(self, branch: Tensor) -> Tensor:
-        sharded = self.ctx.sequence_parallel
-        return dropout(branch, self.probability, self.training, self.ctx.streams, sharded=sharded)
+    def _add(self, hidden: Tensor, branch: Tensor) -> Tensor:
+        if not self.training or self.probability == 0.0:
+            return hidden + branch
+        with self.ctx.streams.sharded() if self.ctx.sequence_parallel else nullcontext():
+            return self.dropout_add(branch, hidden, self.probability)
 
 
 def project_tied(module: WordEmbedding, stream: Stream) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.kernels import PLAIN, Kernels
 from megatron.parallel.mappings import reduce_from_tensor_region, reduce_scatter_to_sequence
 from megatron.parallel.shards import Shards, alias, shard_of
 
@@ -61,14 +62,10 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, the mean square in float32. Source: Zhang and Sennrich 2019 (arXiv:1910.07467)."""
 
-    def __init__(self, shards: Shards, epsilon: float, ctx: ParallelContext, *, fused_hpu: bool = False) -> None:
+    def __init__(self, shards: Shards, epsilon: float, ctx: ParallelContext, *, kernels: Kernels = PLAIN) -> None:
         super().__init__()
-        self.epsilon, self.fused_hpu = epsilon, fused_hpu
+        self.epsilon, self.kernels = epsilon, kernels
         self.weight = shards.allocate("weight", ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.fused_hpu:
-            from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
-
-            return FusedRMSNorm.apply(hidden, self.weight, self.epsilon)
-        return F.rms_norm(hidden, hidden.shape[-1:], self.weight, self.epsilon)
+        return self.kernels.rms_norm(hidden, self.weight, self.epsilon)

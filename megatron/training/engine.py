@@ -227,7 +227,7 @@ class PipelineEngine(Engine):
 
     @property
     def called_module(self) -> nn.Module:
-        return self.module  # the pipeline engine calls it itself; compiled are the layers in it
+        return self.module  # the pipeline engine calls it itself
 
     def _train(self, batches: Iterator[tuple[Any, Any]]) -> Tensor:
         return self.deepspeed.train_batch(batches)  # type: ignore[no-any-return]
@@ -257,7 +257,7 @@ class SequentialEngine(Engine):
 
     @property
     def called_module(self) -> nn.Module:
-        return self.deepspeed  # type: ignore[no-any-return]  # called itself; it may compile its module with all hooks
+        return self.deepspeed  # type: ignore[no-any-return]  # called itself
 
     def _train(self, batches: Iterator[tuple[Any, Any]]) -> Tensor:
         engine, steps = self.deepspeed, self.deepspeed.gradient_accumulation_steps()
@@ -342,8 +342,6 @@ def build_engine(
     if config.uses_pipeline and engine.steps_per_print() is None:
         # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
         engine.timers = NoopTimer()
-    if config.training.torch_compile:
-        engine.module.compile()
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
     return cls(engine, config, ctx, task, losses, detector)
 

@@ -24,6 +24,7 @@ from megatron.models.attention import (
     rotary_frequencies,
 )
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.kernels import EAGER
 
 CPU = torch.device("cpu")
 S, B, HEADS, HEAD_SIZE = 12, 2, 4, 8
@@ -93,13 +94,18 @@ def test_rotary_frequencies_equal_transformers(preset: str) -> None:
     torch.testing.assert_close(rotary_frequencies(model), expected, rtol=2e-6, atol=0)
 
 
-def rope(head_size: int = HEAD_SIZE) -> RotaryEmbedding:
-    return RotaryEmbedding(ModelConfig(position_embedding_type="rope", kv_channels=head_size))
+def rope() -> RotaryEmbedding:
+    return RotaryEmbedding(ModelConfig(position_embedding_type="rope", kv_channels=HEAD_SIZE))
+
+
+def rotated(x: Tensor, packing: Packing | None, rotary: RotaryEmbedding | None = None) -> Tensor:
+    """x [S, B, heads, d] turned as queries are."""
+    return EAGER.rotate(x, x, *(rotary or rope()).angles(x.shape[0], CPU, packing))[0]
 
 
 def test_rotation_turns_pairs_by_their_position() -> None:
     x = random(S, B, HEADS, HEAD_SIZE)
-    turned = rope().rotate(x, None)
+    turned = rotated(x, None)
     pairs = torch.complex(x[..., : HEAD_SIZE // 2].double(), x[..., HEAD_SIZE // 2 :].double())
     angles = torch.arange(S).double()[:, None] * 10000.0 ** (-torch.arange(0, HEAD_SIZE, 2).double() / HEAD_SIZE)
     expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, None]
@@ -107,35 +113,35 @@ def test_rotation_turns_pairs_by_their_position() -> None:
 
 
 def test_rotation_by_packed_positions_equals_each_document_alone() -> None:
-    rotary, x = rope(), random(S, B, HEADS, HEAD_SIZE)
-    turned = rotary.rotate(x, packing_of(PACKED))
-    torch.testing.assert_close(turned[:5, 0], rotary.rotate(x[:5, :1], None)[:, 0])
-    torch.testing.assert_close(turned[6:, 0], rotary.rotate(x[6:, :1], None)[:, 0])
-    torch.testing.assert_close(turned[:, 1], rotary.rotate(x[:, 1:], None)[:, 0])
+    x = random(S, B, HEADS, HEAD_SIZE)
+    turned = rotated(x, packing_of(PACKED))
+    torch.testing.assert_close(turned[:5, 0], rotated(x[:5, :1], None)[:, 0])
+    torch.testing.assert_close(turned[6:, 0], rotated(x[6:, :1], None)[:, 0])
+    torch.testing.assert_close(turned[:, 1], rotated(x[:, 1:], None)[:, 0])
 
 
 def test_rotary_table_grows() -> None:
     rotary, x = rope(), random(S, B, HEADS, HEAD_SIZE)
-    first = rotary.rotate(x[:3], None)
-    whole = rotary.rotate(x, None)
-    torch.testing.assert_close(whole, rope().rotate(x, None), rtol=0, atol=0)
+    first = rotated(x[:3], None, rotary)
+    whole = rotated(x, None, rotary)
+    torch.testing.assert_close(whole, rotated(x, None), rtol=0, atol=0)
     torch.testing.assert_close(whole[:3], first, rtol=0, atol=0)
 
 
 def test_rotary_table_made_in_evaluation_serves_training() -> None:
     rotary, x = rope(), random(S, B, HEADS, HEAD_SIZE).requires_grad_()
     with torch.no_grad():
-        rotary.rotate(x, None)
-    rotary.rotate(x, None).square().sum().backward()
+        rotated(x, None, rotary)
+    rotated(x, None, rotary).square().sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, 2 * x.detach(), rtol=1e-5, atol=1e-5)  # a rotation keeps lengths
 
 
 def test_bfloat16_is_rotated_in_float32() -> None:
     x = random(2048, 1, 1, HEAD_SIZE).bfloat16()
-    turned = rope().rotate(x, None)
+    turned = rotated(x, None)
     assert turned.dtype == torch.bfloat16
-    assert torch.equal(turned, rope().rotate(x.float(), None).bfloat16())
+    assert torch.equal(turned, rotated(x.float(), None).bfloat16())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from megatron.config.options import ModelConfig
 from megatron.models.attention import FusedHPUAttention, Packing, SDPAttention, alibi_slopes, build_kernel
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.kernels import PLAIN
+from megatron.parallel.kernels import habana as habana_kernels
 from megatron.parallel.layers import RMSNorm
 from megatron.training.optimizer import build_optimizer
 from tests.models.outputs import build_model, config_of
@@ -28,6 +30,7 @@ class FusedSDPA:
     """Same operands in the same order as Habana's; remembers the last call."""
 
     calls: list[tuple[Any, ...]]
+    num_kv_heads: int
 
     @classmethod
     def apply(
@@ -42,7 +45,8 @@ class FusedSDPA:
         softmax_mode: str,
     ) -> Tensor:
         cls.calls.append((mask, dropout, causal, scale, softmax_mode))
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
+        cls.num_kv_heads = k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=True)
 
 
 class FusedRMSNorm:
@@ -97,6 +101,7 @@ def test_fused_attention_equals_torchs(alibi: bool, packed: bool, groups: int) -
     ours = FusedHPUAttention(slopes)(q, k, v, packing, 0.0)
     torch.testing.assert_close(ours, SDPAttention(slopes)(q, k, v, packing, 0.0), rtol=0, atol=1e-6)
     ((mask, dropout, causal, scale, softmax_mode),) = FusedSDPA.calls
+    assert FusedSDPA.num_kv_heads == groups  # not repeated: it takes fewer
     assert causal == (mask is None) == (not alibi and not packed)
     # an additive mask in the dtype of the operands, the only kind it takes beside none
     assert mask is None or mask.dtype == q.dtype
@@ -119,7 +124,8 @@ def test_hpu_takes_the_fused_attention_unless_told_otherwise() -> None:
 
 def test_fused_rms_norm_equals_torchs() -> None:
     norm, fused = (
-        RMSNorm(norm_shards(16, bias=False), 1e-5, ParallelContext.single(), fused_hpu=fused) for fused in (False, True)
+        RMSNorm(norm_shards(16, bias=False), 1e-5, ParallelContext.single(), kernels=kernels)
+        for kernels in (PLAIN, habana_kernels())
     )
     for parameter in (norm.weight, fused.weight):
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
@@ -127,13 +133,21 @@ def test_fused_rms_norm_equals_torchs() -> None:
     torch.testing.assert_close(fused(x), norm(x), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_llama_on_hpu_uses_the_fused_norm_where_wanted(wanted: bool) -> None:
-    arguments = f"--architecture llama --position-embedding-type rope --use-fused-rmsnorm {str(wanted).lower()}"
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [
+        ("", "habana"),
+        ("--kernels fused", "habana"),
+        ("--use-fused-rmsnorm false", "plain"),
+        ("--kernels plain", "plain"),
+    ],
+)
+def test_llama_on_hpu_uses_the_fused_norm_where_wanted(flags: str, form: str) -> None:
+    arguments = f"--architecture llama --position-embedding-type rope {flags}"
     model = SequentialModel(build_layers(config_of(arguments), HPU))
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
     assert len(norms) == 5  # two a layer, and the last
-    assert all(norm.fused_hpu is wanted for norm in norms)
+    assert {norm.kernels.form for norm in norms} == {form}
 
 
 @pytest.mark.parametrize("name", ["adamw", "fusedadamw"])

@@ -27,7 +27,7 @@ def declare(config: Config) -> list[LayerDeclaration]:
         build_block=transformer("TransformerLayer", norm="rms_norm", mlp="SwigluMLP"),
         norm=norm,
         build_final_norm=transformer("final_rms_norm"),
-        kept_per_token=model.ffn_size,  # silu(gate)
+        kept_per_token=model.ffn_size if model.kernels == "plain" else 0,  # silu(gate)
     )
 
 

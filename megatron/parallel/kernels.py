@@ -1,0 +1,208 @@
+"""The pointwise operators of a layer, in three forms: plain, eager in few passes, and compiled.
+
+Shapes: S sequence, B batch, n query heads, k key/value heads, d head size, F intermediate width of the MLP. The plain
+form is the reference. The eager form has fewer passes over memory, and keeps inputs instead of intermediate results.
+The compiled form is the plain one through torch.compile. All compute rotations and norms in float32. GELU and LayerNorm
+are one kernel of torch's on every device, and stand where they are used.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.config.options import Config, ConfigError
+
+log = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain
+
+
+def rotate(q_SBnd: Tensor, k_SBkd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn the channel pairs (i, i + d/2) of queries and keys by the angles of each token.
+
+    q_SBnd: [S, B, n, d]. k_SBkd: [S, B, k, d]. cos, sin: float32 [S, 1 or B, 1, d/2].
+    """
+    return _rotated(q_SBnd, cos, sin), _rotated(k_SBkd, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # in float32: bfloat16 cannot hold the angles' cosines of long contexts apart
+    first, second = _exact(x).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [..., 2 F] -> [..., F]. Source: Shazeer 2020 (arXiv:2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, the mean square in float32."""
+    return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+
+
+def dropout_add(branch: Tensor, residual: Tensor, probability: float) -> Tensor:
+    """residual + dropout(branch), from the default generator."""
+    return residual + F.dropout(branch, probability)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Eager, in few passes
+
+
+class _Rotate(torch.autograd.Function):
+    """Keeps the angles alone; the backward pass turns the gradients back."""
+
+    @staticmethod
+    def forward(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        function.save_for_backward(cos, sin)
+        return _turned(q, cos, sin, 1), _turned(k, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad_q: Tensor, grad_k: Tensor) -> Any:
+        cos, sin = function.saved_tensors
+        return _turned(grad_q, cos, sin, -1), _turned(grad_k, cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Turn the channel pairs of x by the angles, or back (direction -1)."""
+    exact = _exact(x)
+    result = torch.empty(exact.shape, dtype=exact.dtype, device=x.device)
+    (first, second), (to_first, to_second) = exact.chunk(2, dim=-1), result.chunk(2, dim=-1)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin, value=direction)
+    return result.to(x.dtype)
+
+
+class _Swiglu(torch.autograd.Function):
+    """Keeps [gate; up] alone for the backward pass."""
+
+    @staticmethod
+    def forward(function: Any, gate_up: Tensor) -> Tensor:
+        function.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = function.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        whole = torch.empty_like(gate_up)
+        to_gate, to_up = whole.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=to_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
+        return whole
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps the input and one float32 number a row for the backward pass."""
+
+    @staticmethod
+    def forward(function: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        exact = _exact(x)
+        norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        function.save_for_backward(x, weight, scale)
+        return (exact * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = function.saved_tensors
+        grad, normed, exact_weight = _exact(grad), _exact(x) * scale, _exact(weight)
+        product = (grad * normed).flatten(0, -2)
+        grad_weight = product.sum(0).to(weight.dtype)
+        along = (product @ exact_weight).view(scale.shape).div_(-x.shape[-1])
+        grad_x = torch.mul(grad, exact_weight, out=product.view(grad.shape)).addcmul_(normed, along).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choice
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The pointwise operators of a model's layers; the functions above say what each computes."""
+
+    form: str
+    """`plain`, `eager`, `compiled` or `habana`."""
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    dropout_add: Callable[[Tensor, Tensor, float], Tensor] = dropout_add
+
+
+PLAIN = Kernels("plain")
+EAGER = Kernels("eager", rotate=_Rotate.apply, swiglu=_Swiglu.apply, rms_norm=_RMSNorm.apply)
+
+
+@functools.cache
+def compiled(backend: str) -> Kernels:
+    """Return the plain operators compiled by a backend of torch.compile, each at its first call."""
+    rotate_, swiglu_, rms_norm_, dropout_add_ = (
+        cast("Any", torch.compile(function, backend=backend)) for function in (rotate, swiglu, rms_norm, dropout_add)
+    )
+    return Kernels("compiled", rotate=rotate_, swiglu=swiglu_, rms_norm=rms_norm_, dropout_add=dropout_add_)
+
+
+def habana() -> Kernels:
+    """Return the plain operators, which Gaudi's graph compiler fuses, with Habana's FusedRMSNorm."""
+    from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
+
+    return Kernels("habana", rms_norm=FusedRMSNorm.apply)
+
+
+def missing_compiler(device: str) -> str:
+    """Return what torch.compile lacks on 'cuda' or 'cpu' ('': nothing)."""
+    if not any(map(shutil.which, ("cc", "gcc", "g++", "clang", "clang++"))):
+        return "no C compiler is on the PATH; install one, such as gcc"
+    if device == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            return "Triton is not installed or does not support this GPU; pip install triton"
+    return ""
+
+
+def choose_kernels(config: Config, device: torch.device) -> Kernels:
+    """Return the operators that the option `kernels` means on a device; docs/kernels.md has the table.
+
+    Raises ConfigError if `kernels=fused` cannot be compiled here.
+    """
+    choice = config.model.kernels
+    if choice != "plain" and device.type == "hpu" and config.model.use_fused_rmsnorm:
+        return habana()
+    # torch.compile of whole layers fuses the plain operators with their neighbours
+    if choice == "plain" or device.type == "hpu" or config.training.torch_compile:
+        return PLAIN
+    if choice == "auto" and device.type == "cpu":
+        return EAGER  # to compile takes seconds at each start
+    missing = missing_compiler(device.type)
+    if not missing:
+        from deepspeed.accelerator import get_accelerator
+
+        return compiled(get_accelerator().get_compile_backend())
+    if choice == "fused":
+        raise ConfigError([f"kernels=fused compiles operators, but {missing}; or use kernels=auto"])
+    log.warning("kernels=auto takes eager operators: %s", missing)
+    return EAGER
