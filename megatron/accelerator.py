@@ -183,6 +183,19 @@ def check_precision(device: str, precision: str) -> None:
         raise DeviceError(f"{precision} is not supported on this {device} device; train in {other}")
 
 
+def cpu_lacks_float16() -> bool:
+    """Return True if this CPU certainly has no float16 arithmetic for torch; read without torch.
+
+    Source: oneDNN's instruction sets avx512_core_fp16, avx10_1_512_amx_fp16 and avx2_vnni_2.
+    """
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = set(" ".join(re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)).split())
+    return bool(flags) and not flags & {"avx512_fp16", "amx_fp16", "avx_ne_convert"}
+
+
 def set_deterministic(device: str) -> None:
     """Select algorithms that repeat bit for bit; an operator without one raises from here on.
 
@@ -299,13 +312,14 @@ def software() -> dict[str, str]:
 
 def mark_step() -> None:
     """Launch the recorded operators in HPU's lazy mode. No effect elsewhere."""
-    if _device() == "hpu" and _is_lazy():
+    if is_lazy(_device()):
         importlib.import_module("habana_frameworks.torch.core").mark_step()
 
 
-def _is_lazy() -> bool:
+def is_lazy(device: str) -> bool:
+    """Return True on an HPU in lazy mode."""
     # its default has changed between releases of habana_frameworks; only it knows
-    return bool(importlib.import_module("habana_frameworks.torch.utils.internal").is_lazy())
+    return device == "hpu" and bool(importlib.import_module("habana_frameworks.torch.utils.internal").is_lazy())
 
 
 def recompile_count() -> int | None:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron.config.command_line import load_config
-from megatron.config.options import Config, ConfigError
+from megatron.config.command_line import load_command_line
+from megatron.config.options import Config, ConfigError, on_device
 from megatron.config.plugins import load_task
-from megatron.config.validation import idle
+from megatron.config.validation import check_device, idle
 from megatron.descriptors import limit_fault
 from megatron.exit_codes import DONE, REFUSED
 from megatron.observability.wandb_log import check_wandb
@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str], signals: Signals) -> None:
-    config = load_config(arguments)  # every fault at once, before torch is imported
+    command = load_command_line(arguments)  # every fault at once, before torch is imported
+    config = command.config
+    if "RANK" not in os.environ:  # the launcher has printed them
+        for line in command.notes:
+            print_error(line)
     if os.environ.get("RANK", "0") == "0":
         for line in idle(config):
             print_error(f"WARNING: {line}")
@@ -50,6 +54,9 @@ def main(arguments: list[str], signals: Signals) -> None:
     from megatron import accelerator
 
     device = accelerator.choose_device(config.parallel.device)  # before anything imports deepspeed
+    config = on_device(config, device, lazy=accelerator.is_lazy(device))
+    if faults := list(check_device(config)):
+        raise ConfigError(faults)
     accelerator.check_precision(device, config.training.precision)
     if config.training.deepspeed_config is not None:
         check_values(settings, config.training.deepspeed_config)

@@ -23,7 +23,7 @@ from megatron.command_names import command_name
 from megatron.config.command_line import build_parser, presets_of, to_yaml
 from megatron.exit_codes import REFUSED
 from megatron.launch.hl_requests import from_environment, legend
-from megatron.launch.hl_variables import ALL, VARIABLES
+from megatron.launch.hl_variables import ALL, VARIABLES, Script
 from megatron.launch.hosts import agent_command, launch, remote_command
 from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
 from megatron.launch.preflight import preflight
@@ -38,6 +38,7 @@ def plan_text(plan: LaunchPlan, title: str) -> str:
     text += f"  results: {config.logging.results_dir}\n" if config.logging.results_dir else ""
     text += "" if config.checkpoint.save else "  checkpoints: none are saved\n"
     text += _restarts(plan)
+    text += "".join(_wrapped(note, "  note: ") for note in plan.notes)
     text += "".join(_wrapped(warning, "  warning: ") for warning in plan.warnings)
     return text + "\n" + command_text(plan) + "\n"
 
@@ -69,8 +70,8 @@ def command_text(plan: LaunchPlan) -> str:
     return "\n".join([*lines, line])
 
 
-def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
-    """Return the request, and whether HL_* variables define it."""
+def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None]:
+    """Return the request, and the script whose HL_* variables define it, if any do."""
     own, train_flags = list(arguments), []
     if "--" in own:
         place = own.index("--")
@@ -103,8 +104,8 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, bool]:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     options = vars(parser.parse_args(own))
     if (script := options.pop("variables")) is not None:
-        return from_environment(os.environ, script, train_flags), True
-    return Request(**options, train_flags=train_flags), False
+        return from_environment(os.environ, script, train_flags), script
+    return Request(**options, train_flags=train_flags), None
 
 
 def _count(text: str) -> int:
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"Variables (defaults: the script and its preset; docs/launching.md):\n{variables_text()}")
         build_parser().print_help()
         return 0
-    request, by_variables = parse_command_line(arguments)
+    request, script = parse_command_line(arguments)
     print_config = "--print-config" in request.train_flags
     request.train_flags = [flag for flag in request.train_flags if flag != "--print-config"]
     try:
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = "1 fault" if len(refused.faults) == 1 else f"{len(refused.faults)} faults"
         lines = [f"refused, {count}; nothing was started or written:", *(f"  - {fault}" for fault in refused.faults)]
         lines += [f"  - warning: {warning}" for warning in refused.warnings]
-        if by_variables and (names := legend(refused.faults)):
+        if script is not None and (names := legend(refused.faults, script)):
             lines.append(f"  ({names})")
         print("\n".join(lines), file=sys.stderr)
         return REFUSED
@@ -160,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = " + ".join(presets_of(build_parser().parse_known_args(plan.train_flags)[0]))
         sys.stdout.write(plan_text(plan, f"Plan of {names or 'the run'}; nothing was started or written"))
         return 0
+    for note in plan.notes:
+        print(f"note: {note}", file=sys.stderr)
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     sys.stdout.flush()

@@ -6,7 +6,8 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -15,33 +16,94 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron.command_names import train_name
 from megatron.config.options import Config, ConfigError, flag, option_doc, options, sections
+from megatron.config.stand_ins import with_stand_ins
 from megatron.config.validation import check
 from megatron.files import IMPORT_ROOT
 
 PRESETS_DIR = IMPORT_ROOT / "megatron" / "presets"
 
 
+# Options that say the same in other words: one that is given replaces the others of presets below it.
+ALTERNATIVES = (
+    ("train_samples", "train_iters", "num_epochs"),
+    ("lr_decay_samples", "lr_decay_iters"),
+    ("lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"),
+    ("lr_wsd_decay_samples", "lr_wsd_decay_iters"),
+    ("bf16", "fp16"),
+    ("eod_token", "eod_token_id"),
+)
+# Options that have no effect with any other position encoding; a preset's are left out there.
+POSITIONS = {
+    "rope": (
+        "rotary_base",
+        "rope_scaling_factor",
+        "rope_scaling_low_freq_factor",
+        "rope_scaling_high_freq_factor",
+        "rope_scaling_original_length",
+    ),
+    "learned": ("max_position_embeddings",),
+}
+UNSET = (None, False, 0, "none", "None", "null", "false", "False", "0", "")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line as far as it can be read."""
+
+    configs: Sequence[Config]
+    """The config; if values cannot be read, several that differ in these values only."""
+    faults: Sequence[str]
+    """Unknown words and values that cannot be read."""
+    notes: Sequence[str]
+    """Options of presets that others replaced."""
+    given: Collection[str]
+    """Names of the options that presets and flags give, `none` included."""
+    namespace: argparse.Namespace
+
+    def faults_of(self, rules: Callable[[Config], Iterable[str]]) -> list[str]:
+        """Return the faults that `rules` yields for every config: those that need no value that cannot be read."""
+        return faults_in_all(rules(config) for config in self.configs)
+
+    @property
+    def config(self) -> Config:
+        """The config, if all could be read."""
+        return self.configs[0]
+
+
+def faults_in_all(found: Iterable[Iterable[str]]) -> list[str]:
+    """Return the faults that are in each of `found`, in the order of the first."""
+    first, *others = (list(dict.fromkeys(faults)) for faults in found)
+    return [fault for fault in first if all(fault in other for other in others)]
+
+
 def from_dict(tree: dict[str, Any]) -> Config:
     """Build a config from nested plain values. Raises ConfigError with every wrong key, type and range."""
-    config, faults = _build(tree)
-    if config is None or faults:
+    known, faults, _ = _known_values(tree)
+    if faults:
         raise ConfigError(faults)
-    return config
+    return _CONFIG.validate_python(known)
 
 
-def _build(tree: dict[str, Any]) -> tuple[Config | None, list[str]]:
-    """Return the config of the known options in `tree` (None if a value is invalid), and every fault."""
+_CONFIG = TypeAdapter(Config)
+
+
+def _known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str], set[str]]:
+    """Return the values of known options by section, every fault, and the options whose values cannot be used."""
     known: dict[str, dict[str, Any]] = {}
+    unread: set[str] = set()
     faults = [
         f"unknown section {name!r}; the sections are {', '.join(sections())}" for name in tree if name not in sections()
     ]
     for section, cls in sections().items():
         values = tree.get(section) or {}
+        hints = get_type_hints(cls)
         if not isinstance(values, dict):
             faults.append(f"section {section!r} is {values!r}; it must be a mapping of options")
-            continue
-        hints = get_type_hints(cls)
-        faults += [_unknown_option(str(name), section) for name in values if name not in hints]
+            unread |= set(hints)
+            values = {}
+        for name in (str(name) for name in values if name not in hints):
+            faults.append(_unknown_option(name, section))
+            unread |= set(_nearest(name, options()))
         known[section] = {
             # a sequence may be written as one string: `rampup_batch_size: 16 16 5000000`
             name: value.split() if isinstance(value, str) and _sequence(hints[name]) else value
@@ -49,10 +111,17 @@ def _build(tree: dict[str, Any]) -> tuple[Config | None, list[str]]:
             if name in hints
         }
     try:
-        return TypeAdapter(Config).validate_python(known), faults
+        _CONFIG.validate_python(known)
     except ValidationError as error:
-        wrong = [_wrong_value(known, fault["loc"], fault["type"], fault["msg"]) for fault in error.errors()]
-        return None, faults + list(dict.fromkeys(wrong))
+        wrong = error.errors()
+        faults += dict.fromkeys(_wrong_value(known, fault["loc"], fault["type"], fault["msg"]) for fault in wrong)
+        unread |= {str(fault["loc"][1]) for fault in wrong}
+    return known, faults, unread
+
+
+def _nearest(name: str, names: Iterable[str]) -> list[str]:
+    """Return the most similar one of `names`, if any is."""
+    return difflib.get_close_matches(name, list(names), n=1)
 
 
 def _wrong_value(known: dict[str, dict[str, Any]], where: tuple[int | str, ...], kind: str, rule: str) -> str:
@@ -70,7 +139,7 @@ def _unknown_option(name: str, section: str) -> str:
     """Describe an unknown option: its right section, or the most similar name."""
     if name in options():
         return f"option {name!r} in section {section!r} belongs in section {options()[name][0]!r}"
-    near = difflib.get_close_matches(name, options(), n=1)
+    near = _nearest(name, options())
     hint = f"; did you mean {near[0]!r} in section {options()[near[0]][0]!r}?" if near else "; see --help"
     return f"unknown option {name!r} in section {section!r}{hint}"
 
@@ -92,7 +161,7 @@ def read_preset(name: str) -> dict[str, Any]:
     path = Path(name) if name.endswith((".yaml", ".yml")) else PRESETS_DIR / f"{name}.yaml"
     if not path.is_file():
         known = sorted(preset.stem for preset in PRESETS_DIR.glob("*.yaml"))
-        near = difflib.get_close_matches(Path(name).stem, known, n=1)
+        near = _nearest(Path(name).stem, known)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError([f"config {name!r} not found; {hint}the presets are {', '.join(known)}"])
     try:
@@ -106,17 +175,39 @@ def read_preset(name: str) -> dict[str, Any]:
     return tree
 
 
-def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge two presets: values of `above`, `null` included, override those of `below`."""
+def merged(below: dict[str, Any], above: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Merge two presets: values of `above`, `null` included, override those of `below`.
+
+    Values of `below` that `above` says in other words, or deprives of effect, are left out, with a line in `notes`.
+    """
     both = dict(below)
     for section, values in above.items():
         under = both.get(section)
-        if under is None:
-            both[section] = values
-        elif values is not None:
-            # `_build` reports what is not a mapping
-            both[section] = under | values if isinstance(under, dict) and isinstance(values, dict) else values
+        if under is None or (values is not None and isinstance(under, dict) and not isinstance(values, dict)):
+            both[section] = values  # `_known_values` reports what is not a mapping
+        elif values is not None and isinstance(under, dict):
+            both[section] = under | values
+            for by, names in _replaced(under, values).items():
+                notes.append(f"{by} replaces the preset's {', '.join(f'{name}={under[name]}' for name in names)}")
+                for name in names:
+                    del both[section][name]
     return both
+
+
+def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the options of `below` that are replaced, by option=value of `above`, within a section."""
+    found: dict[str, list[str]] = {}
+    for group in ALTERNATIVES:
+        for chosen in [name for name in group if name in above and above[name] not in UNSET][:1]:
+            found[f"{chosen}={above[chosen]}"] = [name for name in group if name not in above]
+    encoding = above.get("position_embedding_type")
+    for needed, names in POSITIONS.items():
+        if encoding not in (None, needed):
+            found.setdefault(f"position_embedding_type={encoding}", []).extend(set(names) - above.keys())
+    names_by = {
+        by: [name for name in below if name in names and below[name] not in UNSET] for by, names in found.items()
+    }
+    return {by: names for by, names in names_by.items() if names}
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -155,7 +246,7 @@ def build_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
         for name, hint in get_type_hints(cls).items():
             text = _help_text(section, name, getattr(cls, name), hint).replace("%", "%%")
-            if hint is bool:
+            if _is_bool(hint):
                 group.add_argument(flag(name), dest=name, nargs="?", const="true", help=text, metavar=_metavar(hint))
                 if not name.startswith("no_"):
                     negative = flag("no_" + name)
@@ -184,6 +275,10 @@ def shown(default: Any) -> str:
     return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
+def _is_bool(hint: Any) -> bool:
+    return bool in (hint, *get_args(hint))
+
+
 def _sequence(hint: Any) -> Any:
     """Return the tuple type in `tuple[...]` or `tuple[...] | None`; None for a single value."""
     return next((part for part in (hint, *get_args(hint)) if get_origin(part) is tuple), None)
@@ -196,7 +291,7 @@ def _choices(hint: Any) -> list[str]:
 
 def _metavar(hint: Any) -> str:
     """Return the placeholder of the value in --help: {a,b}, INT, INT INT INT, STR ..."""
-    if hint is bool:
+    if _is_bool(hint):
         return "[BOOL]"
     if choices := _choices(hint):
         braced = "{" + ",".join(choices) + "}"
@@ -211,38 +306,53 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespac
 
     Raises ConfigError with every unknown flag and wrong value.
     """
-    config, namespace, faults = _parse(arguments)
-    if config is None or faults:
-        raise ConfigError(faults)
-    return config, namespace
+    command = read_command_line(arguments)
+    if command.faults:
+        raise ConfigError(command.faults)
+    return command.config, command.namespace
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Config | None, argparse.Namespace, list[str]]:
-    """Return config, namespace and faults; the config is None if the faults leave nothing to check."""
+def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) -> CommandLine:
+    """Read presets and flags.
+
+    `unread`: options whose values the caller could not read, and reports itself; `config` is all of them.
+    """
     words = _dashed(arguments)
     namespace, rest = build_parser().parse_known_args(words)
-    faults = _stray_words(words, rest)
+    faults, notes, missing = _stray_words(words, rest), list[str](), set(unread)
+    missing |= {name for word in rest if word.startswith("-") for name in _nearest(_option_name(word), options())}
     tree: dict[str, Any] = {}
-    unread = False
     for name in presets_of(namespace):
-        if name == "":
-            faults.append("--config needs a value: a preset name or a YAML file")
-            continue
         try:
-            tree = merged(tree, read_preset(name))
+            if name == "":
+                raise ConfigError(["--config needs a value: a preset name or a YAML file"])
+            tree = merged(tree, read_preset(name), notes)
         except ConfigError as error:
             faults += error.faults
-            unread = True
+            missing.add("config")
+    flags: dict[str, Any] = {}
     for section, cls in sections().items():
         given = {name: getattr(namespace, name) for name in get_type_hints(cls)}
         given = {name: value for name, value in given.items() if value is not None}
-        faults += [f"{flag(name)} needs a value" for name, value in given.items() if value in ("", [])]
-        if tree.get(section) is None:
-            tree[section] = {}
-        if isinstance(tree[section], dict):
-            tree[section] |= {name: _unset(cls, name, value) for name, value in given.items() if value not in ("", [])}
-    config, wrong = _build(tree)
-    return None if unread else config, namespace, faults + wrong
+        empty = [name for name, value in given.items() if value in ("", [])]
+        faults += [f"{flag(name)} needs a value" for name in empty]
+        missing |= set(empty)
+        flags[section] = {name: _unset(cls, name, value) for name, value in given.items() if name not in empty}
+    tree = merged(tree, flags, notes)
+    known, wrong, unusable = _known_values(tree)
+    named = {name for values in known.values() for name in values}
+    missing |= unusable
+    # a preset that cannot be read might give every option that no flag does
+    of_flags = {name for values in flags.values() for name in values}
+    perhaps_given = options().keys() - of_flags - missing if "config" in missing else set()
+    trees = with_stand_ins(known, missing - {"config"}, perhaps_given)
+    configs = [_CONFIG.validate_python(values) for values in trees]
+    return CommandLine(configs, faults + wrong, notes, named, namespace)
+
+
+def _option_name(word: str) -> str:
+    """Return the option's name in a flag: `--num-layers=4` -> `num_layers`."""
+    return word.split("=", 1)[0].removeprefix("--").replace("-", "_")
 
 
 def presets_of(namespace: argparse.Namespace) -> list[str]:
@@ -289,24 +399,31 @@ def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
 
 def _unknown_flag(word: str) -> str:
     name = word.split("=", 1)[0]
-    near = difflib.get_close_matches(name, [flag(option) for option in options()], n=1)
-    return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+    near = _nearest(_option_name(word), options())
+    return f"unknown flag {name}" + (f"; did you mean {flag(near[0])}?" if near else "; see --help")
 
 
 def load_config(arguments: Sequence[str], world_size: int | None = None) -> Config:
+    """Return the config of `load_command_line`."""
+    return load_command_line(arguments, world_size).config
+
+
+def load_command_line(arguments: Sequence[str], world_size: int | None = None) -> CommandLine:
     """Read the command line and validate it for `world_size` ranks (default: the launcher's WORLD_SIZE, else 1).
 
     Raises ConfigError with every fault. `--print-config` prints the config and exits with 0.
     """
-    config, namespace, faults = _parse(arguments)
-    if config is not None and not (namespace.print_config and not faults):
-        faults += check(config, world_size or int(os.environ.get("WORLD_SIZE", "1")))
-    if config is None or faults:
+    command = read_command_line(arguments)
+    faults, prints = list(command.faults), command.namespace.print_config
+    if faults or not prints:
+        ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+        faults += command.faults_of(lambda config: check(config, ranks))
+    if faults:
         raise ConfigError(faults)
-    if namespace.print_config:
-        sys.stdout.write(to_yaml(config))
+    if prints:
+        sys.stdout.write(to_yaml(command.config))
         raise SystemExit(0)
-    return config
+    return command
 
 
 def to_yaml(config: Config) -> str:

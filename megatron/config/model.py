@@ -13,7 +13,7 @@ from megatron.config.types import STRICT, Positive, PositiveFloat, Probability
 NOT_COMPUTED = frozenset(
     {
         "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std", "attention_backend",
-        "kernels", "use_fast_softmax", "use_fused_rmsnorm", "freeze",
+        "kernels", "use_fast_softmax", "fused_sdpa_recompute", "use_fused_rmsnorm", "freeze",
     }
 )  # fmt: skip
 """Options that leave the function of given weights as it is: padding, dropout, start, kernels, and what is trained.
@@ -80,6 +80,9 @@ class ModelConfig:
     fused_hpu on HPU, flex on CUDA for ALiBi or packed documents, otherwise and with `kernels=plain` sdpa."""
     use_fast_softmax: bool = False
     """Use the fast softmax of Habana's FusedSDPA. HPU only."""
+    fused_sdpa_recompute: bool = True
+    """Let Habana's FusedSDPA compute the attention probabilities again in the backward pass instead of storing them.
+    HPU only."""
     use_fused_rmsnorm: bool = True
     """Use Habana's FusedRMSNorm on HPU; no effect on other devices."""
     freeze: tuple[str, ...] = ()
@@ -96,6 +99,11 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def uses_fused_sdpa(self, device: str) -> bool:
+        """Return True if the attention runs in Habana's FusedSDPA on this device."""
+        fused = self.attention_backend == "auto" and self.kernels != "plain"
+        return device == "hpu" and (fused or self.attention_backend == "fused_hpu")
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the embedding over all tensor-parallel ranks."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Literal, get_type_hints
+from functools import cache
+from typing import Any, Literal, cast, get_type_hints
 
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
@@ -90,16 +91,36 @@ class Config:
         return TypeAdapter(Config).dump_python(self, mode="json")
 
 
+def on_device(config: Config, device: str, *, lazy: bool) -> Config:
+    """Return the config of a run on hpu, cuda or cpu, with the options resolved that depend on it.
+
+    `lazy`: the HPU records operators and launches them at step marks, as it does under PT_HPU_LAZY_MODE=1.
+    """
+    parallel, training = config.parallel, config.training
+    compiled = training.torch_compile
+    if compiled is None:
+        # timing parts of a layer would break its graph
+        times_parts = config.logging.log_straggler and parallel.tensor_model_parallel_size > 1
+        compiled = device == "hpu" and not lazy and not times_parts
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(parallel, device=cast(Any, device)),
+        training=dataclasses.replace(training, torch_compile=compiled),
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Lookup by section and name
 
 
+@cache
 def sections() -> dict[str, type]:
     """Return the dataclass of each section, in order."""
     hints = get_type_hints(Config, include_extras=False)
     return {field.name: hints[field.name] for field in fields(Config)}
 
 
+@cache
 def options() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
     """Return the section and field of each option, by its (unique) name."""
     found: dict[str, tuple[str, dataclasses.Field[Any]]] = {}

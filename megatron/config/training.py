@@ -81,8 +81,9 @@ class TrainingConfig:
     """fp16: overflows before the loss scale is halved."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass: none, the attention core, or whole transformer layers."""
-    torch_compile: bool = False
-    """Compile each transformer layer with torch.compile, by the device's own backend."""
+    torch_compile: bool | None = None
+    """Compile each transformer layer with torch.compile, by the device's own backend. Unset: on HPU, unless in lazy
+    mode."""
     deterministic: bool = False
     """Use deterministic algorithms of torch and of the HPU."""
     deepspeed_config: str | None = None

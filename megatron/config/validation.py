@@ -57,7 +57,9 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_engine(config),
         *_check_family(config),
         *_check_model(config),
-        *_check_precision_and_device(config),
+        *_check_precision(config),
+        *check_device(config),
+        *_check_attention(config),
         *_check_rampup(config, world_size),
         *_check_schedule(config),
         *_check_data(config),
@@ -189,8 +191,8 @@ def _check_model(config: Config) -> Iterator[str]:
         )
 
 
-def _check_precision_and_device(config: Config) -> Iterator[str]:
-    model, training, device = config.model, config.training, config.parallel.device
+def _check_precision(config: Config) -> Iterator[str]:
+    training = config.training
     if training.bf16 and training.fp16:
         yield "bf16 and fp16 are both on; turn one of them off"
     if training.grad_accum_dtype == "bf16" and not training.bf16:
@@ -205,9 +207,34 @@ def _check_precision_and_device(config: Config) -> Iterator[str]:
             f"min_loss_scale={training.min_loss_scale} is above initial_loss_scale={training.initial_loss_scale}; "
             "lower it"
         )
+
+
+def check_device(config: Config) -> Iterator[str]:
+    """Yield a message for every broken rule of the device; none is checked before it is chosen (device=auto)."""
+    model, device = config.model, config.parallel.device
     needs = {"flex": "cuda", "fused_hpu": "hpu"}.get(model.attention_backend, device)
     if device not in ("auto", needs):
         yield f"attention_backend={model.attention_backend} runs on {needs} only, but device={device}; use auto or sdpa"
+
+
+_FAST = "works with the causal mask alone"
+
+
+def _packs_documents(config: Config) -> bool:
+    try:
+        return bool(load_task(config).packs_documents)
+    except ConfigError:  # reported by the rules of the task
+        return False
+
+
+def _check_attention(config: Config) -> Iterator[str]:
+    model, device = config.model, config.parallel.device
+    # source: FusedSDPA.py of HabanaAI/gaudi-pytorch-bridge, which asserts is_causal there
+    if model.use_fast_softmax and model.fused_sdpa_recompute and model.uses_fused_sdpa(device):
+        if model.position_embedding_type == "alibi":
+            yield f"use_fast_softmax {_FAST}, but position_embedding_type=alibi adds a bias to it; turn it off"
+        if _packs_documents(config):
+            yield f"use_fast_softmax {_FAST}, but documents or chats packed into a row add one to it; turn it off"
     if model.attention_backend == "flex" and model.attention_dropout > 0:
         yield (
             f"attention_backend=flex does not support dropout, but attention_dropout={model.attention_dropout}; "
@@ -245,8 +272,6 @@ def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
             f"= {training.micro_batch_size} x {dp} = {per_pass}; use multiples of {per_pass} for start and increment"
             + ("" if left_over else f", or a data-parallel size of {divisors(shared, shared)}")
         )
-    if training.train_samples is None:
-        yield f"{given} counts samples, but train_samples is not given; give it instead of train_iters"
 
 
 def _check_schedule(config: Config) -> Iterator[str]:
@@ -417,7 +442,12 @@ def _idle_without(config: Config) -> Iterator[str]:
         (config.optimizer.optimizer != "sgd", "an Adam", "choose one", ("decoupled_weight_decay",)),
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rope_scaling_factor")),
         (model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
-        (config.parallel.device in ("auto", "hpu"), "device=hpu", "choose that", ("use_fast_softmax",)),
+        (
+            config.parallel.device in ("auto", "hpu"),
+            "device=hpu",
+            "choose that",
+            ("use_fast_softmax", "fused_sdpa_recompute"),
+        ),
         (
             tokenizer == "GPT2BPETokenizer",
             "tokenizer_type=GPT2BPETokenizer",

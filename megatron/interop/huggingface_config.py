@@ -165,6 +165,7 @@ _OF_THE_RUN = (
     "attention_backend",
     "kernels",
     "use_fast_softmax",
+    "fused_sdpa_recompute",
     "use_fused_rmsnorm",
 )
 _ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")

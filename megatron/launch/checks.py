@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.accelerator import count_devices
+from megatron.accelerator import count_devices, cpu_lacks_float16
 from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
+from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.descriptors import limit_fault
 from megatron.launch.addresses import endpoint_fault
@@ -51,8 +52,9 @@ def check_restarts(request: Request, config: Config, devices_per_node: int) -> I
                 )
 
 
-def check_layout(request: Request, tensor: int, pipeline: int, devices_per_node: int) -> Iterator[str]:
+def check_layout(request: Request, parallel: ParallelConfig, devices_per_node: int) -> Iterator[str]:
     """Yield a fault unless the parallel sizes fill the devices."""
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     data, devices = request.data_parallel_size or 1, request.nodes * devices_per_node
     model, ranks = tensor * pipeline, data * tensor * pipeline
     if ranks == devices:
@@ -162,6 +164,12 @@ def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
         )
 
 
+def check_precision(device: str, precision: str) -> Iterator[str]:
+    """Yield a fault if the CPU of this machine cannot train in fp16; accelerators say so themselves."""
+    if device == "cpu" and precision == "fp16" and cpu_lacks_float16():
+        yield "fp16 is not supported on this CPU; train in bf16 or float32, or on another device"
+
+
 def check_descriptors(config: Config, device: str, world_size: int) -> Iterator[str]:
     """Yield a fault if the ranks of this machine may not open all their files and sockets."""
     with contextlib.suppress(ValueError):  # the rules of the config report it
@@ -169,14 +177,14 @@ def check_descriptors(config: Config, device: str, world_size: int) -> Iterator[
             yield fault
 
 
-def check_remote(flags: Sequence[str], request: Request) -> Iterator[str]:
+def check_remote(words: Sequence[str], request: Request) -> Iterator[str]:
     """Yield what keeps DeepSpeed's launcher from reaching other machines."""
     for program in ("pdsh", "ssh"):
         if shutil.which(program) is None:
             yield f"{program} is not installed; DeepSpeed's launcher needs it for the hosts of {request.hostsfile}"
-    for flag in flags:
-        if "%" in flag or "\n" in flag:
-            yield f"{flag!r} holds a % or a line end, which pdsh would change on its way to the hosts; write it without"
+    for word in words:
+        if "%" in word or "\n" in word:
+            yield f"{word!r} holds a % or a line end, which pdsh would change on its way to the hosts; write it without"
     for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
         if not path.is_file():
             continue

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
+
+from megatron.config.data import DataConfig
 
 Script = Literal["bloom13b", "llama", "sft"]
 ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft")
@@ -32,8 +34,10 @@ class Variable:
     translate: Translate
     """Returns the flags of megatron.train for a value. Raises WrongValueError."""
     scripts: tuple[Script, ...] = ALL
-    flag: str | None = None
-    """The flag it sets, where it is one."""
+    flags: tuple[str, ...] = ()
+    """The flags it sets."""
+    unread: tuple[str, ...] = ()
+    """Fields of the launch request that cannot be read with it."""
 
 
 def whole_number(text: str, at_least: int = 0) -> int:
@@ -55,15 +59,15 @@ def is_on(text: str) -> bool:
 
 
 def _number(name: str, flag: str, meaning: str, at_least: int = 1, scripts: tuple[Script, ...] = ALL) -> Variable:
-    return Variable(name, meaning, lambda text: [flag, str(whole_number(text, at_least))], scripts, flag)
+    return Variable(name, meaning, lambda text: [flag, str(whole_number(text, at_least))], scripts, (flag,))
 
 
 def _text(name: str, flag: str, meaning: str, scripts: tuple[Script, ...] = ALL) -> Variable:
-    return Variable(name, meaning, lambda text: [flag, text], scripts, flag)
+    return Variable(name, meaning, lambda text: [flag, text], scripts, (flag,))
 
 
 def _switch(name: str, flag: str, meaning: str) -> Variable:
-    return Variable(name, meaning, lambda text: [flag, "true" if is_on(text) else "false"], flag=flag)
+    return Variable(name, meaning, lambda text: [flag, "true" if is_on(text) else "false"], flags=(flag,))
 
 
 def _load_tag(text: str) -> list[str]:
@@ -87,12 +91,12 @@ def _choice(
             raise WrongValueError(f"must be {one_of(choices)}" + (f" ({no})" if no else ""))
         return choices[text]
 
-    return Variable(name, meaning, translate, scripts, flag or None)
+    return Variable(name, meaning, translate, scripts, (flag,))
 
 
-def _launch(name: str, meaning: str, *scripts: Script) -> Variable:
+def _launch(name: str, meaning: str, *scripts: Script, unread: str = "") -> Variable:
     """Variable that hl_requests.py reads itself."""
-    return Variable(name, meaning, lambda text: [], scripts or ALL)
+    return Variable(name, meaning, lambda text: [], scripts or ALL, unread=(unread,) if unread else ())
 
 
 def one_of(values: Mapping[str, object] | tuple[str, ...]) -> str:
@@ -104,11 +108,6 @@ def _dropout(text: str) -> list[str]:
     return ["--hidden-dropout", text, "--attention-dropout", text]
 
 
-def _train_iters(text: str) -> list[str]:
-    # a preset may count samples, and only one of the two may be given
-    return ["--train-iters", str(whole_number(text, 1)), "--train-samples", "none"]
-
-
 def _profile_steps(text: str) -> list[str]:
     first, comma, last = text.partition(",")
     if not comma:
@@ -116,18 +115,39 @@ def _profile_steps(text: str) -> list[str]:
     return ["--profile-step-start", str(whole_number(first, 1)), "--profile-step-end", str(whole_number(last, 1) + 1)]
 
 
-def _profile(text: str) -> list[str]:
-    if text == "hltv":
-        raise WrongValueError("needs Habana's trace viewer, which is not part of this project; use pt")
-    if text not in ("pt", "pt-full"):
-        raise WrongValueError("must be pt or pt-full")
-    full = ["--pytorch-profiler-collect-shapes", "true", "--pytorch-profiler-collect-callstack", "true"]
-    return ["--profile", "true", *_profile_steps("3,4"), *(full if text == "pt-full" else [])]
+def _profile(last_step: int) -> Translate:
+    def translate(text: str) -> list[str]:
+        if text == "hltv":
+            raise WrongValueError("needs Habana's trace viewer, which is not part of this project; use pt")
+        if text not in ("pt", "pt-full"):
+            raise WrongValueError("must be pt or pt-full")
+        full = ["--pytorch-profiler-collect-shapes", "true", "--pytorch-profiler-collect-callstack", "true"]
+        return ["--profile", "true", *_profile_steps(f"3,{last_step}"), *(full if text == "pt-full" else [])]
+
+    return translate
+
+
+def _profile_ranks(text: str) -> list[str]:
+    return ["--profile-ranks", *(str(whole_number(rank)) for rank in text.split())]
 
 
 def _rampup(text: str) -> list[str]:
     return ["--rampup-batch-size", "16", "16", "5000000"] if is_on(text) else ["--rampup-batch-size", "none"]
 
+
+def _no_compile(text: str) -> list[str]:
+    return ["--torch-compile", "false"] if is_on(text) else []
+
+
+def _tokenizer(text: str) -> list[str]:
+    if text == "Llama3Tokenizer":  # of Meta's package `llama`: a tiktoken rank file
+        return ["--tokenizer-type", "TikTokenizer", "--tiktoken-pattern", "llama3"]
+    if text not in TOKENIZERS:
+        raise WrongValueError(f"must be {one_of((*TOKENIZERS, 'Llama3Tokenizer'))}")
+    return ["--tokenizer-type", text]
+
+
+TOKENIZERS: tuple[str, ...] = get_args(get_args(get_type_hints(DataConfig)["tokenizer_type"])[0])
 
 VARIABLES: tuple[Variable, ...] = (
     # what is trained
@@ -137,6 +157,10 @@ VARIABLES: tuple[Variable, ...] = (
     _launch("HL_MODEL", "the model to fine-tune: a folder that transformers wrote", *SFT),
     _launch("HL_CHAT_TEMPLATE", "chat template: a preset, or a .jinja or .py file; unset: the tokenizer's own", *SFT),
     _number("HL_NUM_LAYERS", "--num-layers", "transformer layers", scripts=PRETRAINING),
+    _number("HL_HIDDEN_SIZE", "--hidden-size", "width of the residual stream", scripts=PRETRAINING),
+    _number("HL_FFN_HIDDEN_SIZE", "--ffn-hidden-size", "intermediate width of the MLP", scripts=PRETRAINING),
+    _number("HL_NUM_HEADS", "--num-attention-heads", "query heads", scripts=PRETRAINING),
+    _number("HL_NUM_QUERY_GROUPS", "--num-query-groups", "key and value heads", scripts=PRETRAINING),
     _number("HL_SEQ_LEN", "--seq-length", "tokens in a sample"),
     _choice(
         "HL_POSITION_EMBEDDING_TYPE",
@@ -149,12 +173,19 @@ VARIABLES: tuple[Variable, ...] = (
         flag="--position-embedding-type",
         scripts=PRETRAINING,
     ),
-    Variable("HL_DROPOUT", "hidden and attention dropout", _dropout, flag="--hidden-dropout"),
+    Variable(
+        "HL_DROPOUT",
+        "hidden and attention dropout",
+        _dropout,
+        flags=("--hidden-dropout", "--attention-dropout"),
+    ),
     # layout
-    _launch("HL_NUM_NODES", "nodes"),
-    _launch("HL_NGPU_PER_NODE", "devices on each node"),
-    _launch("HL_DEVICES_PER_NODE", "the same, by its later name"),
-    _launch("HL_DP", "data-parallel size; HL_DP x HL_TP x HL_PP must equal nodes x devices"),
+    _launch("HL_NUM_NODES", "nodes", unread="nodes"),
+    _launch("HL_NGPU_PER_NODE", "devices on each node", unread="devices_per_node"),
+    _launch("HL_DEVICES_PER_NODE", "the same, by its later name", unread="devices_per_node"),
+    _launch(
+        "HL_DP", "data-parallel size; HL_DP x HL_TP x HL_PP must equal nodes x devices", unread="data_parallel_size"
+    ),
     _number("HL_TP", "--tensor-model-parallel-size", "tensor-parallel size"),
     _number("HL_PP", "--pipeline-model-parallel-size", "pipeline stages"),
     _switch("HL_SEQ_PARALLEL", "--sequence-parallel", "sequence parallelism between the tensor-parallel regions"),
@@ -178,11 +209,9 @@ VARIABLES: tuple[Variable, ...] = (
         "1: grow the global batch from 16 by 16 over 5,000,000 samples",
         _rampup,
         PRETRAINING,
-        "--rampup-batch-size",
+        ("--rampup-batch-size",),
     ),
-    Variable(
-        "HL_TRAIN_ITERS", "steps to train for, instead of the preset's length", _train_iters, flag="--train-iters"
-    ),
+    _number("HL_TRAIN_ITERS", "--train-iters", "steps to train for, instead of the preset's length"),
     _number(
         "HL_EXIT_INTERVAL", "--exit-interval", "save and exit when the iteration is a multiple of this; 0: never", 0
     ),
@@ -190,10 +219,29 @@ VARIABLES: tuple[Variable, ...] = (
         "HL_UNIV_CP", "--universal-checkpoint", "1: the folder resumed from holds a universal checkpoint of DeepSpeed's"
     ),
     Variable(
-        "HL_CHECKPOINT_LOAD_TAG", "the checkpoint to resume from, such as global_step100", _load_tag, flag="--ckpt-step"
+        "HL_CHECKPOINT_LOAD_TAG",
+        "the checkpoint to resume from, such as global_step100",
+        _load_tag,
+        flags=("--ckpt-step",),
     ),
+    _text("HL_LOAD_DIR", "--load", "folder to resume from, where it is not the one that is saved to"),
+    _switch("HL_NO_LOAD_OPTIM", "--no-load-optim", "1: start with a new optimizer state"),
+    _switch("HL_NO_LOAD_RNG", "--no-load-rng", "1: seed dropout with this run's seed instead of the checkpoint's"),
+    _switch(
+        "HL_OVERRIDE_OPT_PARAM_SCHEDULER",
+        "--override-opt-param-scheduler",
+        "1: resume with this command's learning rates and weight decay",
+    ),
+    _switch(
+        "HL_USE_CKPT_OPT_PARAM_SCHEDULER",
+        "--use-checkpoint-opt-param-scheduler",
+        "1: resume with the checkpoint's",
+    ),
+    _switch("HL_SKIP_TRAIN", "--skip-train", "1: evaluate the checkpoint and exit"),
     _switch("HL_VERIFY_CP", "--verify-checkpoint", "1: compare all copies before each save"),
+    _switch("HL_VERIFY_CKPT", "--verify-checkpoint", "the same, by its later name"),
     _text("HL_KILL_SWITCH", "--kill-switch-path", "when this file appears, all ranks save and exit together"),
+    _text("HL_KILL_SWITCH_FILE", "--kill-switch-path", "the same, by its later name"),
     # optimizer, memory, speed
     _choice(
         "HL_OPTIMIZER",
@@ -218,16 +266,31 @@ VARIABLES: tuple[Variable, ...] = (
         no="3 belongs to Mixtral, 4 is 1 by another engine",
         flag="--recompute-granularity",
     ),
-    _choice(
+    Variable(
         "HL_USE_FUSED_SDPA",
-        {"0": ["--attention-backend", "sdpa"], "1": ["--attention-backend", "auto"]},
         "0: torch's attention instead of Habana's FusedSDPA on HPU",
-        flag="--attention-backend",
+        lambda text: ["--attention-backend", "auto" if is_on(text) else "sdpa"],
+        flags=("--attention-backend",),
+    ),
+    _switch(
+        "HL_USE_FUSED_SDPA_WITH_RECOMPUTE",
+        "--fused-sdpa-recompute",
+        "0: FusedSDPA stores the attention probabilities for the backward pass, HPU only",
     ),
     _switch("HL_USE_FAST_SOFTMAX", "--use-fast-softmax", "FusedSDPA's fast softmax, HPU only"),
     _switch("HL_USE_FUSED_RMSNORM", "--use-fused-rmsnorm", "Habana's fused RMSNorm, HPU only"),
     _switch("HL_USE_TORCH_COMPILE", "--torch-compile", "compile each layer with torch.compile; not in lazy mode"),
+    Variable("HL_TORCH_COMPILE_DISABLE", "1: compile nothing", _no_compile, flags=("--torch-compile",)),
     _launch("HL_USE_LAZY_MODE", "HPU: lazy mode (PT_HPU_LAZY_MODE)"),
+    _switch("HL_BF16", "--bf16", "0: train in float32"),
+    _switch("HL_DETERMINISTIC_MODE", "--deterministic", "1: deterministic algorithms of torch and of the HPU"),
+    _choice(
+        "HL_USE_DISTRIBUTED_OPTIMIZER",
+        {"0": ["--zero-stage", "0"], "1": ["--zero-stage", "1"]},
+        "1: shard the optimizer's state over data-parallel ranks; bf16 always does",
+        flag="--zero-stage",
+    ),
+    _number("HL_NUM_WORKERS", "--num-workers", "threads of a rank that read data ahead; 0: none", 0),
     _choice(
         "HL_BUCKETING",
         {name: ["--bucketing", name] for name in ("auto", "off", "octave", "optimal")},
@@ -236,8 +299,13 @@ VARIABLES: tuple[Variable, ...] = (
         scripts=SFT,
     ),
     # device
-    _launch("HL_DEVICE", "hpu, cuda or cpu; unset: the first of them that is there"),
-    _launch("HL_USE_HPU", "1: hpu; 0: not hpu. Unset: what is there"),
+    _launch("HL_DEVICE", "hpu, cuda or cpu; unset: the first of them that is there", unread="device"),
+    _launch("HL_USE_HPU", "1: hpu; 0: not hpu. Unset: what is there", unread="device"),
+    _launch("HL_ENV_FLAGS", "variables for the ranks on every node: NAME=VALUE,NAME=VALUE"),
+    _launch("HL_HNIC", "1: Gaudi nodes communicate through the hosts' network cards"),
+    _launch("HL_HCCL_OVER_OFI", "with HL_HNIC=1: HCCL_OVER_OFI"),
+    _launch("HL_HCCL_GAUDI_DIRECT", "with HL_HNIC=1: HCCL_GAUDI_DIRECT"),
+    _launch("HL_FI_PROVIDER", "with HL_HNIC=1: FI_PROVIDER"),
     _launch("HL_QNPU_DIR", "folder of an environment whose `activate` is sourced first, on every node"),
     # data
     _launch("HL_DATA", "chats to train on, a JSONL file of messages", *SFT),
@@ -246,8 +314,14 @@ VARIABLES: tuple[Variable, ...] = (
     _launch("HL_DATA_FILE_PREFIX", "the dataset in that folder: PREFIX.bin and PREFIX.idx", *PRETRAINING),
     _launch("HL_DATA_IDX_DIR", "folder for the index arrays"),
     _launch("HL_DATA_CACHE_DIR", "the same, by its later name"),
-    _launch("HL_TOKENIZER_TYPE", "GPT2BPETokenizer, HFTokenizer or SentencePieceTokenizer", *PRETRAINING),
-    _launch("HL_TOKENIZER_MODEL", "the tokenizer's file", *PRETRAINING),
+    Variable(
+        "HL_TOKENIZER_TYPE",
+        "a name that --tokenizer-type takes, or Llama3Tokenizer",
+        _tokenizer,
+        PRETRAINING,
+        ("--tokenizer-type",),
+    ),
+    _text("HL_TOKENIZER_MODEL", "--tokenizer-model", "the tokenizer's file", PRETRAINING),
     _number("HL_EVAL_ITERS", "--eval-iters", "global batches in one validation; 0: none", 0),
     _number("HL_EVAL_INTERVAL", "--eval-interval", "steps between two validations"),
     # results
@@ -263,12 +337,24 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "HL_PROFILE",
         "pt: a torch.profiler trace; pt-full: with shapes, Python stacks and memory",
-        _profile,
-        flag="--profile",
+        _profile(4),
+        flags=("--profile",),
     ),
     Variable(
-        "HL_PROFILE_STEPS", "first and last iteration of the trace: 3,4", _profile_steps, flag="--profile-step-start"
+        "HL_PROFILE_TYPE",
+        "the same, by its later name; by default of iteration 3 alone",
+        _profile(3),
+        flags=("--profile",),
     ),
+    Variable(
+        "HL_PROFILE_STEPS",
+        "first and last iteration of the trace: 3,4",
+        _profile_steps,
+        flags=("--profile-step-start", "--profile-step-end"),
+    ),
+    _number("HL_PROFILE_STEP_START", "--profile-step-start", "first iteration of the trace"),
+    _number("HL_PROFILE_STEP_END", "--profile-step-end", "iteration before which the trace ends"),
+    Variable("HL_PROFILE_RANKS", "ranks that write a trace: 0 1 4", _profile_ranks, flags=("--profile-ranks",)),
     _launch("HL_DRY_RUN", "1: print the plan and start nothing"),
 )
 
@@ -285,14 +371,72 @@ class Refused:
 
 
 _FP8 = "there is no FP8 here; the run would be bf16. Unset it"
+_EXPERTS = "mixture-of-experts models (Mixtral, DeepSeek) are not supported. Unset it"
+_COMPILE = "layers are compiled one by one, without further settings. Unset it"
 REFUSED: tuple[Refused, ...] = (
-    Refused(("HL_USE_TRANSFORMER_ENGINE", "HL_USE_CACHE_FP8_WEIGHT", "HL_USE_CACHE_FP8_WEIGHT_FWD"), ("0",), _FP8),
+    Refused(
+        ("HL_FP8", "HL_USE_TRANSFORMER_ENGINE", "HL_USE_CACHE_FP8_WEIGHT", "HL_USE_CACHE_FP8_WEIGHT_FWD"), ("0",), _FP8
+    ),
+    Refused(("HL_USE_FUSED_SDPA_FP8", "HL_USE_TE_CUSTOM_OP"), ("0",), _FP8),
     Refused(("HL_FP8_FORMAT",), ("hybrid",), _FP8),
     Refused(("HL_FP8_MARGIN",), ("0",), _FP8),
-    Refused(("HL_FP8_AMAX_RECOMPUTE_ALGO",), ("max",), _FP8),
-    Refused(("HL_FP8_AMAX_REDUCE", "HL_FP8_MANUAL_MODE"), ("1",), _FP8),
-    Refused(("HL_FP8_MEASURE_INTERVAL", "HL_FP8_AMAX_HISTORY_LEN"), (), _FP8),
-    Refused(("HL_MOE_*",), (), "mixture-of-experts models (Mixtral) are not supported. Unset it"),
+    Refused(("HL_FP8_AMAX_RECOMPUTE_ALGO", "HL_FP8_AMAX_COMPUTE_ALGO"), ("max",), _FP8),
+    Refused(("HL_FP8_AMAX_REDUCE", "HL_FP8_MANUAL_MODE", "HL_FP8_ENFORCE_BF16_AMAX_REDUCTION"), ("1",), _FP8),
+    # they change something under HL_FP8=1 only
+    Refused(("HL_FP8_SMOOTH_SWIGLU", "HL_CACHE_FP8_WEIGHT", "HL_CACHE_FP8_WEIGHT_FWD"), ("0", "1"), _FP8),
+    Refused(("HL_FP8_MEASURE_INTERVAL", "HL_FP8_AMAX_HISTORY_LEN", "HL_FP8_COVERAGE"), (), _FP8),
+    Refused(
+        ("HL_TRANSFORMER_IMPL",),
+        ("local", "transformer_engine"),
+        "there is one implementation of the layers. Unset it",
+    ),
+    Refused(("HL_TE_DISABLE_TCOMPILE_ON_FUSED_ATTN", "HL_TE_LIMIT_GRAPH_SIZE"), ("0",), _FP8),
+    Refused(("HL_CP",), ("1",), "context parallelism is not supported. Unset it, and use HL_TP with HL_SEQ_PARALLEL=1"),
+    Refused(("HL_CP_COMM_TYPE",), ("p2p",), "context parallelism is not supported. Unset it"),
+    Refused(("HL_MOE_*",), (), _EXPERTS),
+    Refused(
+        (
+            *("HL_EP", "HL_ETP", "HL_TOKEN_DROP", "HL_TOKEN_DISPATCHER_TYPE", "HL_MIXTRAL_MODEL"),
+            *("HL_CAPACITY_BINS_EXP_BASE", "HL_AUX_LOSS_COEFF", "HL_ENABLE_SHARED_EXPERT_OVERLAP"),
+        ),
+        (),
+        _EXPERTS,
+    ),
+    Refused(("HL_USE_REGIONAL_COMPILATION",), ("0", "1"), _COMPILE),
+    Refused(("HL_ALLOW_UNSPEC_INT_ON_NN_MODULE", "HL_CACHE_SIZE_LIMIT"), ("0",), _COMPILE),
+    Refused(
+        ("HL_CKPT_FORMAT", "HL_CKPT_CONVERT_FORMAT", "HL_CKPT_CONVERT_SAVE"),
+        (),
+        "checkpoints have a format of this project; tools/convert_checkpoint.py converts them. Unset it",
+    ),
+    Refused(("HL_CKPT_FULLY_PARALLEL_LOAD",), ("0", "1"), "each rank reads its own part of a checkpoint. Unset it"),
+    Refused(("HL_SAVE_DISTRIB_OPTIMIZER_METHOD",), ("serial_per_node",), "each rank writes its own part. Unset it"),
+    Refused(("HL_LOAD_DISTRIB_OPTIMIZER_METHOD",), ("serial_per_dp_groups",), "each rank reads its own part. Unset it"),
+    Refused(("HL_NO_LOAD_STRICT",), ("0",), "a checkpoint must have every parameter of the model. Set 0"),
+    Refused(("HL_RECOMPUTE_NUM_LAYERS",), ("1",), "HL_CKP_ACT=1 recomputes each layer by itself. Set 1"),
+    Refused(
+        ("HL_OVERLAP_GRAD_REDUCE",),
+        ("0",),
+        "DeepSpeed schedules the reduction of gradients; --deepspeed-config may change it. Set 0",
+    ),
+    Refused(("HL_MICRO_BATCH_SYNC_INTERVAL",), ("0",), "ranks do not wait between microbatches. Unset it"),
+    Refused(("HL_USE_CPU_INIT",), ("0", "1"), "weights are always initialised on the CPU. Unset it"),
+    Refused(("HL_REDIRECT_LOGS",), ("0", "1"), "the log is always in train.log of the results folder. Unset it"),
+    Refused(("HL_LM_EVAL",), ("0",), "there is no evaluation harness. Set 0"),
+    Refused(
+        ("HL_LAUNCHER_TYPE",), ("mpirun",), "an agent of this project's own starts the ranks on every host. Unset it"
+    ),
+    Refused(("HL_PE", "HL_PPR"), (), "ranks are not bound to cores. Unset it"),
+    Refused(
+        ("HL_SSH_PORT",),
+        ("22",),
+        'set PDSH_SSH_ARGS_APPEND="-p PORT", or Port in ~/.ssh/config. Unset it',
+    ),
+    Refused(
+        ("HL_TORCHRUN_MULTINODE", "HL_TORCHRUN_NODE_RANK", "HL_TORCHRUN_MASTER_ADDR"),
+        ("0", "localhost"),
+        "set HL_RENDEZVOUS=HOST:PORT, where this script is started on each node by itself. Unset it",
+    ),
     Refused(("HL_TENSOR_LOGGER",), ("0",), "there is no tensor logger. Unset it"),
     Refused(("HL_TENSOR_LOGGER_*",), ("0",), "there is no tensor logger. Unset it"),
     Refused(
@@ -317,7 +461,6 @@ REFUSED: tuple[Refused, ...] = (
         "the batch scheduler is not supported; HL_RAMPUP_BS or --rampup-batch-size grows the batch, --train-samples "
         "ends the run. Unset it",
     ),
-    Refused(("HL_USE_FUSED_SDPA_WITH_RECOMPUTE",), ("0",), "HL_CKP_ACT=2 recomputes the attention core instead. Set 0"),
     Refused(("HL_USE_TORCH_COMPILED_AUTOGRAD",), ("0", "false"), "compiled autograd is not supported. Set 0"),
     Refused(("HL_COMPILED_AUTOGRAD_FALLBACK_MODE",), ("nothing",), "compiled autograd is not supported. Unset it"),
     Refused(("HL_IMMEDIATE_GRAD_UPDATE",), ("1", "true"), "bf16 gradients are always added up at once. Unset it"),
@@ -333,16 +476,4 @@ LLAMA_PRESETS: dict[str, dict[str, str]] = {
     "2": {size: f"llama2_{size}b" for size in ("7", "13", "34", "70")},
     "3.1": {size: f"llama31_{size}b" for size in ("8", "70", "405")},
     "3.2": {size: f"llama32_{size}b" for size in ("1", "3")},
-}
-
-# what a layout is made of
-LAYOUT = tuple(f"HL_{name}=" for name in ("NUM_NODES", "NGPU_PER_NODE", "DEVICES_PER_NODE", "DP", "TP", "PP"))
-
-# as Habana's scripts call them -> ours
-TOKENIZERS = {
-    "GPT2BPETokenizer": "GPT2BPETokenizer",
-    "HFTokenizer": "HFTokenizer",
-    "SentencePieceTokenizer": "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
-    "NullTokenizer": "NullTokenizer",
 }

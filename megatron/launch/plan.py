@@ -52,8 +52,12 @@ class Request:
     train_flags: list[str] = field(default_factory=list)
     fine_tuning: FineTuning | None = None
     faults: list[str] = field(default_factory=list)
-    layout_known: bool = True
-    """False if nodes, devices or parallel sizes are among the faults, so that they cannot be compared."""
+    unread: set[str] = field(default_factory=set)
+    """Options, and fields of this request, whose values are among the faults; `config` is all options."""
+    lazy: bool | None = None
+    """HPU: lazy mode. None: as PT_HPU_LAZY_MODE says, else `prefers_lazy`."""
+    prefers_lazy: bool = False
+    """HPU: lazy mode, unless layers are compiled."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class LaunchPlan:
     environment: Mapping[str, str]
     """Variables for the ranks, on whatever machine."""
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    """Settings that were derived from others, a line each."""
     run_id: str
     """Equal on all nodes; agents on other machines are found by it in their command lines."""
     max_restarts: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import os
@@ -12,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.accelerator import detect_device
-from megatron.config.command_line import build_parser, load_config, parse_arguments
-from megatron.config.options import Config, ConfigError
-from megatron.config.validation import idle
+from megatron.config.command_line import CommandLine, faults_in_all, read_command_line
+from megatron.config.options import Config, flag, on_device
+from megatron.config.validation import check, idle
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
@@ -22,66 +21,61 @@ from megatron.launch.plan import LaunchPlan, RefusedError, Request
 
 # The network interface between the nodes, passed on from this environment: it has one name on every node.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+LAZY_MODE = "PT_HPU_LAZY_MODE"
+SIZES = frozenset({"nodes", "devices_per_node", "data_parallel_size"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Ranks of a run. Faulty sizes count as 1, so that the rest can still be checked."""
+    """A config, and the ranks that run it."""
 
-    device: str
+    config: Config
     devices_per_node: int
-    tensor: int
-    pipeline: int
-    is_known: bool
-    """False if a size is faulty."""
     world_size: int
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.config.parallel.tensor_model_parallel_size * self.config.parallel.pipeline_model_parallel_size
 
 
 def preflight(request: Request) -> LaunchPlan:
-    """Validate a request. Starts and writes nothing. Raises RefusedError with every fault found."""
-    faults, warnings = list(request.faults), list[str]()
-    flags = list(request.train_flags)
-    config = _parsed(flags)
-    given = build_parser().parse_known_args(flags)[0]
-    layout = _layout(request, config, given)
-    if layout.is_known and request.data_parallel_size is not None:
-        faults += checks.check_layout(request, layout.tensor, layout.pipeline, layout.devices_per_node)
-    lacks_data = request.fine_tuning is None and not (
-        config.data.paths[0][1] if config is not None else given.data_path or given.train_data_path
-    )
-    if lacks_data and request.dry_run:
-        flags += ["--data-path", "DATASET"]
+    """Validate a request. Starts and writes nothing. Raises RefusedError with every fault found.
+
+    A value that cannot be read is a fault of its own, and removes only the checks that need it: there is a layout for
+    each of several values in its place, and only what is wrong in all of them is reported.
+    """
+    command, flags = _with_derived_flags(request)
+    device = _choose_device(request, command)
+    lazy, faults_of_mode = _lazy_mode(request, command.config, device)
+    layouts = [layout for config in command.configs for layout in _layouts(request, config, device, lazy=lazy)]
+    faults, warnings = [*request.faults, *command.faults, *faults_of_mode], list[str]()
+    if _lacks_data(command, request) and request.dry_run:
         warnings.append("no dataset is given; the run itself will need --data-path")
-    if config is not None:
-        faults += _check_results_folder(request, config)
-        flags += _output_flags(request, config, layout.world_size // (layout.tensor * layout.pipeline))
-    try:
-        config = load_config(flags, layout.world_size)
-    except ConfigError as error:
-        faults += error.faults
-        config = _parsed(flags)
-    hosts, of_hosts = find_hosts(request, layout.devices_per_node if layout.is_known else 1)
-    faults += [*of_hosts, *_check_machines(request, flags, layout, config, is_remote=bool(hosts))]
+    faults += faults_in_all(_check_layout(request, layout) for layout in layouts)
+    devices = {layout.devices_per_node for layout in layouts}
+    hosts, of_hosts = find_hosts(request, devices.pop() if len(devices) == 1 and not request.unread & SIZES else 1)
+    faults += [*of_hosts, *faults_in_all(_check_machine(request, layout, is_remote=bool(hosts)) for layout in layouts)]
+    if hosts and not request.dry_run:
+        faults += checks.check_remote([*flags, *request.environment.values()], request)
+    if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
+        faults.append(f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it to a folder that does")
     # a plan needs neither data nor hosts
     unneeded = warnings if request.dry_run else faults
     unneeded += check_addresses(hosts, request.hostsfile)
-    if config is not None:
-        faults += _check_config(request, config, layout)
-        chats = request.fine_tuning
-        # chats are processed first
-        if not lacks_data and (chats is None or (chats.chats is None and chats.folder is not None)):
-            unneeded += checks.check_data_files(config)
-    if faults or config is None:
-        raise RefusedError(faults, warnings)
+    unneeded += faults_in_all(_check_data(request, layout) for layout in layouts)
+    if faults:
+        raise RefusedError(list(dict.fromkeys(faults)), warnings)
 
-    flags += ["--device", layout.device] if config.parallel.device != layout.device else []
-    config = load_config(flags, layout.world_size)
-    warnings += idle(config)
+    (layout,), given = layouts, command.config
+    derived = _flags_of_device(given, layout.config)
+    notes = [*command.notes, *_notes_of_device(given, layout.config, lazy=lazy)]
+    flags += derived
     chats = request.fine_tuning
     if chats is not None:
-        chats = dataclasses.replace(chats, folder=str(Path(config.data.data_path[0]).parent))
+        chats = dataclasses.replace(chats, folder=str(Path(given.data.data_path[0]).parent))
     return LaunchPlan(
-        config=config,
+        config=layout.config,
         train_flags=tuple(flags),
         nodes=request.nodes,
         devices_per_node=layout.devices_per_node,
@@ -89,8 +83,9 @@ def preflight(request: Request) -> LaunchPlan:
         hostsfile=request.hostsfile,
         master_port=request.master_port,
         activate_dir=request.activate_dir,
-        environment=_rank_environment(request, layout),
-        warnings=tuple(warnings),
+        environment=_rank_environment(request, layout, lazy=lazy),
+        warnings=(*warnings, *idle(layout.config)),
+        notes=tuple(notes),
         run_id=_run_id(request, flags),
         max_restarts=request.max_restarts,
         min_nodes=request.min_nodes or request.nodes,
@@ -99,45 +94,32 @@ def preflight(request: Request) -> LaunchPlan:
     )
 
 
-def _parsed(flags: Sequence[str]) -> Config | None:
-    """Return the config of the flags without validating it; None if they do not make one."""
-    try:
-        return parse_arguments(flags)[0]
-    except ConfigError:
+def _with_derived_flags(request: Request) -> tuple[CommandLine, list[str]]:
+    """Return the command line with the folders and settings that follow from the request, and its flags.
+
+    They stand before the user's own flags, which override them.
+    """
+    own = list(request.train_flags)
+    command = read_command_line(own, request.unread - SIZES)
+    flags = [*_output_flags(request, command), *own]
+    if _lacks_data(command, request) and request.dry_run:
+        flags = ["--data-path", "DATASET", *flags]
+    return read_command_line(flags, request.unread - SIZES), flags
+
+
+def _lacks_data(command: CommandLine, request: Request) -> bool:
+    placeholder = ("DATASET",) if request.dry_run else ()
+    return request.fine_tuning is None and all(
+        config.data.paths[0][1] in ((), placeholder) for config in command.configs
+    )
+
+
+def _choose_device(request: Request, command: CommandLine) -> str | None:
+    """Return hpu, cuda or cpu; `auto` if other machines must detect theirs themselves; None if it cannot be read."""
+    devices: set[str] = {config.parallel.device for config in command.configs}
+    if len(devices) > 1:
         return None
-
-
-def _layout(request: Request, config: Config | None, given: argparse.Namespace) -> Layout:
-    if config is not None:
-        tensor: int | None = config.parallel.tensor_model_parallel_size
-        pipeline: int | None = config.parallel.pipeline_model_parallel_size
-    else:
-        tensor, pipeline = _size(given.tensor_model_parallel_size), _size(given.pipeline_model_parallel_size)
-    is_known = request.layout_known and None not in (tensor, pipeline)
-    tensor, pipeline = tensor or 1, pipeline or 1
-    device = _resolve_device(request, config)
-    devices_per_node = request.devices_per_node or _default_devices(request, device, tensor * pipeline)
-    if not is_known:
-        world_size = tensor * pipeline
-    elif request.data_parallel_size is not None:
-        world_size = tensor * pipeline * request.data_parallel_size
-    else:
-        world_size = request.nodes * devices_per_node
-    return Layout(device, devices_per_node, tensor, pipeline, is_known, world_size)
-
-
-def _size(text: str | None) -> int | None:
-    """Return a parallel size as given, 1 by default; None for a faulty one, which the config reports."""
-    if text is None:
-        return 1
-    return int(text) if text.isdecimal() and int(text) > 0 else None
-
-
-def _resolve_device(request: Request, config: Config | None) -> str:
-    """Return hpu, cuda or cpu; `auto` if other machines must detect theirs themselves."""
-    requested = request.device
-    if requested == "auto" and config is not None:
-        requested = config.parallel.device
+    requested = request.device if devices == {"auto"} else devices.pop()
     if requested in ("hpu", "cuda", "cpu"):
         return requested
     if request.nodes > 1 and request.rendezvous is None:
@@ -145,11 +127,91 @@ def _resolve_device(request: Request, config: Config | None) -> str:
     return detect_device(allow_hpu=requested != "no-hpu")
 
 
-def _default_devices(request: Request, device: str, model_ranks: int) -> int:
+def _lazy_mode(request: Request, config: Config, device: str | None) -> tuple[bool | None, list[str]]:
+    """Return whether an HPU runs in lazy mode, None elsewhere, and the faults of it."""
+    if device not in ("hpu", "auto"):
+        return None, []
+    lazy, compiled = request.lazy, config.training.torch_compile
+    given = request.environment.get(LAZY_MODE) or os.environ.get(LAZY_MODE)
+    if lazy is None and given:
+        lazy = given != "0"
+    if lazy and compiled:
+        return lazy, [
+            f"{LAZY_MODE}=1 (HL_USE_LAZY_MODE) and torch_compile (HL_USE_TORCH_COMPILE) exclude each other; set one of "
+            "them to 0"
+        ]
+    if lazy is None:
+        lazy = request.prefers_lazy and not compiled
+    return None if device == "auto" and not lazy and not given else lazy, []
+
+
+def _layouts(request: Request, config: Config, device: str | None, *, lazy: bool | None) -> list[Layout]:
+    """Return the layout of a config on its device; several, if nodes, devices or sizes cannot be read."""
+    if device in ("hpu", "cuda", "cpu"):
+        config = on_device(config, device, lazy=bool(lazy))
+    model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    devices_per_node = request.devices_per_node or _default_devices(request, device, model_ranks)
+    if request.unread & SIZES:
+        return [Layout(config, devices_per_node, model_ranks * copies) for copies in (1, 2, 3)]
+    world_size = request.nodes * devices_per_node
+    if request.data_parallel_size is not None:
+        world_size = model_ranks * request.data_parallel_size
+    return [Layout(config, devices_per_node, world_size)]
+
+
+def _default_devices(request: Request, device: str | None, model_ranks: int) -> int:
     """Return the devices of a node where none are given: a CPU runs as many ranks as the layout has."""
     if device == "cpu" and request.nodes == 1 and request.hostsfile is None:
         return model_ranks * (request.data_parallel_size or 1)
     return DEVICES_PER_NODE
+
+
+def _check_layout(request: Request, layout: Layout) -> Iterator[str]:
+    """Yield the faults of the options, and of what they name."""
+    config, world_size = layout.config, layout.world_size
+    if not request.unread & SIZES:
+        if request.data_parallel_size is not None:
+            yield from checks.check_layout(request, config.parallel, layout.devices_per_node)
+        yield from checks.check_restarts(request, config, layout.devices_per_node)
+    yield from check(config, world_size)
+    yield from checks.check_deepspeed(config, world_size)
+    yield from _check_results_folder(request, config)
+    yield from checks.check_outputs(config)
+    yield from checks.check_load(config)
+
+
+def _check_data(request: Request, layout: Layout) -> Iterator[str]:
+    """Yield the faults of the dataset, unless it is still to be made of chats."""
+    chats, data = request.fine_tuning, layout.config.data
+    if data.data_path != ("DATASET",) and (chats is None or (chats.chats is None and chats.folder is not None)):
+        yield from checks.check_data_files(layout.config)
+
+
+def _check_machine(request: Request, layout: Layout, *, is_remote: bool) -> Iterator[str]:
+    """Yield what this machine lacks, if it runs ranks."""
+    device = layout.config.parallel.device
+    if request.dry_run or is_remote or request.unread & SIZES or (request.nodes > 1 and request.rendezvous is None):
+        return
+    yield from checks.check_local_devices(device, layout.devices_per_node)
+    yield from checks.check_precision(device, layout.config.training.precision)
+    yield from checks.check_descriptors(layout.config, device, layout.world_size)
+
+
+def _flags_of_device(given: Config, config: Config) -> list[str]:
+    """Return the flags that give every rank what was resolved for the device."""
+    flags = []
+    if given.parallel.device != config.parallel.device:
+        flags += ["--device", config.parallel.device]
+    if config.training.torch_compile and given.training.torch_compile is None:
+        flags += [flag("torch_compile"), "true"]
+    return flags
+
+
+def _notes_of_device(given: Config, config: Config, *, lazy: bool | None) -> Iterator[str]:
+    if lazy is not None and config.parallel.device == "hpu":
+        compiled = "layers are compiled" if config.training.torch_compile else "nothing is compiled"
+        mode = f"lazy mode ({LAZY_MODE}=1)" if lazy else f"eager mode ({LAZY_MODE}=0), {compiled}"
+        yield f"HPU in {mode}; HL_USE_LAZY_MODE and HL_USE_TORCH_COMPILE (--torch-compile) choose"
 
 
 def _check_results_folder(request: Request, config: Config) -> Iterator[str]:
@@ -160,71 +222,57 @@ def _check_results_folder(request: Request, config: Config) -> Iterator[str]:
         )
 
 
-def _check_config(request: Request, config: Config, layout: Layout) -> Iterator[str]:
-    """Yield the faults of what the options name."""
-    if layout.is_known:
-        yield from checks.check_restarts(request, config, layout.devices_per_node)
-    yield from checks.check_deepspeed(config, layout.world_size)
-    yield from checks.check_outputs(config)
-    yield from checks.check_load(config)
-
-
-def _check_machines(
-    request: Request, flags: Sequence[str], layout: Layout, config: Config | None, *, is_remote: bool
-) -> Iterator[str]:
-    if is_remote and not request.dry_run:
-        yield from checks.check_remote(flags, request)
-    elif (request.nodes == 1 or request.rendezvous) and not is_remote and not request.dry_run:
-        yield from checks.check_local_devices(layout.device, layout.devices_per_node)
-        if config is not None and layout.is_known:
-            yield from checks.check_descriptors(config, layout.device, layout.world_size)
-    if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
-        yield f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it to a folder that does"
-
-
 def _run_id(request: Request, flags: Sequence[str]) -> str:
     if request.rendezvous is not None:  # each node computes it, from what is equal on all
         return hashlib.sha256("\0".join(flags).encode()).hexdigest()[:16]
     return f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
 
 
-def _rank_environment(request: Request, layout: Layout) -> dict[str, str]:
+def _rank_environment(request: Request, layout: Layout, *, lazy: bool | None) -> dict[str, str]:
+    device = layout.config.parallel.device
     environment = {name: os.environ[name] for name in INTERFACES if os.environ.get(name)} | request.environment
-    if layout.device != "auto":
-        environment["DS_ACCELERATOR"] = layout.device
-    if layout.device == "cpu":
+    if lazy is not None:
+        environment[LAZY_MODE] = "1" if lazy else "0"
+    if device != "auto":
+        environment["DS_ACCELERATOR"] = device
+    if device == "cpu":
         environment["OMP_NUM_THREADS"] = threads_per_rank(layout.devices_per_node)
     return environment
 
 
-def _output_flags(request: Request, config: Config, data_parallel_size: int) -> list[str]:
-    """Return flags for results and checkpoint folders that are not given: the results folder is named after the run."""
+def _output_flags(request: Request, command: CommandLine) -> list[str]:
+    """Return flags for the folders that are not given; the results folder is named after the run."""
+    config, given = command.config, command.given
     flags = []
     results = config.logging.results_dir
-    if results is None and request.results_parent is not None:
-        results = str(Path(request.results_parent, _run_folder(config, data_parallel_size)))
+    if request.results_parent is not None and "results_dir" not in given and request.rendezvous is None:
+        first, *others = _layouts(request, config, _choose_device(request, command), lazy=None)
+        # sizes that cannot be read would be in the name
+        name = "" if others or len(command.configs) > 1 else _run_folder(first)
+        results = str(Path(request.results_parent, name))
         flags += ["--results-dir", results]
     checkpoints = request.checkpoints_dir or (str(Path(results, "checkpoints")) if results is not None else None)
+    saves = config.checkpoint.save is not None
     if checkpoints is not None:
-        if request.save and config.checkpoint.save is None:
-            flags += ["--save", checkpoints]
-        if request.resume and config.checkpoint.load is None:
+        if request.save and "save" not in given:
+            flags, saves = [*flags, "--save", checkpoints], True
+        if request.resume and "load" not in given:
             flags += ["--load", checkpoints]
     if request.fine_tuning is not None:
         flags += ["--data-path", str(Path(request.fine_tuning.folder or Path(results or ".", "data"), "data"))]
-        checkpoint = config.checkpoint
-        if request.save or checkpoint.save is not None:
-            # the exports are what is wanted, checkpoints serve a restart
-            flags += [] if checkpoint.save_hf else ["--save-hf", str(Path(results or ".", "hf_format"))]
-            flags += [] if checkpoint.keep_last else ["--keep-last", "1"]
-            flags += ["--save-at-epoch"]
+        # the exports are what is wanted, checkpoints serve a restart
+        of_exports = {"save_hf": str(Path(results or ".", "hf_format")), "keep_last": "1", "save_at_epoch": "true"}
+        for name, value in of_exports.items():
+            flags += [flag(name), value] if saves and name not in given else []
     return flags
 
 
-def _run_folder(config: Config, data_parallel_size: int) -> str:
+def _run_folder(layout: Layout) -> str:
     """Return ds_z0_nl40_hs5120_gb1024_mb1_D2_T4_P1_devices8_20260131_235959, as Habana's scripts name it."""
+    config = layout.config
     t, p = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     training = config.training
+    data_parallel_size = layout.world_size // layout.model_ranks
     return (
         f"ds_z{config.optimizer.zero_stage}_nl{config.model.num_layers}_hs{config.model.hidden_size}"
         f"_gb{training.global_batch_size}_mb{training.micro_batch_size}_D{data_parallel_size}_T{t}_P{p}"

@@ -288,21 +288,23 @@ class FusedHPUAttention:
     """Habana's FusedSDPA.
 
     Source: Intel Gaudi documentation, "Optimize training on PyTorch", FusedSDPA.apply(q, k, v, attn_mask, dropout_p,
-    is_causal, scale, softmax_mode).
+    is_causal, scale, softmax_mode, recompute_mode).
     """
 
-    def __init__(self, slopes: Tensor | None, *, fast_softmax: bool = False) -> None:
+    def __init__(self, slopes: Tensor | None, *, fast_softmax: bool = False, recompute: bool = True) -> None:
         from habana_frameworks.torch.hpex.kernels import FusedSDPA
 
         self._kernel = FusedSDPA
         self._masks = AttentionMask(slopes)
         self._softmax_mode = "fast" if fast_softmax else "None"
+        self._recompute = recompute
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
         mask = self._masks.get(packing, q.shape[2], k.shape[2], q.dtype, q.device)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
-        return self._kernel.apply(q, k, v, mask, dropout, _is_causal(q, k, mask), None, self._softmax_mode)
+        causal = _is_causal(q, k, mask)
+        return self._kernel.apply(q, k, v, mask, dropout, causal, None, self._softmax_mode, self._recompute)
 
 
 def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> Callable[..., Tensor]:
@@ -326,7 +328,7 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
             ]
         )
     if backend == "fused_hpu":
-        return FusedHPUAttention(slopes, fast_softmax=model.use_fast_softmax)
+        return FusedHPUAttention(slopes, fast_softmax=model.use_fast_softmax, recompute=model.fused_sdpa_recompute)
     if backend == "flex":
         return FlexAttention(slopes)
     return SDPAttention(slopes, by_document=device == "cpu", repeats=model.kernels == "plain" or device == "hpu")

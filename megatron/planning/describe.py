@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from megatron.config.options import Config, ModelConfig, batch_sizes
+from megatron.config.options import Config, ModelConfig, batch_sizes, samples_after
 from megatron.config.plugins import load_task
 from megatron.planning.memory import Stage, StageMemory, memory_by_stage
 from megatron.planning.pipeline import bubble_fraction, stage_text
@@ -84,7 +84,7 @@ def _length_text(config: Config) -> str:
         samples = training.train_samples
         return f"{samples:,} samples = {samples * training.seq_length:,} tokens"
     if training.train_iters is not None:
-        samples = training.train_iters * training.global_batch_size
+        samples = samples_after(training, training.train_iters)
         return f"{training.train_iters:,} steps = {samples * training.seq_length:,} tokens"
     if training.num_epochs is not None:
         return _count(training.num_epochs, "epoch")

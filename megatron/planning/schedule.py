@@ -114,7 +114,7 @@ class Schedule:
         if self.restored is not None:
             return self.restored
         options, training, size = self.optimizer, self.training, self.training.global_batch_size
-        length = training.train_samples or (training.train_iters or 0) * size
+        length = training.train_samples or samples_after(training, training.train_iters or 0)
         if self.samples_per_epoch is not None:
             length = self.total_samples
         decay = options.lr_decay_samples or self.samples_after(options.lr_decay_iters or 0) or length

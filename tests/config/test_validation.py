@@ -129,7 +129,18 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "passes through 2, which is not a multiple of micro_batch_size x data-parallel size = 1 x 4",
         "use multiples of 4 for start and increment, or a data-parallel size of 1 or 2",
     ),
-    "ramp-up in steps": ("--rampup-batch-size 2 2 100", 1, "train_samples is not given", "instead of train_iters"),
+    "fast softmax with a bias": (
+        "--device hpu --use-fast-softmax --position-embedding-type alibi",
+        1,
+        "with the causal mask alone, but position_embedding_type=alibi",
+        "turn it off",
+    ),
+    "fast softmax of documents": (
+        "--device hpu --use-fast-softmax --reset-attention-mask --eod-token-id 0",
+        1,
+        "with the causal mask alone, but documents or chats packed",
+        "turn it off",
+    ),
     "length twice": ("--train-samples 900", 1, "train_samples=900 and train_iters=100 are both given", "keep one"),
     "no length": ("--train-iters none", 1, "neither train_samples nor train_iters is given", "give one"),
     "no length of sft": (
@@ -327,6 +338,7 @@ def test_a_broken_rule_is_named_with_value_and_remedy(name: str) -> None:
 
 # flags that do nothing alone -> what they need, and the flags that give it
 IDLE: dict[str, tuple[str, str]] = {
+    "--no-fused-sdpa-recompute --device cpu": ("device=hpu", "--device hpu"),
     "--save-interval-in-mins 5": ("save", "--save runs"),
     "--no-async-save": ("save", "--save runs"),
     "--keep-last 3": ("save", "--save runs"),

@@ -26,6 +26,7 @@ from megatron.launch.hl_variables import REFUSED, VARIABLES, Script
 from megatron.launch.hostsfile import parse_hostsfile
 from megatron.launch.plan import LaunchPlan, RefusedError, Request
 from megatron.launch.preflight import preflight
+from megatron.planning.sizes import declared_layers
 from tests.launch.test_agent import wait_until_gone
 
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml"))
@@ -246,6 +247,31 @@ def test_a_contradicting_deepspeed_json_is_refused(dataset: str, tmp_path: Path)
     assert "train_batch_size" in "".join(faults(request))
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--attention-backend", "fused_hpu"], "attention_backend=fused_hpu runs on hpu only, but device=cpu"),
+        (["--attention-backend", "flex", "--attention-dropout", "0"], "runs on cuda only, but device=cpu"),
+        (["--fp16"], "fp16 is not supported on this CPU"),
+    ],
+)
+def test_the_rules_of_the_device_that_is_found_are_applied_before_launch(
+    flags: list[str], said: str, dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "cpu_lacks_float16", lambda: True)
+    monkeypatch.setattr("megatron.launch.preflight.detect_device", lambda *, allow_hpu: "cpu")
+    request = tiny("--data-path", dataset, *flags)
+    request.device = "auto"
+    (fault,) = faults(request)
+    assert said in fault
+
+
+def test_arguments_choose_the_device_over_variables() -> None:
+    variables = {"HL_DEVICE": "cpu", "HL_DRY_RUN": "1", "HL_CONFIG": "tiny_bloom", "HL_NGPU_PER_NODE": "1"}
+    plan = preflight(translated(variables, "bloom13b", "--device", "hpu"))
+    assert plan.config.parallel.device == "hpu"
+
+
 def test_too_few_accelerators_are_refused(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     request = tiny("--data-path", dataset, "--global-batch-size", "64", data_parallel_size=8)
@@ -292,7 +318,7 @@ def test_remote_runs_need_pdsh(tmp_path: Path, dataset: str, monkeypatch: pytest
         ("HL_LOG_INTERVAL", "1", ["--log-interval", "1"]),
         ("HL_EVAL_ITERS", "0", ["--eval-iters", "0"]),
         ("HL_EVAL_INTERVAL", "7", ["--eval-interval", "7"]),
-        ("HL_TRAIN_ITERS", "9", ["--train-iters", "9", "--train-samples", "none"]),
+        ("HL_TRAIN_ITERS", "9", ["--train-iters", "9"]),
         ("HL_KILL_SWITCH", "/k", ["--kill-switch-path", "/k"]),
         ("HL_TENSORBOARD_DIR", "tb", ["--tensorboard-dir", "tb"]),
         ("HL_CKP_ACT", "0", ["--recompute-granularity", "none"]),
@@ -326,14 +352,35 @@ def test_remote_runs_need_pdsh(tmp_path: Path, dataset: str, monkeypatch: pytest
         ("HL_DATA_FILE_PREFIX", "/d/p", ["--data-path", "/d/p"]),
         ("HL_DATA_IDX_DIR", "/c", ["--data-cache-path", "/c"]),
         ("HL_DATA_CACHE_DIR", "/c", ["--data-cache-path", "/c"]),
-        ("HL_TOKENIZER_TYPE", "GPTSentencePieceTokenizer", ["--tokenizer-type", "SentencePieceTokenizer"]),
+        ("HL_TOKENIZER_TYPE", "HuggingFaceTokenizer", ["--tokenizer-type", "HuggingFaceTokenizer"]),
+        ("HL_TOKENIZER_TYPE", "Llama3Tokenizer", ["--tokenizer-type", "TikTokenizer", "--tiktoken-pattern", "llama3"]),
+        ("HL_HIDDEN_SIZE", "64", ["--hidden-size", "64"]),
+        ("HL_NUM_HEADS", "4", ["--num-attention-heads", "4"]),
+        ("HL_NUM_QUERY_GROUPS", "2", ["--num-query-groups", "2"]),
+        ("HL_FFN_HIDDEN_SIZE", "96", ["--ffn-hidden-size", "96"]),
+        ("HL_KILL_SWITCH_FILE", "/k", ["--kill-switch-path", "/k"]),
+        ("HL_LOAD_DIR", "/l", ["--load", "/l"]),
+        ("HL_NO_LOAD_OPTIM", "1", ["--no-load-optim", "true"]),
+        ("HL_SKIP_TRAIN", "1", ["--skip-train", "true"]),
+        ("HL_BF16", "0", ["--bf16", "false"]),
+        ("HL_NUM_WORKERS", "0", ["--num-workers", "0"]),
+        ("HL_TORCH_COMPILE_DISABLE", "1", ["--torch-compile", "false"]),
+        ("HL_TORCH_COMPILE_DISABLE", "0", []),
+        ("HL_USE_FUSED_SDPA_WITH_RECOMPUTE", "0", ["--fused-sdpa-recompute", "false"]),
+        ("HL_USE_DISTRIBUTED_OPTIMIZER", "1", ["--zero-stage", "1"]),
+        ("HL_PROFILE_RANKS", "0 4", ["--profile-ranks", "0", "4"]),
+        (
+            "HL_PROFILE_TYPE",
+            "pt",
+            ["--profile", "true", "--profile-step-start", "3", "--profile-step-end", "4"],
+        ),
         ("HL_TOKENIZER_MODEL", "t.json", ["--tokenizer-model", "t.json"]),
     ],
 )
 def test_a_variable_becomes_its_flags(variable: str, value: str, flags: list[str]) -> None:
     unset, request = translated({}), translated({variable: value})
     assert not request.faults
-    assert not request.environment or variable == "HL_USE_TORCH_COMPILE"
+    assert not request.environment
     added = list(request.train_flags)
     for flag in unset.train_flags:
         added.remove(flag)
@@ -358,9 +405,14 @@ def test_a_variable_becomes_its_flags(variable: str, value: str, flags: list[str
         ({"HL_USE_HPU": "1"}, "device", "hpu"),
         ({"HL_USE_HPU": "0"}, "device", "no-hpu"),
         ({}, "device", "auto"),
-        ({"HL_USE_LAZY_MODE": "0"}, "environment", {"PT_HPU_LAZY_MODE": "0"}),
-        ({"HL_USE_LAZY_MODE": "1"}, "environment", {"PT_HPU_LAZY_MODE": "1"}),
-        ({"HL_USE_TORCH_COMPILE": "1"}, "environment", {"PT_HPU_LAZY_MODE": "0"}),
+        ({"HL_USE_LAZY_MODE": "0"}, "lazy", False),
+        ({"HL_USE_LAZY_MODE": "1"}, "lazy", True),
+        ({"HL_ENV_FLAGS": "A=1, B_2=x=y"}, "environment", {"A": "1", "B_2": "x=y"}),
+        (
+            {"HL_HNIC": "1", "HL_NUM_NODES": "2", "HL_FI_PROVIDER": "tcp"},
+            "environment",
+            {"HCCL_OVER_OFI": "1", "HCCL_GAUDI_DIRECT": "1", "FI_PROVIDER": "tcp"},
+        ),
         ({"HL_RESULTS_DIR_PREFIX": "/r"}, "results_parent", "/r/out/bloom13b"),
         ({"HL_CONFIG": "tiny_bloom"}, "results_parent", "out/tiny_bloom"),
         ({"HL_CONFIG": "my/run.yaml"}, "results_parent", "out/run"),
@@ -389,9 +441,14 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
         ({"HL_DEVICE": "hpu", "HL_USE_HPU": "0"}, "HL_USE_HPU=0 contradicts HL_DEVICE=hpu"),
         ({"HL_NGPU_PER_NODE": "8", "HL_DEVICES_PER_NODE": "4"}, "mean the same thing"),
         ({"HL_DATA_IDX_DIR": "a", "HL_DATA_CACHE_DIR": "b"}, "mean the same thing"),
-        ({"HL_USE_LAZY_MODE": "1", "HL_USE_TORCH_COMPILE": "1"}, "exclude each other"),
+        ({"HL_KILL_SWITCH": "/a", "HL_KILL_SWITCH_FILE": "/b"}, "mean the same thing"),
+        ({"HL_ZERO_STAGE": "2", "HL_USE_DISTRIBUTED_OPTIMIZER": "1"}, "set one of them"),
+        ({"HL_ENV_FLAGS": "A=1,B"}, "'B' is not NAME=VALUE"),
+        ({"HL_HNIC": "1"}, "HL_HNIC=1 connects several nodes, but HL_NUM_NODES is 1"),
+        ({"HL_FI_PROVIDER": "verbs"}, "HL_FI_PROVIDER=verbs needs HL_HNIC=1"),
         ({"HL_DATA_DIR_ROOT": "/d"}, "needs HL_DATA_FILE_PREFIX"),
-        ({"HL_TOKENIZER_TYPE": "Llama3Tokenizer"}, "use HFTokenizer with its tokenizer.json"),
+        ({"HL_TOKENIZER_TYPE": "Llama4"}, "HL_TOKENIZER_TYPE='Llama4' must be GPT2BPETokenizer, HFTokenizer"),
+        ({"HL_QUIET": "2"}, "unknown variable HL_QUIET=2; docs/launching.md lists the variables"),
         ({"HL_GSB": "8"}, "unknown variable HL_GSB=8; did you mean HL_GBS?"),
         ({"HL_LLAMA_VER": "2"}, "it belongs to scripts/run_llama.sh"),
     ],
@@ -411,6 +468,36 @@ def test_an_unsupported_variable_is_refused_by_name_unless_off(name: str) -> Non
         assert not translated({spelled: off}).faults
 
 
+def test_the_size_of_older_scripts_is_explained() -> None:
+    (fault,) = translated({"HL_LLAMA_VER": "13"}, "llama").faults
+    assert fault.endswith("for the size, set HL_LLAMA_VER=1 and HL_LLAMA_MODEL_SIZE=13")
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "mode", "compiled"),
+    [
+        ({}, [], "1", False),
+        ({"HL_USE_LAZY_MODE": "0"}, [], "0", True),
+        ({"HL_USE_LAZY_MODE": "0", "HL_TORCH_COMPILE_DISABLE": "1"}, [], "0", False),
+        ({"HL_USE_TORCH_COMPILE": "1"}, [], "0", True),
+        ({}, ["--torch-compile"], "0", True),
+        ({"HL_ENV_FLAGS": "PT_HPU_LAZY_MODE=0"}, [], "0", True),
+    ],
+)
+def test_the_mode_of_an_hpu(variables: dict[str, str], flags: list[str], mode: str, compiled: bool) -> None:
+    plan = preflight(translated({"HL_DEVICE": "hpu", "HL_DRY_RUN": "1", "HL_TP": "8"} | variables, "llama", *flags))
+    assert plan.environment["PT_HPU_LAZY_MODE"] == mode
+    assert plan.config.training.torch_compile is compiled
+    assert (flag_values(plan.train_flags, "--torch-compile")[-1:] == ["true"]) is (compiled and not flags)
+    assert ("lazy mode" in plan.notes[-1], "layers are compiled" in plan.notes[-1]) == (mode == "1", compiled)
+
+
+def test_lazy_mode_and_compilation_exclude_each_other() -> None:
+    both = {"HL_USE_LAZY_MODE": "1", "HL_USE_TORCH_COMPILE": "1", "HL_DEVICE": "hpu", "HL_DRY_RUN": "1", "HL_TP": "8"}
+    (fault,) = faults(translated(both, "llama"))
+    assert "exclude each other" in fault
+
+
 @pytest.mark.parametrize(
     ("version", "size", "preset"),
     [("1", "65", "llama1_65b"), ("2", "34", "llama2_34b"), ("3.1", "405", "llama31_405b"), ("3.2", "1", "llama32_1b")],
@@ -425,6 +512,37 @@ def test_llama_version_and_size_pick_the_preset(version: str, size: str, preset:
 def test_a_llama_that_does_not_exist_is_refused(version: str, size: str) -> None:
     (fault,) = translated({"HL_LLAMA_VER": version, "HL_LLAMA_MODEL_SIZE": size}, "llama").faults
     assert "must be" in fault
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "option", "value"),
+    [
+        ({"HL_TRAIN_ITERS": "9"}, ["--train-samples", "4096"], ("train_samples", "train_iters"), (4096, None)),
+        ({"HL_TRAIN_ITERS": "9"}, [], ("train_samples", "train_iters"), (None, 9)),
+        (
+            {"HL_RAMPUP_BS": "1", "HL_TRAIN_ITERS": "9"},
+            [],
+            ("train_iters", "rampup_batch_size"),
+            (9, (16, 16, 5000000)),
+        ),
+    ],
+)
+def test_lengths_in_other_words_replace_each_other(
+    variables: dict[str, str], arguments: list[str], option: tuple[str, str], value: tuple[object, object]
+) -> None:
+    base = {"HL_DRY_RUN": "1", "HL_DEVICE": "hpu", "HL_TP": "8"}
+    training = preflight(translated(base | variables, "bloom13b", *arguments)).config.training
+    assert tuple(getattr(training, name) for name in option) == value
+
+
+@pytest.mark.parametrize("length", ["1024", "4096"])
+def test_a_sequence_length_sets_the_rows_of_blooms_position_table(length: str) -> None:
+    variables = {"HL_SEQ_LEN": length, "HL_DRY_RUN": "1", "HL_DEVICE": "hpu", "HL_TP": "8"}
+    config = preflight(translated(variables)).config
+    (shape,) = (
+        layer.shards["position.weight"].shape for layer in declared_layers(config) if "position.weight" in layer.shards
+    )
+    assert shape[0] == int(length)
 
 
 def test_arguments_win_over_variables() -> None:

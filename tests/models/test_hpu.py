@@ -43,8 +43,9 @@ class FusedSDPA:
         causal: bool,
         scale: float | None,
         softmax_mode: str,
+        recompute_mode: bool | None,
     ) -> Tensor:
-        cls.calls.append((mask, dropout, causal, scale, softmax_mode))
+        cls.calls.append((mask, dropout, causal, scale, softmax_mode, recompute_mode))
         cls.num_kv_heads = k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=True)
 
@@ -100,18 +101,20 @@ def test_fused_attention_equals_torchs(alibi: bool, packed: bool, groups: int) -
     q, k, v = heads(HEADS, 1), heads(groups, 2), heads(groups, 3)
     ours = FusedHPUAttention(slopes)(q, k, v, packing, 0.0)
     torch.testing.assert_close(ours, SDPAttention(slopes)(q, k, v, packing, 0.0), rtol=0, atol=1e-6)
-    ((mask, dropout, causal, scale, softmax_mode),) = FusedSDPA.calls
+    ((mask, dropout, causal, scale, softmax_mode, recompute),) = FusedSDPA.calls
     assert FusedSDPA.num_kv_heads == groups  # not repeated: it takes fewer
     assert causal == (mask is None) == (not alibi and not packed)
     # an additive mask in the dtype of the operands, the only kind it takes beside none
     assert mask is None or mask.dtype == q.dtype
-    assert (dropout, scale, softmax_mode) == (0.0, None, "None")
+    assert (dropout, scale, softmax_mode, recompute) == (0.0, None, "None", True)
 
 
-def test_fast_softmax_and_dropout_are_passed_on() -> None:
-    kernel = build_kernel(ModelConfig(use_fast_softmax=True), HPU, packed=False)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fast_softmax_recompute_and_dropout_are_passed_on(recompute: bool) -> None:
+    model = ModelConfig(use_fast_softmax=True, fused_sdpa_recompute=recompute)
+    kernel = build_kernel(model, HPU, packed=False)
     kernel(heads(HEADS, 1), heads(HEADS, 2), heads(HEADS, 3), None, 0.25)
-    assert FusedSDPA.calls == [(None, 0.25, True, None, "fast")]
+    assert FusedSDPA.calls == [(None, 0.25, True, None, "fast", recompute)]
 
 
 def test_hpu_takes_the_fused_attention_unless_told_otherwise() -> None:
