@@ -47,6 +47,8 @@ def preflight(request: Request) -> LaunchPlan:
     """
     command, flags = _with_derived_flags(request)
     device = _choose_device(request, command)
+    if device is None and request.devices_per_node is None:  # their number depends on the device
+        request = dataclasses.replace(request, unread=request.unread | {"devices_per_node"})
     lazy, faults_of_mode = _lazy_mode(request, command.config, device)
     layouts = [layout for config in command.configs for layout in _layouts(request, config, device, lazy=lazy)]
     faults, warnings = [*request.faults, *command.faults, *faults_of_mode], list[str]()
