@@ -26,7 +26,7 @@ step "2/7 Train a tokenizer on the standard library ($library)"
 
 step "3/7 Build the indexed dataset"
 "$python" tools/preprocess_data.py --input "$library"/*.py --text-files '*.py' --append-eod \
-    --tokenizer-type HFTokenizer --tokenizer-model "$folder/tokenizer" --output-prefix "$folder/stdlib" --workers 2
+    --tokenizer-type HFTokenizer --tokenizer-model "$folder/tokenizer" --output-prefix "$folder/stdlib" --workers 2 --overwrite
 
 export HL_CONFIG=tiny_bloom HL_DEVICE=cpu HL_PP=2 HL_TP=2 HL_DP=1
 export HL_DATA_DIR_ROOT="$folder" HL_DATA_FILE_PREFIX=stdlib_text_document HL_RESULTS_DIR="$folder/run"

@@ -416,6 +416,7 @@ def test_every_import_is_required() -> None:
     # transformers: an extra, imported where Hugging Face's own files are read; habana_frameworks: the extra hpu
     declared |= {"megatron", "tools", "benchmarks", "transformers", "habana_frameworks"}
     declared |= {"litgpt"}  # a peer of benchmarks/step.py, which names how to install it
+    declared |= {"fsspec"}  # the extra `remote`
     declared |= {"trl", "instructlab"}  # in the environment of benchmarks/peers/tuning_peer.py, never in ours
     top = {module for module in imported() if "." not in module and module not in sys.stdlib_module_names}
     beside = {path.stem for path in sources("tools", "benchmarks")}

@@ -6,8 +6,8 @@
     python tools/inspect_dataset.py data/*.idx --verify
 
 `--verify` reads every byte once: lengths against pointers, the document index, token ids against the vocabulary,
-end-of-document ids, and PREFIX.sha256 if it exists. Memory does not grow with the dataset. Exit status 1 if anything is
-wrong.
+end-of-document ids, and PREFIX.sha256 and PREFIX.manifest.json if they exist. Memory does not grow with the dataset.
+Exit status 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def print_statistics(found: dict[str, Any]) -> None:
     line("tokens", f"{found['tokens']:,} ({found['dtype']})")
     line("size", f"{size(found['bin_bytes'])} .bin, {size(found['idx_bytes'])} .idx")
     line("checksums", f"{found['prefix']}.sha256" if found["checksum_file"] else "none")
+    line("manifest", found["manifest"]["summary"] if found["manifest"] else "none")
     for name, note in found["notes"].items():
         line(name, note if isinstance(note, str) else json.dumps(note, ensure_ascii=False))
     line("doc. lengths", lengths_in_words(found["document_lengths"]))

@@ -4,8 +4,9 @@
     python tools/merge_datasets.py --input shards/a_text_document shards/b_text_document --output-prefix data/ab
 
 Datasets of a folder are merged in natural order (shard_2 before shard_10); otherwise the order given is kept. The
-result is what Megatron's tool makes of the same order, byte for byte. Memory does not grow with the data, and the
-output appears only when it is complete and has been read back.
+result is what Megatron's tool makes of the same order, byte for byte. Shards of one input (preprocess_data --shard)
+must all be there, once and in order. Memory does not grow with the data, and the output appears only when it is
+complete and has been read back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from tqdm import tqdm
 
 from megatron.cli.command import run_command
+from megatron.cli.text_flags import add_overwrite_flag
 from megatron.command_names import command_name
 from megatron.data.checksums import ReportBytes
 from megatron.data.indexed import DataError
@@ -37,8 +39,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="folders of datasets, and datasets: PREFIX for PREFIX.bin and PREFIX.idx, or PREFIX.idx",
     )
     parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="files are PREFIX.bin, .idx and .sha256"
+        "--output-prefix", required=True, metavar="PREFIX", help="files are PREFIX.bin, .idx, .sha256, .manifest.json"
     )
+    add_overwrite_flag(parser)
     return parser.parse_args(argv)
 
 
@@ -50,7 +53,7 @@ def bar(phase: str, num_bytes: int) -> Iterator[ReportBytes]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises DataError or OSError, with no final file written."""
-    inputs, notes = open_inputs(arguments.input, arguments.output_prefix)
+    inputs, notes = open_inputs(arguments.input, arguments.output_prefix, overwrite=arguments.overwrite)
     print(f"merging {len(inputs)} datasets of {inputs[0].dtype}, in this order:")
     for data in inputs:
         print(f"  {data.prefix}: {data.num_documents:,} documents, {data.num_tokens:,} tokens", flush=True)

@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.cli.command import run_command
+from megatron.cli.text_flags import add_file_flags, add_overwrite_flag, add_shard_flag, shard_given
 from megatron.command_names import command_name
 
 if TYPE_CHECKING:
     from megatron.data.chat.encoder import Sample
     from megatron.data.chat.job import ChatJob, ChatSetup
-    from megatron.data.chat.preprocessing import ChatTotals
+    from megatron.data.chat.preprocessing import ChatInput, ChatTotals
 
 TRAINED, DIMMED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 WITHOUT_COLOUR = ("\u27e6", "\u27e7")
@@ -38,13 +39,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     source = parser.add_argument_group("input")
-    source.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="files, folders or globs: .jsonl and .json with a conversation a line, also compressed: .gz or .zst",
+    add_file_flags(
+        source,
+        "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a conversation a line, .tar of "
+        "such files; all also compressed: .gz, .zst, .xz, .bz2",
     )
+    add_shard_flag(source)
     source.add_argument(
         "--bad-rows",
         choices=("error", "skip"),
@@ -80,6 +80,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("workers", "max_length", "min_length"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    arguments.shard = shard_given(parser, arguments)
     if arguments.show < 0:
         parser.error("--show must not be negative")
     return arguments
@@ -110,6 +111,7 @@ def add_sample_and_output_flags(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", metavar="PREFIX", help="files are PREFIX.bin, PREFIX_loss_mask.bin, ...")
+    add_overwrite_flag(output)
     output.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at most (default: all cores)"
     )
@@ -141,6 +143,10 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
         add_special_tokens=arguments.add_special_tokens,
         tokenizer_output=arguments.tokenizer_output,
         workers=arguments.workers,
+        exclude=tuple(arguments.exclude),
+        stdin_filename=arguments.stdin_filename,
+        shard=arguments.shard,
+        overwrite=arguments.overwrite,
     )
 
 
@@ -148,14 +154,14 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
 # Samples to print
 
 
-def first_samples(job: ChatJob, setup: ChatSetup, count: int) -> Iterator[Sample]:
+def first_samples(job: ChatJob, setup: ChatSetup, chats: ChatInput, count: int) -> Iterator[Sample]:
     """Yield the first samples of the input, without bad rows. Raises DataError."""
     from megatron.data.chat.block_encoder import encode_block
-    from megatron.data.chat.preprocessing import find_chats
-    from megatron.data.document_blocks import read_blocks
+    from megatron.data.document_blocks import ReadingRules
+    from megatron.data.source_reader import read_blocks
 
     left = count
-    for block in read_blocks(find_chats(job.inputs), (), block_bytes=1 << 16):
+    for block in read_blocks(chats.listing.sources, ReadingRules(block_bytes=1 << 16, names=job.names)):
         for sample in encode_block(setup.encoder, block, "skip").samples():
             if not left:
                 return
@@ -190,11 +196,11 @@ def in_colour(sample: Sample, setup: ChatSetup, has_colour: bool) -> str:
     return "\n".join(lines)
 
 
-def show_samples(job: ChatJob, setup: ChatSetup, count: int) -> None:
+def show_samples(job: ChatJob, setup: ChatSetup, chats: ChatInput, count: int) -> None:
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     legend = f"{TRAINED}trained{PLAIN}" if has_colour else f"{WITHOUT_COLOUR[0]}trained{WITHOUT_COLOUR[1]}"
     print(f"template: {setup.source.origin}; tokens that are {legend}:")
-    for number, sample in enumerate(first_samples(job, setup, count), start=1):
+    for number, sample in enumerate(first_samples(job, setup, chats, count), start=1):
         num_trained = int(sample.mask.sum())
         print(f"\n--- sample {number}: {sample.length} tokens, {num_trained} trained ---")
         print(in_colour(sample, setup, has_colour))
@@ -205,33 +211,32 @@ def show_samples(job: ChatJob, setup: ChatSetup, count: int) -> None:
 # The command
 
 
-def progress_bar(job: ChatJob):  # type: ignore[no-untyped-def]  # tqdm has no types
+def progress_bar(num_bytes: int | None):  # type: ignore[no-untyped-def]  # tqdm has no types
     from tqdm import tqdm
 
-    from megatron.data.chat.preprocessing import find_chats
-
-    total = sum(source.path.stat().st_size for source in find_chats(job.inputs))
-    return tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False)
+    return tqdm(total=num_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises DataError or OSError, with no final file written."""
     from megatron.data.chat.job import prepare_chats
-    from megatron.data.chat.preprocessing import preprocess_chats
+    from megatron.data.chat.preprocessing import find_chats, preprocess_chats
 
     job = job_of(arguments)
+    chats = find_chats(job)
     if arguments.show:
-        show_samples(job, prepare_chats(job), arguments.show)
+        show_samples(job, prepare_chats(job), chats, arguments.show)
     if not job.output_prefix:
         return
     started_s = time.monotonic()
-    with progress_bar(job) as bar:
-        totals = preprocess_chats(job, bar.update)
+    with progress_bar(chats.listing.num_bytes) as bar:
+        totals = preprocess_chats(job, bar.update, chats)
     summarize(job, totals, time.monotonic() - started_s)
 
 
 def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
     from megatron.data.indexed import LOSS_MASK_SUFFIX
+    from megatron.data.manifest import read_manifest
 
     for fault in totals.faults:
         print(f"skipped {fault}", file=sys.stderr)
@@ -259,6 +264,8 @@ def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
+    if (manifest := read_manifest(job.output_prefix)) is not None:
+        print(f"{manifest.path}: {manifest.describe()}")
     written = [f"{job.output_prefix}.bin", f"{job.output_prefix}{LOSS_MASK_SUFFIX}.bin"]
     if job.tokenizer_output:
         written.append(f"{job.tokenizer_output}/tokenizer.json")

@@ -18,10 +18,14 @@ from typing import TYPE_CHECKING
 from megatron.cli.command import run_command
 from megatron.cli.text_flags import (
     add_input_flags,
+    add_overwrite_flag,
+    add_shard_flag,
     add_tokenizer_flags,
     check_input_flags,
     find_input,
+    name_rules,
     separator,
+    shard_given,
     tokenizer_of,
 )
 from megatron.command_names import command_name
@@ -45,6 +49,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="treat a longer document as one that cannot be used (default: 64)",
     )
+    add_shard_flag(source)
     tokenizer = add_tokenizer_flags(parser, required=True)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     tokenizer.add_argument(
@@ -56,6 +61,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     output.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="files are PREFIX_KEY_document.bin, .idx, .sha256"
     )
+    add_overwrite_flag(output)
     output.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (default: all cores)"
     )
@@ -83,6 +89,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     check_numbers(parser, arguments)
     check_input_flags(parser, arguments)
     check_keys(parser, arguments.json_keys)
+    arguments.shard = shard_given(parser, arguments)
+    if arguments.shard is not None and arguments.partitions > 1 and not arguments.keep_sequential_samples:
+        parser.error("--shard with --partitions: merged shards would not have the order of the partitions; drop one")
     return arguments
 
 
@@ -109,11 +118,12 @@ class ProgressReport:
 
     def __init__(self, log_interval: int):
         self._log_interval = log_interval
+        self._is_done = False
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr)
 
-    def start(self, num_bytes: int, totals: TextTotals) -> None:
+    def start(self, num_bytes: int | None, totals: TextTotals) -> None:
         from tqdm import tqdm
 
         self._started_bytes, self._started_documents = totals.num_bytes, totals.num_documents
@@ -140,6 +150,7 @@ class ProgressReport:
 
     def finish(self, totals: TextTotals) -> None:
         self.close()
+        self._is_done = True
         self._print(totals)
 
     def close(self) -> None:
@@ -149,8 +160,10 @@ class ProgressReport:
         elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
         num_documents = totals.num_documents - self._started_documents
         megabytes = (totals.num_bytes - self._started_bytes) / 1e6
-        left_s = (self._bar.total - totals.num_bytes) / 1e6 / max(megabytes / elapsed_s, 1e-9)
-        ends = f", {left_s:.0f} s left" if totals.num_bytes < self._bar.total else f" in {elapsed_s:.1f} s"
+        ends = f" in {elapsed_s:.1f} s"
+        if not self._is_done and self._bar.total is not None:
+            left_s = (self._bar.total - totals.num_bytes) / 1e6 / max(megabytes / elapsed_s, 1e-9)
+            ends = f", {max(0, left_s):.0f} s left"
         print(
             f"{totals.num_documents} documents, {num_documents / elapsed_s:.0f} docs/s, "
             f"{megabytes / elapsed_s:.2f} MB/s{ends}",
@@ -164,8 +177,8 @@ def job_of(arguments: argparse.Namespace) -> PreprocessJob:
     from megatron.data.indexed import DataError
     from megatron.data.preprocess import PreprocessJob
 
-    sources, keys = find_input(arguments), tuple(arguments.json_keys)
-    if len(keys) > 1 and any(source.kind == "text" for source in sources):
+    listing, keys = find_input(arguments), tuple(arguments.json_keys)
+    if len(keys) > 1 and any(source.kind == "text" for source in listing.sources):
         raise DataError(f"--json-keys {' '.join(keys)}: text files have no keys; give JSONL, or one key")
     tokenizer = tokenizer_of(arguments)
     if arguments.append_eod and tokenizer.eod is None:
@@ -176,7 +189,8 @@ def job_of(arguments: argparse.Namespace) -> PreprocessJob:
             "Leave out --append-eod, or give --no-prepend-bos"
         )
     return PreprocessJob(
-        sources=sources,
+        whole_input=listing,
+        names=name_rules(arguments),
         keys=keys,
         output_prefix=arguments.output_prefix,
         tokenizer=tokenizer,
@@ -189,6 +203,8 @@ def job_of(arguments: argparse.Namespace) -> PreprocessJob:
         workers=arguments.workers,
         resume=arguments.resume,
         resume_interval_s=arguments.resume_interval,
+        shard=arguments.shard,
+        overwrite=arguments.overwrite,
     )
 
 
@@ -208,13 +224,18 @@ def run(arguments: argparse.Namespace) -> None:
 
 def summarize(job: PreprocessJob, totals: TextTotals) -> None:
     from megatron.data.indexed import IndexedDataset
+    from megatron.data.manifest import read_manifest
 
     for prefix, num_empty in zip(job.prefixes, totals.num_empty, strict=True):
         data = IndexedDataset(prefix)
         print(
             f"{prefix}.bin, .idx: {data.num_documents} documents, {data.num_tokens} tokens "
-            f"({data.dtype}, vocabulary {job.tokenizer.vocab_size}); {num_empty} empty documents left out"
+            f"({data.dtype}, vocabulary {job.tokenizer.vocab_size}); {num_empty} empty documents "
+            f"{'left out' if len(job.keys) == 1 else 'among them'}"
         )
+    manifest = read_manifest(job.prefixes[0])
+    if manifest is not None:
+        print(f"{manifest.path}: {manifest.describe()}")
     if totals.num_bad or totals.num_blank:
         print(f"skipped {totals.num_bad} bad documents and {totals.num_blank} blank ones")
 

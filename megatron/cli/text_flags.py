@@ -6,24 +6,23 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.data.sources import SourceFile
+    from megatron.data.input_shards import InputShard
+    from megatron.data.sources import InputListing, InputRules
     from megatron.data.tokenizers.base import Tokenizer
 
 
 def add_input_flags(parser: argparse.ArgumentParser, keys_help: str) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("input")
-    group.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="files, folders or globs: .jsonl and .json with a JSON object a line, .parquet with a document a row, "
-        ".txt with one document; all but .parquet also compressed, .gz or .zst",
+    add_file_flags(
+        group,
+        "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a JSON object a line, .parquet "
+        "and .arrow with a document a row, .txt with one document, .tar of such files; all but tables also compressed: "
+        ".gz, .zst, .xz, .bz2",
     )
     group.add_argument(
         "--text-files",
         metavar="PATTERN",
-        help="read files of this name, such as '*.py', as text, and only these in folders",
+        help="read files of this name, such as '*.py', as text, and only these in folders and archives",
     )
     group.add_argument(
         "--document-separator",
@@ -49,14 +48,64 @@ def check_input_flags(parser: argparse.ArgumentParser, arguments: argparse.Names
         parser.error("--document-separator is empty; leave it out if each file is one document")
 
 
-def find_input(arguments: argparse.Namespace) -> list[SourceFile]:
+def add_file_flags(group: argparse._ArgumentGroup, input_help: str) -> None:
+    """Add the flags that say which files are read."""
+    group.add_argument("--input", nargs="+", required=True, metavar="PATH", help=input_help)
+    group.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="pass over files and folders of this name, or path within the folder, such as '*.pdf' or 'drafts/*'",
+    )
+    group.add_argument(
+        "--stdin-filename",
+        default="stdin.jsonl",
+        metavar="NAME",
+        help="read standard input as a file of this name, such as x.txt.gz (default: stdin.jsonl)",
+    )
+
+
+def add_shard_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--shard",
+        metavar="NUMBER/COUNT",
+        help="process one of COUNT shares of the input, of equal bytes, numbered from 1: one on each of several "
+        "machines. merge_datasets joins them to what one machine would have made",
+    )
+
+
+def add_overwrite_flag(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--overwrite", action="store_true", help="replace a finished dataset of this name")
+
+
+def shard_given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> InputShard | None:
+    """Return --shard. Exits with a message if it is not one."""
+    from megatron.data.input_shards import InputShard
+
+    try:
+        return InputShard.parse(arguments.shard) if arguments.shard is not None else None
+    except ValueError as error:
+        parser.error(f"--shard: {error}")
+
+
+def name_rules(arguments: argparse.Namespace) -> InputRules:
+    """Return which names of files are read, and as what."""
+    from megatron.data.sources import InputRules
+
+    return InputRules(arguments.text_files, tuple(arguments.exclude), arguments.stdin_filename)
+
+
+def find_input(arguments: argparse.Namespace) -> InputListing:
     """Return the input files. Raises DataError."""
-    from megatron.data.document_blocks import check_columns
     from megatron.data.sources import find_sources
 
-    sources = find_sources(arguments.input, arguments.text_files)
-    check_columns(sources, arguments.json_keys)
-    return sources
+    listing = find_sources(arguments.input, name_rules(arguments))
+    if any(source.kind in ("parquet", "arrow") for source in listing.sources):
+        from megatron.data.tables import check_columns
+
+        check_columns(listing.sources, arguments.json_keys)
+    return listing
 
 
 def separator(arguments: argparse.Namespace) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import run_command
-from megatron.cli.text_flags import add_input_flags, check_input_flags, find_input, separator
+from megatron.cli.text_flags import add_input_flags, check_input_flags, find_input, name_rules, separator
 from megatron.command_names import command_name
 
 NUM_BYTE_SYMBOLS = 256
@@ -42,11 +42,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises DataError or OSError, with no final file written."""
+    from megatron.data.document_blocks import ReadingRules
     from megatron.data.document_parser import read_texts
     from megatron.data.tokenizers.base import END_OF_TEXT
     from megatron.data.tokenizers.training import train_tokenizer, write_tokenizer
 
-    texts = read_texts(find_input(arguments), arguments.json_keys, arguments.on_bad_line, separator(arguments))
+    rules = ReadingRules(tuple(arguments.json_keys), separator(arguments), names=name_rules(arguments))
+    texts = read_texts(find_input(arguments).sources, rules, arguments.on_bad_line)
     files = train_tokenizer(texts, arguments.vocab_size, arguments.min_frequency)
     write_tokenizer(files, Path(arguments.output_dir))
     num_entries = len(json.loads(files["vocab.json"]))

@@ -1,35 +1,29 @@
-"""Reader of source files as blocks of raw documents.
+"""Blocks of raw documents, and the reader of JSONL and text files.
 
-A JSONL file holds a document a line, a Parquet file a document a row, a text file is one document or several with a
-separator between them. JSONL and text may be compressed with gzip or zstd. Blocks come in order and are parsed later
-(document_parser.py), so that threads can share the parsing. Memory does not grow with a file: the size of a document
-and the expansion of a compressed file are limited.
+A JSONL file holds a document a line; a text file is one document, or several with a separator between them. Blocks
+come in order and are parsed later (document_parser.py), so that threads can share the parsing. Memory does not grow
+with a file: the size of a document and the expansion of a compressed file are limited.
 """
 
 from __future__ import annotations
 
 import codecs
-import gzip
-import itertools
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from megatron.data.indexed import DataError
-from megatron.data.sources import SourceFile, unreadable
+from isal import isal_zlib
+
+from megatron.data.contents import ContentReader, Damage
+from megatron.data.sources import InputRules, SourceFile
 
 if TYPE_CHECKING:
     import pyarrow
 
 BLOCK_BYTES = 1 << 20
-COMPRESSED_BLOCK_BYTES = 1 << 12
-"""Input of one zstd call, whose output may be 32,768 times as large."""
 BOM = b"\xef\xbb\xbf"
 LARGEST_DOCUMENT_BYTES = 64 << 20
-LARGEST_EXPANSION = 300
-"""Decompressed bytes a byte of the file. Ordinary text shrinks to a hundredth at best."""
-EXPANSION_COUNTS_FROM_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -38,12 +32,16 @@ class Position:
 
     source: int = 0
     """Index of the source."""
+    member: int = 0
+    """Entries before this one in a tar file, those that are passed over included."""
     offset: int = 0
     """Bytes into it after decompression; rows into a Parquet file."""
     documents_of_source: int = 0
-    """Documents before this place in the source, unusable ones included."""
+    """Documents before this place in the source or its part, unusable ones included."""
     documents: int = 0
     """The same in all sources together."""
+    crc32: int = 0
+    """CRC-32 of the content of the source, or of its part, up to here. Tables: 0."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,19 @@ class Block:
     """Parquet."""
     fault: Fault | None = None
     """Damage that prevents reading. Such a block has no documents."""
+    passed_over: str = ""
+    """Reason why the source, in an archive, is not read. Such a block has no documents."""
+
+    def without_content(self) -> Block:
+        """Return the block without its documents, whose memory it would keep."""
+        return Block(
+            self.source,
+            self.begin,
+            self.end,
+            self.num_input_bytes,
+            fault=self.fault,
+            passed_over=self.passed_over,
+        )
 
     def place(self, number: int) -> str:
         """Return the place of document `number` for a message. Lines, rows and documents count from 1."""
@@ -81,139 +92,46 @@ class Block:
 
 
 def _place(source: SourceFile, number: int, is_one_of_many: bool) -> str:
+    if source.part is not None and source.part[0]:
+        return f"{source.name}, line {number + 1} after byte {source.part[0]}"
     if source.kind == "jsonl":
-        return f"{source.path}:{number + 1}"
-    if source.kind == "parquet":
-        return f"{source.path}, row {number + 1}"
-    return f"{source.path}, document {number + 1}" if is_one_of_many else str(source.path)
+        return f"{source.name}:{number + 1}"
+    if source.kind in ("parquet", "arrow"):
+        return f"{source.name}, row {number + 1}"
+    return f"{source.name}, document {number + 1}" if is_one_of_many else source.name
 
 
-def check_columns(sources: Sequence[SourceFile], keys: Sequence[str]) -> None:
-    """Raise DataError for a Parquet file without a string column for each key, before hours are spent on others."""
-    for source in sources:
-        if source.kind == "parquet":
-            _open_parquet(source, keys)
+@dataclass(frozen=True)
+class ReadingRules:
+    """Options of a reader."""
+
+    keys: tuple[str, ...] = ()
+    """Columns of tables that are read."""
+    separator: str | None = None
+    """Text between the documents of a text file. None: each file is one document."""
+    largest_document_bytes: int = LARGEST_DOCUMENT_BYTES
+    remedy: str = "cut it into several documents, or raise --max-document-mb"
+    """End of the message for a document that is too long."""
+    block_bytes: int | None = None
+    """Content of a block. None: BLOCK_BYTES."""
+    goes_on: bool = True
+    """False: a block with a fault comes at once and is the last."""
+    names: InputRules = field(default_factory=InputRules)
+    """Rules for the files of an archive."""
+
+    @property
+    def content_bytes(self) -> int:
+        """Content of a block."""
+        return self.block_bytes or BLOCK_BYTES
 
 
-def read_blocks(
-    sources: Sequence[SourceFile],
-    keys: Sequence[str],
-    *,
-    separator: str | None = None,
-    start: Position | None = None,
-    largest_document_bytes: int = LARGEST_DOCUMENT_BYTES,
-    remedy: str = "cut it into several documents, or raise --max-document-mb",
-    block_bytes: int | None = None,
-    goes_on: bool = True,
+def delimited_blocks(
+    source: SourceFile, rules: ReadingRules, start: Position, opened: Callable[[], Any]
 ) -> Iterator[Block]:
-    """Yield all documents from `start` in order, in blocks of about block_bytes, by default BLOCK_BYTES.
-
-    `separator` divides the documents of a text file; None: each file is one document. A damaged or too long document
-    gives a block with a fault, and reading continues with the next document or file. `remedy` ends the message for one
-    that is too long. Without `goes_on` a block with a fault comes at once and is the last. Raises DataError if a file
-    cannot be opened.
-    """
-    start, block_bytes = start or Position(), block_bytes or BLOCK_BYTES
-    documents = start.documents
-    for number, source in itertools.islice(enumerate(sources), start.source, None):
-        at = start if number == start.source else Position(source=number, documents=documents)
-        if source.kind == "parquet":
-            blocks = _parquet_blocks(source, keys, at, block_bytes)
-        else:
-            delimiter = b"\n" if source.kind == "jsonl" else (separator or "").encode()
-            delimited = _DelimitedFile(source, delimiter, at, largest_document_bytes, remedy)
-            blocks = delimited.blocks(block_bytes, goes_on)
-        for block in blocks:
-            documents = block.end.documents
-            yield block
-            if block.fault is not None and not goes_on:
-                return
-
-
-class _Damage(Exception):
-    """The rest of a file cannot be read, with the reason."""
-
-
-class _Reader:
-    """Decompressed content of a file, and the number of bytes read for it."""
-
-    def __init__(self, source: SourceFile, file: IO[bytes], block_bytes: int):
-        self._source, self._file, self._block_bytes = source, file, block_bytes
-        self._counted_bytes = 0
-        self._content_bytes = 0
-
-    def chunks(self, skip_bytes: int) -> Iterator[bytes]:
-        """Yield the content after its first skip_bytes in pieces of about block_bytes. Raises _Damage."""
-        if self._source.compression == "":
-            self._file.seek(skip_bytes)
-            skip_bytes = 0
-        pieces = {"": self._plain, ".gz": self._gzip, ".zst": self._zstd}[self._source.compression]()
-        try:
-            for piece in pieces:
-                self._content_bytes += len(piece)
-                if self._source.compression:
-                    self._check_expansion()
-                if skip_bytes:
-                    piece, skip_bytes = piece[skip_bytes:], max(0, skip_bytes - len(piece))
-                yield piece
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            reason = "is cut off" if isinstance(error, EOFError) else f"is damaged ({error})"
-            raise _Damage(
-                f"the gzip file {reason} after {self._content_bytes} bytes of content; copy it again"
-            ) from error
-        except OSError as error:
-            raise _Damage(
-                f"the file cannot be read on: {error.strerror or error}; repair it, or leave it out"
-            ) from error
-
-    def take_count(self) -> int:
-        """Return the bytes of the file read since the previous call."""
-        position = self._file.tell()
-        count, self._counted_bytes = position - self._counted_bytes, position
-        return count
-
-    def _check_expansion(self) -> None:
-        read_bytes = self._file.tell()
-        limit = max(EXPANSION_COUNTS_FROM_BYTES, LARGEST_EXPANSION * read_bytes)
-        if self._content_bytes > limit:
-            raise _Damage(
-                f"{read_bytes} bytes of the file expand to more than {limit}: it may be a decompression bomb; if it is "
-                "what you want, decompress it yourself"
-            )
-
-    def _plain(self) -> Iterator[bytes]:
-        while piece := self._file.read(self._block_bytes):
-            yield piece
-
-    def _gzip(self) -> Iterator[bytes]:
-        with gzip.GzipFile(fileobj=self._file) as content:
-            while piece := content.read(self._block_bytes):
-                yield piece
-
-    def _zstd(self) -> Iterator[bytes]:
-        import zstandard
-
-        # its stream_reader would take a truncated file for a whole one
-        frame = None
-        held = bytearray()
-        try:
-            while raw := self._file.read(COMPRESSED_BLOCK_BYTES):
-                while raw:
-                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                    held += frame.decompress(raw)
-                    raw = frame.unused_data if frame.eof else b""
-                    frame = None if frame.eof else frame
-                if len(held) >= self._block_bytes:
-                    yield bytes(held)
-                    held.clear()
-            yield bytes(held)
-        except zstandard.ZstdError as error:
-            raise _Damage(
-                f"the zstd file cannot be decompressed after {self._content_bytes} bytes of content ({error}); copy it "
-                "again, or compress it without --long"
-            ) from error
-        if frame is not None:
-            raise _Damage(f"the zstd file is cut off after {self._content_bytes} bytes of content; copy it again")
+    """Yield the blocks of a JSONL or text file, whose content `opened` returns."""
+    delimiter = b"\n" if source.kind == "jsonl" else (rules.separator or "").encode()
+    file = _DelimitedFile(source, delimiter, start, rules.largest_document_bytes, rules.remedy)
+    return file.blocks(opened, rules.content_bytes, rules.goes_on)
 
 
 class _DelimitedFile:
@@ -225,23 +143,45 @@ class _DelimitedFile:
         self._held = bytearray()  # read, but not yet in a block
         self._is_too_long = False  # the document being read, which is discarded up to its end
 
-    def blocks(self, block_bytes: int, goes_on: bool) -> Iterator[Block]:
+    def blocks(self, opened: Callable[[], Any], block_bytes: int, goes_on: bool) -> Iterator[Block]:
         """Yield the blocks. Without `goes_on` a document that is too long is the last, before its end is found."""
-        try:
-            file = self._source.path.open("rb", buffering=0)
-        except OSError as error:
-            raise unreadable(self._source, error) from error
-        with file:
-            self._reader = _Reader(self._source, file, block_bytes)
+        with contextlib.closing(opened()) as file:
+            self._reader = ContentReader(self._source, file, block_bytes)
             try:
                 yield from self._read(goes_on)
-            except _Damage as damage:
-                yield _rest_is_lost(self._source, self._at, self._reader.take_count(), str(damage))
+            except Damage as damage:
+                yield rest_is_lost(self._source, self._at, self._reader.take_count(), str(damage))
+
+    def _chunks(self) -> Iterator[bytes]:
+        """Yield the content; of a part, the lines that begin in it."""
+        if self._source.part is None:
+            yield from self._reader.chunks(self._at.offset)
+            return
+        begin, end = self._source.part
+        place = self._at.offset
+        is_aligned = place > begin or not begin
+        if not is_aligned:
+            place = begin - 1  # a line begins at `begin` if this is the end of the one before
+        for chunk in self._reader.chunks(place):
+            if not is_aligned:
+                found = chunk.find(b"\n") + 1
+                place += found or len(chunk)
+                if not found:
+                    continue
+                chunk, is_aligned = chunk[found:], True
+                self._at = replace(self._at, offset=place)
+            if place >= end:
+                return
+            last = chunk.find(b"\n", max(0, end - 1 - place)) + 1 if place + len(chunk) >= end else 0
+            yield chunk[:last] if last else chunk
+            if last:
+                return
+            place += len(chunk)
 
     def _read(self, goes_on: bool) -> Iterator[Block]:
         held, delimiter = self._held, self._delimiter
         searched = 0
-        for chunk in self._reader.chunks(self._at.offset):
+        for chunk in self._chunks():
             if not chunk:
                 continue
             held += chunk
@@ -269,10 +209,10 @@ class _DelimitedFile:
 
     def _take(self, num_bytes: int, num_documents: int, fault: str | None = None) -> Block:
         """Return a block of the first held bytes, or an empty one with the fault that makes them unusable."""
-        begin, self._at = self._at, _advanced(self._at, num_bytes, num_documents)
-        raw = b""
-        if fault is None:
-            with memoryview(self._held) as view:
+        begin, raw = self._at, b""
+        with memoryview(self._held) as view:
+            self._at = advanced(begin, view[:num_bytes], num_documents)
+            if fault is None:
                 raw = bytes(view[:num_bytes]).removesuffix(self._delimiter)
         del self._held[:num_bytes]
         place = _place(self._source, begin.documents_of_source, bool(self._delimiter))
@@ -280,12 +220,13 @@ class _DelimitedFile:
         return Block(self._source, begin, self._at, self._reader.take_count(), raw, self._delimiter, fault=damage)
 
     def _drop(self, num_bytes: int) -> None:
-        self._at = _advanced(self._at, num_bytes, 0)
+        with memoryview(self._held) as view:
+            self._at = advanced(self._at, view[:num_bytes], 0)
         del self._held[:num_bytes]
 
     def _drop_byte_order_mark(self) -> None:
         if self._source.kind == "jsonl" and self._held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise _Damage("the file is UTF-16; convert it to UTF-8")
+            raise Damage("the file is UTF-16; convert it to UTF-8")
         self._drop(len(BOM) if self._held.startswith(BOM) else 0)
 
 
@@ -299,70 +240,25 @@ def _last_end(content: bytearray, delimiter: bytes, start: int) -> tuple[int, in
     return end, num_ends
 
 
-def _rest_is_lost(source: SourceFile, at: Position, num_input_bytes: int, reason: str) -> Block:
-    """Return a block that names the damage; reading resumes with the next source."""
-    end = Position(source=at.source + 1, documents=at.documents)
-    return Block(source, at, end, num_input_bytes, fault=Fault(_place(source, at.documents_of_source, True), reason))
+def rest_is_lost(source: SourceFile, at: Position, num_input_bytes: int, reason: str) -> Block:
+    """Return a block that names the damage; reading resumes with the next file."""
+    fault = Fault(_place(source, at.documents_of_source, True), reason)
+    return Block(source, at, after_source(source, at), num_input_bytes, fault=fault)
 
 
-def _advanced(position: Position, offset: int, documents: int) -> Position:
+def after_source(source: SourceFile, at: Position) -> Position:
+    """Return the beginning of the next file, or of the next one in the same archive."""
+    if source.archive:
+        return Position(at.source, at.member + 1, documents=at.documents)
+    return Position(at.source + 1, documents=at.documents)
+
+
+def advanced(position: Position, content: bytes | memoryview, documents: int) -> Position:
     return Position(
         position.source,
-        position.offset + offset,
+        position.member,
+        position.offset + len(content),
         position.documents_of_source + documents,
         position.documents + documents,
+        isal_zlib.crc32(content, position.crc32),
     )
-
-
-def _open_parquet(source: SourceFile, keys: Sequence[str]) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(source.path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{source.path} is not a readable Parquet file ({error}); copy it again, or leave it out"
-        ) from error
-    schema = file.schema_arrow
-    for key in keys:
-        if key not in schema.names:
-            raise DataError(f"{source.path} has no column {key!r}, but {', '.join(schema.names)} (see --json-keys)")
-        kind = schema.field(key).type
-        value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        is_text = pyarrow.types.is_string(value_kind) or pyarrow.types.is_large_string(value_kind)
-        if not is_text:
-            raise DataError(f"{source.path}: column {key!r} holds {kind}, not strings (see --json-keys)")
-    return file
-
-
-def _parquet_blocks(source: SourceFile, keys: Sequence[str], start: Position, block_bytes: int) -> Iterator[Block]:
-    import pyarrow
-
-    file = _open_parquet(source, keys)
-    file_bytes, num_rows = source.path.stat().st_size, max(1, file.metadata.num_rows)
-    at = start
-    try:
-        first_row = 0
-        for group in range(file.metadata.num_row_groups):
-            rows_of_group = file.metadata.row_group(group).num_rows
-            if first_row + rows_of_group > at.offset:
-                # rows of one block, if all rows of the group are of one size
-                group_bytes = sum(
-                    file.metadata.row_group(group).column(c).total_uncompressed_size
-                    for c in range(file.metadata.num_columns)
-                    if file.metadata.row_group(group).column(c).path_in_schema in keys
-                )
-                batch_size = max(1, rows_of_group * block_bytes // max(1, group_bytes))
-                row = first_row
-                for rows in file.iter_batches(batch_size=batch_size, row_groups=[group], columns=list(keys)):
-                    row += len(rows)
-                    if row <= at.offset:
-                        continue
-                    rows = rows.slice(max(0, at.offset - (row - len(rows))))
-                    begin, at = at, _advanced(at, len(rows), len(rows))
-                    read_bytes = file_bytes * at.offset // num_rows - file_bytes * begin.offset // num_rows
-                    yield Block(source, begin, at, read_bytes, rows=rows)
-            first_row += rows_of_group
-    except (pyarrow.ArrowException, OSError) as error:
-        yield _rest_is_lost(source, at, 0, f"the file is damaged from here on ({error})")

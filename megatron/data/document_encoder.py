@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.data.document_blocks import Block, Fault, Position
 from megatron.data.document_parser import Parsed, parse
+from megatron.data.manifest import BlockCounts
 from megatron.data.tokenizers.acceleration import check_equal
 from megatron.data.tokenizers.base import Tokenizer
 
@@ -46,13 +48,15 @@ class TextTotals:
 
 @dataclass
 class Encoded:
-    """A tokenized block."""
+    """A tokenized batch of blocks."""
 
     end: Position
     streams: list[Stream]
     """One for each key and partition, key by key."""
     totals: TextTotals
     faults: list[Fault]
+    counts: list[BlockCounts]
+    """Those of each block."""
 
 
 @dataclass(frozen=True)
@@ -68,46 +72,84 @@ class Encoder:
     reference: Tokenizer | None
     """Tokenizer whose ids `tokenizer` must give. None: it is the reference itself."""
 
-    def encode(self, block: Block) -> Encoded:
-        """Encode a block. A document without a token is left out, its eod too. Raises NotAccelerated."""
-        parsed = parse(block, self.keys)
+    def encode(self, blocks: Sequence[Block]) -> Encoded:
+        """Encode consecutive blocks. Raises NotAccelerated.
+
+        A document without a token is left out if there is one key, its eod too. With several keys it stays, without a
+        sequence, so that the datasets have the same documents.
+        """
+        parsed = [parse(block, self.keys) for block in blocks]
         try:
-            streams, num_empty = self._encode_columns(block, parsed)
+            streams, is_empty = self._encode_columns(blocks, parsed)
         except MemoryError:
             raise
         except Exception:  # the type depends on the library: find the documents that it refuses
-            self._sift(block, parsed)
-            streams, num_empty = self._encode_columns(block, parsed)
-        if self.reference is not None and parsed.numbers:
-            self._check_spot(self.reference, block, parsed)
-        totals = TextTotals(block.num_input_bytes, len(parsed.numbers), parsed.num_blank, len(parsed.faults), num_empty)
-        return Encoded(block.end, streams, totals, parsed.faults)
+            for block, of_block in zip(blocks, parsed, strict=True):
+                self._sift(block, of_block)
+            streams, is_empty = self._encode_columns(blocks, parsed)
+        if self.reference is not None and len(is_empty[0]):
+            self._check_spot(self.reference, blocks[0], parsed)
+        counts = self._counts(blocks, parsed, is_empty[0])
+        totals = TextTotals(
+            sum(block.num_input_bytes for block in blocks),
+            len(is_empty[0]),
+            sum(found.blank for found in counts),
+            sum(found.bad for found in counts),
+            [int(column.sum()) for column in is_empty],
+        )
+        return Encoded(blocks[-1].end, streams, totals, [fault for one in parsed for fault in one.faults], counts)
 
-    def _encode_columns(self, block: Block, parsed: Parsed) -> tuple[list[Stream], list[int]]:
+    def _counts(
+        self, blocks: Sequence[Block], parsed: Sequence[Parsed], is_empty: NDArray[np.bool_]
+    ) -> list[BlockCounts]:
+        found = []
+        start = 0
+        leaves_out = len(self.keys) == 1 and bool(is_empty.any())
+        for block, one in zip(blocks, parsed, strict=True):
+            end = start + len(one.numbers)
+            empty = int(is_empty[start:end].sum()) if leaves_out else 0
+            found.append(
+                BlockCounts(block.without_content(), end - start - empty, one.num_blank, empty, len(one.faults))
+            )
+            start = end
+        return found
+
+    def _encode_columns(
+        self, blocks: Sequence[Block], parsed: Sequence[Parsed]
+    ) -> tuple[list[Stream], list[NDArray[np.bool_]]]:
+        """Return the streams, and for each key which documents have no token."""
         streams: list[Stream] = []
-        num_empty: list[int] = []
-        for texts in parsed.columns:
-            before = len(streams)
+        is_empty: list[NDArray[np.bool_]] = []
+        for k in range(len(self.keys)):
+            texts = parsed[0].columns[k] if len(parsed) == 1 else [text for one in parsed for text in one.columns[k]]
             if self.num_partitions == 1:
-                streams.append(self._encode_texts(texts))
-            else:
-                first = block.begin.documents
-                partitions = [(first + number) % self.num_partitions for number in parsed.numbers]
-                for wanted in range(self.num_partitions):
-                    chosen = [text for text, partition in zip(texts, partitions, strict=True) if partition == wanted]
-                    streams.append(self._encode_texts(chosen))
-            num_empty.append(len(texts) - sum(len(stream.lengths) for stream in streams[before:]))
-        return streams, num_empty
+                stream = self._encode_texts(texts)
+                is_empty.append(stream.lengths == 0)
+                streams.append(stream)
+                continue
+            documents = [
+                block.begin.documents + n for block, one in zip(blocks, parsed, strict=True) for n in one.numbers
+            ]
+            partition_of = np.array(documents, np.int64) % self.num_partitions
+            is_empty.append(np.zeros(len(texts), np.bool_))
+            for wanted in range(self.num_partitions):
+                chosen = np.flatnonzero(partition_of == wanted)
+                streams.append(self._encode_texts([texts[i] for i in chosen]))
+                is_empty[-1][chosen] = streams[-1].lengths == 0
+        if len(self.keys) == 1:
+            for stream in streams:
+                stream.lengths = stream.lengths[stream.lengths > 0]
+        return streams, is_empty
 
     def _encode_texts(self, texts: list[str]) -> Stream:
         ids, lengths = self.tokenizer.encode_batch(texts)
         if len(ids) and int(ids.max()) >= self.tokenizer.vocab_size:
             raise AssertionError(f"the tokenizer gave id {ids.max()} of a vocabulary of {self.tokenizer.vocab_size}")
         tokens = ids.astype(self.dtype)
-        lengths = lengths[lengths > 0]
         if self.eod is not None:
-            tokens = np.insert(tokens, np.cumsum(lengths), self.eod)
-            lengths = lengths + 1
+            has_tokens = lengths > 0
+            tokens = np.insert(tokens, np.cumsum(lengths[has_tokens]), self.eod)
+            lengths = lengths + has_tokens
         return Stream(tokens, lengths)
 
     def _sift(self, block: Block, parsed: Parsed) -> None:
@@ -124,8 +166,8 @@ class Encoder:
         parsed.numbers = [parsed.numbers[row] for row in kept]
         parsed.columns = [[texts[row] for row in kept] for texts in parsed.columns]
 
-    def _check_spot(self, reference: Tokenizer, block: Block, parsed: Parsed) -> None:
-        row = block.begin.documents % len(parsed.numbers)
-        text = parsed.columns[0][row]
-        start = block.begin.offset % max(1, len(text) - SPOT_CHARACTERS)
+    def _check_spot(self, reference: Tokenizer, first: Block, parsed: Sequence[Parsed]) -> None:
+        of_block = next(one for one in parsed if one.numbers)
+        text = of_block.columns[0][first.begin.documents % len(of_block.numbers)]
+        start = first.begin.offset % max(1, len(text) - SPOT_CHARACTERS)
         check_equal(self.tokenizer, reference, [text[start : start + SPOT_CHARACTERS]])

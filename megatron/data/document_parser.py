@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from megatron.data.document_blocks import Block, Fault, read_blocks
+from megatron.data.document_blocks import Block, Fault, ReadingRules
 from megatron.data.indexed import DataError
+from megatron.data.source_reader import read_blocks
 from megatron.data.sources import SourceFile
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def parse(block: Block, keys: Sequence[str]) -> Parsed:
         return Parsed(columns=[[] for _ in keys], faults=[block.fault])
     if block.rows is not None:
         return _parse_rows(block, block.rows, keys)
+    if block.end.documents == block.begin.documents:
+        return Parsed(columns=[[] for _ in keys])
     raw_documents = block.raw.split(block.delimiter) if block.delimiter else [block.raw]
     if block.source.kind == "jsonl" and len(keys) == 1:
         texts = _texts_of_clean_lines(raw_documents, keys[0])
@@ -266,12 +269,10 @@ def _text_of_cell(cell: Any) -> str | bytes | None:
         return b""
 
 
-def read_texts(
-    sources: Sequence[SourceFile], keys: Sequence[str], on_bad_line: OnBadLine, separator: str | None = None
-) -> Iterator[str]:
+def read_texts(sources: Sequence[SourceFile], rules: ReadingRules, on_bad_line: OnBadLine) -> Iterator[str]:
     """Yield every text of every document. Raises DataError at the first bad one unless they are skipped."""
-    for block in read_blocks(sources, keys, separator=separator):
-        parsed = parse(block, keys)
+    for block in read_blocks(sources, rules):
+        parsed = parse(block, rules.keys)
         if parsed.faults and on_bad_line == "fail":
             raise bad_line_error(parsed.faults[0])
         # a text file has one text, however many keys

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -62,9 +62,9 @@ class BuilderState:
 SEALED_NAME = "dataset"
 """Name of the dataset in a sealed work folder, where it can be read before it is published."""
 # The .idx is renamed last in `seal` and moved last in `publish`: a folder that holds it is sealed.
-_BIN, _SHA256, _IDX = (SEALED_NAME + suffix for suffix in (".bin", ".sha256", ".idx"))
+_BIN, _SHA256, _MANIFEST, _IDX = (SEALED_NAME + suffix for suffix in (".bin", ".sha256", ".manifest.json", ".idx"))
 _LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX = "lengths.int32", "document_ends.int64", "idx.unsealed"
-_WORK_FILES = (_BIN, _SHA256, _IDX, _LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX)
+_WORK_FILES = (_BIN, _SHA256, _MANIFEST, _IDX, _LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX)
 
 
 class IndexedDatasetBuilder:
@@ -183,14 +183,19 @@ class IndexedDatasetBuilder:
         else:
             self._end_documents(np.array([self.num_sequences]))
 
-    def add_documents(self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | Tokens) -> None:
+    def add_documents(
+        self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | Tokens, *, keeps_empty_sequences: bool = True
+    ) -> None:
         """Add documents of one sequence each, concatenated in `tokens`. Adds nothing if it raises DataError.
 
-        Tokens of the builder's own dtype are written without a check or a copy.
+        Tokens of the builder's own dtype are written without a check or a copy. Without `keeps_empty_sequences` a
+        document of length 0 has no sequence, as Megatron writes one without text.
         """
+        counts = np.asarray(lengths)
+        filled = counts > 0 if not keeps_empty_sequences else np.ones(len(counts), np.bool_)
         before = self.num_sequences
-        self._write(np.asarray(tokens), lengths)
-        self._end_documents(np.arange(before + 1, self.num_sequences + 1))
+        self._write(np.asarray(tokens), counts[filled])
+        self._end_documents(before + np.cumsum(filled))
 
     def append_dataset(self, dataset: IndexedDataset, progress: ReportBytes | None = None) -> None:
         """Add all documents of a finished dataset of the same dtype.
@@ -295,10 +300,11 @@ class IndexedDatasetBuilder:
         self._document_ends.write(ends.astype("<i8").data)
         self.num_documents += len(ends)
 
-    def seal(self) -> None:
+    def seal(self, write_manifest: Callable[[IO[bytes], dict[str, Any]], None] | None = None) -> None:
         """Write the rest of the files, still in the work folder. Raises DataError if there are no tokens.
 
-        To make several datasets appear together, seal each, then finalize each.
+        `write_manifest` receives the file of the manifest, and the facts of the dataset that belong in it. To make
+        several datasets appear together, seal each, then finalize each.
         """
         self._check_open()
         if self.num_tokens == 0:
@@ -314,12 +320,22 @@ class IndexedDatasetBuilder:
             file.write(checksum_line(self._bin.digest.hexdigest(), name + ".bin"))
             file.write(checksum_line(idx.digest.hexdigest(), name + ".idx"))
             sync_file(file)
+        if write_manifest:
+            with (self.work_dir / _MANIFEST).open("wb") as file:
+                write_manifest(
+                    file, self._facts({".bin": self._bin.digest.hexdigest(), ".idx": idx.digest.hexdigest()})
+                )
+                sync_file(file)
         os.replace(self.work_dir / _UNSEALED_IDX, self.work_dir / _IDX)
         sync_folder(self.work_dir)
         self._close_files()
         self._state = "sealed"
         (self.work_dir / _LENGTHS).unlink()
         (self.work_dir / _DOCUMENT_ENDS).unlink(missing_ok=True)
+
+    def _facts(self, sha256: dict[str, str]) -> dict[str, Any]:
+        counts = {"documents": self.num_documents, "sequences": self.num_sequences, "tokens": self.num_tokens}
+        return {**counts, "dtype": str(self.dtype), "sha256": sha256}
 
     def _write_index(self, idx: _HashedFile) -> None:
         idx.write(MAGIC + VERSION.to_bytes(8, "little") + bytes([self._dtype_code]))
@@ -408,19 +424,19 @@ def is_open(work_dir: str | Path) -> bool:
 
 
 def publish(work_dir: str | Path, prefix: str | Path) -> None:
-    """Move a sealed dataset to PREFIX.bin, .sha256 and .idx, replacing an older one, and remove its work folder.
+    """Move a sealed dataset to its names, .idx last, replacing an older one, and remove its work folder.
 
     At every moment the pair is whole, or the .idx is missing. If the process is killed in here, another can call this
     again. Raises DataError if the folder is not sealed, or if there is neither a folder nor a dataset.
     """
     work, base = Path(work_dir), str(prefix)
-    targets = {name: Path(base + name.removeprefix(SEALED_NAME)) for name in (_BIN, _SHA256, _IDX)}
+    targets = {name: Path(base + name.removeprefix(SEALED_NAME)) for name in (_BIN, _SHA256, _MANIFEST, _IDX)}
     if not is_sealed(work):
         if (work / _BIN).exists() or not targets[_IDX].exists():
             raise DataError(f"{work} holds no finished dataset to publish as {base}; finish it first, or start over")
     elif (work / _BIN).exists():
-        # an old index or checksum would be read with the new .bin
-        for name in (_IDX, _SHA256):
+        # an old index, checksum or manifest would be read with the new .bin
+        for name in (_IDX, _SHA256, _MANIFEST):
             targets[name].unlink(missing_ok=True)
         sync_folder(targets[_IDX].parent)
     for name, target in targets.items():
@@ -428,6 +444,17 @@ def publish(work_dir: str | Path, prefix: str | Path) -> None:
             os.replace(work / name, target)
             sync_folder(target.parent)  # keeps this order through a power failure
     _remove_work_files(work)
+
+
+def check_absent(prefixes: Sequence[str], overwrite: bool) -> None:
+    """Raise DataError if a dataset would be replaced without `overwrite`."""
+    for prefix in () if overwrite else prefixes:
+        for suffix in (".idx", ".bin"):
+            if os.path.lexists(prefix + suffix):
+                raise DataError(
+                    f"{prefix}{suffix} exists already; pass --overwrite to replace that dataset, or give another "
+                    "--output-prefix"
+                )
 
 
 def _remove_work_files(work_dir: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron.data.checksums import ReportBytes, file_sha256, read_checksums
 from megatron.data.indexed import DataError, IndexedDataset
-from megatron.data.indexed_builder import SEALED_NAME, IndexedDatasetBuilder
+from megatron.data.indexed_builder import SEALED_NAME, IndexedDatasetBuilder, check_absent
+from megatron.data.manifest import check_shards, merged_writer, read_manifest
 
 ReportPhase = Callable[[str, int], AbstractContextManager[ReportBytes]]
 """Called with a phase ("copying", "reading back") and its bytes; the block receives them as they are processed."""
@@ -122,15 +123,19 @@ def verify_sealed(prefix: Path, inputs: Sequence[IndexedDataset], progress: Repo
         checksums.compare(str(prefix), suffix, file_sha256(f"{prefix}{suffix}", progress))
 
 
-def open_inputs(inputs: Sequence[str], output_prefix: str) -> tuple[list[IndexedDataset], dict[str, Any]]:
+def open_inputs(
+    inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False
+) -> tuple[list[IndexedDataset], dict[str, Any]]:
     """Return the datasets to merge, in their order, and the notes that they share.
 
-    Raises DataError, also where they do not fit together.
+    Raises DataError, also where they do not fit together, and if the output exists unless `overwrite`.
     """
     if output_prefix.endswith("/"):
         raise DataError(f"--output-prefix {output_prefix} is a folder; give {output_prefix}NAME for NAME.bin in it")
     datasets = [IndexedDataset(prefix) for prefix in find_prefixes(inputs)]
+    check_shards([(str(data.prefix), read_manifest(data.prefix)) for data in datasets])
     notes = common_notes(datasets, output_prefix)
+    check_absent([output_prefix], overwrite)
     folder = Path(output_prefix).parent
     folder.mkdir(parents=True, exist_ok=True)
     check_space(datasets, folder)
@@ -146,7 +151,7 @@ def merge(
         with report("copying", num_bytes) as progress:
             for data in inputs:
                 builder.append_dataset(data, progress)
-        builder.seal()
+        builder.seal(merged_writer([(data, read_manifest(data.prefix)) for data in inputs]))
         with report("reading back", num_bytes) as progress:
             verify_sealed(builder.work_dir / SEALED_NAME, inputs, progress)
         builder.finalize()

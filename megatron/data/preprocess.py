@@ -7,24 +7,26 @@ of them are complete. The work of a killed or failed run stays in PREFIX.unfinis
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron.data.checksums import read_checksums
-from megatron.data.document_blocks import Block, Position, read_blocks
+from megatron.data.document_blocks import Block, Position, ReadingRules
 from megatron.data.document_encoder import Encoded, Encoder, TextTotals
 from megatron.data.document_parser import bad_line_error, parse
 from megatron.data.indexed import DataError, IndexedDataset, best_dtype
-from megatron.data.indexed_builder import IndexedDatasetBuilder, is_open, publish
+from megatron.data.indexed_builder import IndexedDatasetBuilder, check_absent, is_open, publish
+from megatron.data.input_shards import InputShard, shard_of
+from megatron.data.manifest import LOG_NAME, ManifestLog, manifest_writer, read_manifest
 from megatron.data.resume_state import State, UnfinishedWork
-from megatron.data.sources import SourceFile
+from megatron.data.source_reader import read_batches, read_blocks
+from megatron.data.sources import InputListing, InputRules, SourceFile
 from megatron.data.tokenizers.acceleration import NotAccelerated, accelerate, check_equal
 from megatron.data.tokenizers.base import Tokenizer
 
@@ -37,6 +39,7 @@ SHOWN_FAULTS = 10
 PROOF_SOURCES = 16
 """Files of which the beginning is encoded twice before the accelerated tokenizer is trusted."""
 PROOF_CHARACTERS = 1 << 15
+PROOF_BLOCK_BYTES = 1 << 18
 
 
 class PreprocessReport(Protocol):
@@ -44,8 +47,8 @@ class PreprocessReport(Protocol):
 
     def note(self, text: str) -> None: ...
 
-    def start(self, num_bytes: int, totals: TextTotals) -> None:
-        """`num_bytes`: of the whole input. `totals`: what earlier runs have done of it."""
+    def start(self, num_bytes: int | None, totals: TextTotals) -> None:
+        """`num_bytes`: of the whole input, None if unknown. `totals`: what earlier runs have done of it."""
 
     def show(self, totals: TextTotals) -> None: ...
 
@@ -60,7 +63,9 @@ class PreprocessReport(Protocol):
 class PreprocessJob:
     """Input, tokenizer and output of a preprocessing run."""
 
-    sources: list[SourceFile]
+    whole_input: InputListing
+    """All files, of which the shard may be a share."""
+    names: InputRules
     keys: tuple[str, ...]
     output_prefix: str
     tokenizer: Tokenizer
@@ -78,6 +83,23 @@ class PreprocessJob:
     workers: int
     resume: bool
     resume_interval_s: float
+    shard: InputShard | None = None
+    overwrite: bool = False
+    """Replace finished datasets."""
+
+    @cached_property
+    def listing(self) -> InputListing:
+        """The files of the shard. Raises DataError if it cannot be divided."""
+        return shard_of(self.whole_input, self.shard) if self.shard else self.whole_input
+
+    @property
+    def sources(self) -> list[SourceFile]:
+        return self.listing.sources
+
+    @property
+    def pipe(self) -> str | None:
+        """Name of an input that cannot be read again."""
+        return next((source.name for source in self.sources if source.transport == "pipe"), None)
 
     @property
     def prefixes(self) -> list[str]:
@@ -95,26 +117,43 @@ class PreprocessJob:
             "--partitions": self.num_partitions,
             "--document-separator": self.separator,
             "--append-eod": self.eod is not None,
+            "--text-files": self.names.text_files,
+            "--exclude": list(self.names.exclude),
+            "--stdin-filename": self.names.stdin_filename,
+            "--shard": str(self.shard) if self.shard else None,
             "the tokenizer": self.tokenizer.identity,
         }
 
     @property
     def notes(self) -> dict[str, Any]:
         """Notes for PREFIX.sha256."""
-        inputs = [[source.path.name, source.path.stat().st_size] for source in self.sources]
-        digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-        return {"tokenizer": self.tokenizer.identity, "append_eod": self.eod is not None, "input": digest}
+        return {
+            "tokenizer": self.tokenizer.identity,
+            "append_eod": self.eod is not None,
+            "input": self.whole_input.digest,
+        }
 
-    def blocks(self, start: Position, tokenizer: Tokenizer) -> Iterator[Block]:
-        return read_blocks(
-            self.sources,
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options for the manifest."""
+        others = {"the tokenizer", "--shard"}
+        options = {name: value for name, value in self.identity.items() if name not in others}
+        options["--max-document-mb"] = self.max_document_bytes >> 20
+        return {**options, "--on-bad-line": "skip" if self.skips_faults else "fail"}
+
+    def reading_rules(self, block_bytes: int | None = None) -> ReadingRules:
+        return ReadingRules(
             self.keys,
-            separator=self.separator,
-            start=start,
-            largest_document_bytes=self.max_document_bytes,
-            block_bytes=tokenizer.batch_bytes,
+            self.separator,
+            self.max_document_bytes,
+            block_bytes=block_bytes,
             goes_on=self.skips_faults,
+            names=self.names,
         )
+
+    def batches(self, start: Position, tokenizer: Tokenizer) -> Iterator[list[Block]]:
+        rules = self.reading_rules(tokenizer.batch_bytes)
+        return read_batches(self.sources, rules, start=start)
 
 
 def map_in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterator[A], ahead: int) -> Generator[B]:
@@ -141,7 +180,7 @@ def accelerated(job: PreprocessJob) -> Tokenizer:
     fast = accelerate(job.tokenizer)
     step = max(1, len(job.sources) // PROOF_SOURCES)
     for source in job.sources[::step][:PROOF_SOURCES]:
-        blocks = read_blocks([source], job.keys, separator=job.separator)
+        blocks = read_blocks([source], job.reading_rules(PROOF_BLOCK_BYTES))
         first = next(blocks, None)  # None: an empty file
         left = PROOF_CHARACTERS
         for text in parse(first, job.keys).columns[0] if first else ():
@@ -163,6 +202,7 @@ class GrowingDatasets:
         self.totals = TextTotals(**saved.totals) if saved else TextTotals(num_empty=[0] * len(job.keys))
         self.position = saved.position if saved else Position()
         """End of the input that has been added."""
+        self._log = ManifestLog(work.folder / LOG_NAME, job.sources, saved.manifest if saved else None)
         self._builders: list[IndexedDatasetBuilder] = []
         self._unsealed: list[tuple[IndexedDatasetBuilder, ...]] = []
         """Builders of the partitions of each dataset that is not sealed."""
@@ -183,30 +223,38 @@ class GrowingDatasets:
 
     def add(self, block: Encoded) -> None:
         for builder, stream in zip(self._builders, block.streams, strict=True):
-            builder.add_documents(stream.tokens, stream.lengths)
+            builder.add_documents(stream.tokens, stream.lengths, keeps_empty_sequences=False)
+        for counts in block.counts:
+            self._log.add(counts)
         self.totals.add(block.totals)
         self.position = block.end
 
     def save(self) -> None:
         """Save the state, from which a later run can resume."""
         states = {builder.work_dir.name: builder.save_state() for builder in self._builders}
-        self._work.save(State(self.position, self.is_complete, asdict(self.totals), states))
+        log = self._log.save_state()
+        self._work.save(State(self.position, self.is_complete, asdict(self.totals), log, states))
 
     def finish(self) -> None:
         """Give every dataset its name. Raises DataError for a key without any text."""
         if not self.is_complete:
             self._check_not_empty()
+            self._log.finish()
             self.is_complete = True
             self.save()
+        job = self._job
+        write_manifest = manifest_writer(
+            job.listing, self._log, job.tokenizer.identity, job.options, job.shard, job.whole_input.digest
+        )
         for first, *others in self._unsealed:
             for other in others:
                 first.absorb(other)
-            first.seal()
+            first.seal(write_manifest)
+        self._log.close()
         for k, prefix in enumerate(self._job.prefixes):
             publish(self._work.work_dir(f"{k}.0"), prefix)
 
     def _check_not_empty(self) -> None:
-
         totals = self.totals
         for key, partitions, num_empty in zip(self._job.keys, self._unsealed, totals.num_empty, strict=True):
             if not any(builder.num_tokens for builder in partitions):
@@ -226,13 +274,13 @@ def encode_input(
     totals = datasets.totals
     reference = None if tokenizer is job.tokenizer else job.tokenizer
     encoder = Encoder(job.keys, job.num_partitions, job.eod, job.dtype, tokenizer, reference)
-    blocks = job.blocks(datasets.position, tokenizer)
-    report.start(sum(source.path.stat().st_size for source in job.sources), totals)
+    batches = job.batches(datasets.position, tokenizer)
+    report.start(job.listing.num_bytes, totals)
     saved_s = time.monotonic()
     with (
         contextlib.closing(report),
         ThreadPoolExecutor(job.workers, thread_name_prefix="encode") as pool,
-        contextlib.closing(map_in_order(pool, encoder.encode, blocks, job.workers + BLOCKS_AHEAD)) as encoded,
+        contextlib.closing(map_in_order(pool, encoder.encode, batches, job.workers + BLOCKS_AHEAD)) as encoded,
     ):
         try:
             for block in encoded:
@@ -242,7 +290,7 @@ def encode_input(
                     report.note(f"skipped {fault}")
                 datasets.add(block)
                 report.show(totals)
-                if time.monotonic() - saved_s >= job.resume_interval_s:
+                if job.pipe is None and time.monotonic() - saved_s >= job.resume_interval_s:
                     datasets.save()
                     saved_s = time.monotonic()
             report.finish(totals)
@@ -263,14 +311,18 @@ def kept_work(output_prefix: str) -> str:
 
 def is_finished(job: PreprocessJob) -> bool:
     """Return True if the datasets of this job exist already."""
-
-    try:
-        found = [read_checksums(prefix) for prefix in job.prefixes]
-        for prefix in job.prefixes:
+    shard = job.shard and {"number": job.shard.number, "count": job.shard.count}
+    for prefix in job.prefixes:
+        try:
+            checksums, manifest = read_checksums(prefix), read_manifest(prefix)
             IndexedDataset(prefix)
-    except DataError:
-        return False
-    return all(checksums is not None and checksums.notes == job.notes for checksums in found)
+        except DataError:
+            return False
+        if checksums is None or checksums.notes != job.notes or manifest is None:
+            return False
+        if shard != (manifest.shard and {name: manifest.shard[name] for name in ("number", "count")}):
+            return False
+    return True
 
 
 def preprocess(job: PreprocessJob, report: PreprocessReport) -> TextTotals | None:
@@ -281,12 +333,19 @@ def preprocess(job: PreprocessJob, report: PreprocessReport) -> TextTotals | Non
     Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     with UnfinishedWork(job.output_prefix, job.identity, job.sources) as work:
         saved = work.load() if job.resume else None
+        if job.resume and job.pipe and not (saved and saved.is_complete):
+            raise DataError(
+                f"--resume: {job.pipe} cannot be read again from where an earlier run stopped; give files, or leave "
+                "out --resume and start over"
+            )
         if saved is not None:
             report.note(f"resuming after {saved.position.documents} documents")
         elif job.resume and is_finished(job):
             return None
         else:
             work.start()
+            check_absent(job.prefixes, job.overwrite)
+        report.note(job.listing.describe())
         datasets = GrowingDatasets(job, work, saved)
         if not datasets.is_complete:
             try:
@@ -294,6 +353,11 @@ def preprocess(job: PreprocessJob, report: PreprocessReport) -> TextTotals | Non
             except NotAccelerated as difference:
                 report.note(f"encoding with the reference tokenizer: {difference}")
                 if datasets.position != (saved.position if saved else Position()):
+                    if job.pipe:
+                        raise DataError(
+                            f"{job.pipe} cannot be read again with the reference tokenizer; repeat the command with "
+                            "--reference-tokenizer"
+                        ) from None
                     # ids encoded before the difference was found may be wrong too
                     work.clear()
                     datasets = GrowingDatasets(job, work, None)

@@ -1,7 +1,8 @@
 """State of unfinished preprocessing, from which a killed run can resume.
 
-PREFIX.unfinished/ holds a work folder for each dataset being built, and state.json: how much of them is safely on disk,
-and the place in the input where that ends. It is replaced atomically, so a kill at any moment leaves the last good one.
+PREFIX.unfinished/ holds a work folder for each dataset being built, the entries of its manifest, sources.json: the
+files of the input, and state.json: how much is safely on disk, and the place in the input where that ends. That is
+replaced atomically, so a kill at any moment leaves the last good one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -35,6 +37,8 @@ class State:
     is_complete: bool
     """All input is processed."""
     totals: dict[str, Any]
+    manifest: dict[str, Any]
+    """Result of ManifestLog.save_state."""
     builders: dict[str, BuilderState]
     """Builders by the name of their work folder."""
 
@@ -49,6 +53,7 @@ class UnfinishedWork:
         self.folder = Path(f"{output_prefix}.unfinished")
         self._identity = json.loads(json.dumps(identity))
         self._sources = sources
+        self._has_saved_sources = False
         self._lock: IO[bytes] | None = None
 
     def __enter__(self) -> UnfinishedWork:
@@ -112,16 +117,23 @@ class UnfinishedWork:
 
     def save(self, state: State) -> None:
         """Replace state.json."""
+        if not self._has_saved_sources:
+            # in a file of its own: a list of a million files is too long to write every few seconds
+            self._write("sources.json", [_describe(source) for source in self._sources])
+            self._has_saved_sources = True
         content = {
             "identity": self._identity,
-            "sources": [_describe(source) for source in self._sources],
             "tail": _tail_digest(self._sources, state.position),
             "position": asdict(state.position),
             "is_complete": state.is_complete,
             "totals": state.totals,
+            "manifest": state.manifest,
             "builders": {name: builder.to_json() for name, builder in state.builders.items()},
         }
-        with replacing(self._state_path, partial_name=f"{self._state_path.stem}.partial") as file:
+        self._write(self._state_path.name, content)
+
+    def _write(self, name: str, content: Any) -> None:
+        with replacing(self.folder / name, partial_name=f"{name}.partial") as file:
             file.write(json.dumps(content).encode())
 
     def load(self) -> State | None:
@@ -137,9 +149,9 @@ class UnfinishedWork:
                     f"{json.dumps(now)} now; repeat that command, or delete the folder to start over"
                 )
         position = Position(**content["position"])
-        self._check_sources(content["sources"], content["tail"], position)
+        self._check_sources(self._saved_sources(), content["tail"], position)
         builders = {name: BuilderState.from_json(builder) for name, builder in content["builders"].items()}
-        return State(position, content["is_complete"], content["totals"], builders)
+        return State(position, content["is_complete"], content["totals"], content["manifest"], builders)
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -148,6 +160,14 @@ class UnfinishedWork:
             return content
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{self._state_path} is damaged ({error}); delete {self.folder} to start over") from error
+
+    def _saved_sources(self) -> list[list[Any]]:
+        path = self.folder / "sources.json"
+        try:
+            found: list[list[Any]] = json.loads(path.read_text(encoding="utf-8"))
+            return found
+        except (ValueError, FileNotFoundError) as error:
+            raise DataError(f"{path} is damaged ({error}); delete {self.folder} to start over") from error
 
     def _check_sources(self, saved: list[list[Any]], saved_tail: str, position: Position) -> None:
         """Raise DataError if input before the position has changed. Later input may: the user may repair a bad line."""
@@ -168,12 +188,12 @@ class UnfinishedWork:
 
 
 def _describe(source: SourceFile) -> list[Any]:
-    status = source.path.stat()
-    return [str(source.path.resolve()), status.st_size, status.st_mtime_ns]
+    name = os.path.abspath(source.name) if source.transport == "file" else source.name
+    return [name, source.num_bytes, source.version]
 
 
 def _can_be_compared(source: SourceFile) -> bool:
-    return source.kind != "parquet" and not source.compression
+    return source.transport == "file" and source.kind in ("jsonl", "text") and not source.compression
 
 
 def _tail_digest(sources: Sequence[SourceFile], position: Position) -> str:
@@ -181,6 +201,6 @@ def _tail_digest(sources: Sequence[SourceFile], position: Position) -> str:
     if position.source >= len(sources) or not _can_be_compared(sources[position.source]):
         return ""
     begin = max(0, position.offset - TAIL_BYTES)
-    with sources[position.source].path.open("rb") as file:
+    with open(sources[position.source].name, "rb") as file:
         file.seek(begin)
         return hashlib.sha256(file.read(position.offset - begin)).hexdigest()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.data.checksums import Checksums
 from megatron.data.indexed import BLOCK_ENTRIES, DataError, IndexedDataset
+from megatron.data.manifest import read_manifest
 
 if TYPE_CHECKING:
     from megatron.data.tokenizers.base import Tokenizer
@@ -120,10 +121,18 @@ def measure(data: IndexedDataset, checksums: Checksums | None) -> dict[str, Any]
         "idx_bytes": Path(data.prefix + ".idx").stat().st_size,
         "checksum_file": checksums is not None,
         "notes": checksums.notes if checksums else {},
+        "manifest": _manifest_summary(data),
         "document_lengths": documents.describe(),
         "sequence_lengths": sequences.describe(),
         "document_length_histogram": documents.histogram(),
     }
+
+
+def _manifest_summary(data: IndexedDataset) -> dict[str, Any] | None:
+    manifest = read_manifest(data.prefix)
+    if manifest is None:
+        return None
+    return {"file": str(manifest.path), "summary": manifest.describe(), "counts": manifest.counts, **manifest.header}
 
 
 def read_document(data: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> dict[str, Any]:

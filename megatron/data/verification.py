@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatron.data.checksums import Checksums, ReportBytes, file_sha256
 from megatron.data.indexed import BLOCK_ENTRIES, DataError, IndexedDataset
+from megatron.data.manifest import read_manifest
 from megatron.data.statistics import Integers, document_bounds
 
 SHOWN_FINDINGS = 10
@@ -110,8 +111,8 @@ def verify_bin(
     checksums: Checksums | None,
     findings: Findings,
     progress: ReportBytes,
-) -> None:
-    """Verify token ids, ends of documents and checksums in one pass over the files."""
+) -> dict[str, str]:
+    """Verify token ids, ends of documents and checksums in one pass over the files, and return the SHA-256 found."""
     digest = hashlib.sha256()
     for start in range(0, data.num_tokens, TOKENS_AT_A_TIME):
         tokens = data.tokens[start : start + TOKENS_AT_A_TIME]
@@ -122,13 +123,29 @@ def verify_bin(
             digest.update(tokens.data)
         progress(tokens.nbytes)
         data.release_memory()
-    if checksums:
-        idx_sha256 = file_sha256(data.prefix + ".idx", progress)
-        for suffix, found in ((".bin", digest.hexdigest()), (".idx", idx_sha256)):
-            try:
-                checksums.compare(data.prefix, suffix, found)
-            except DataError as error:
-                findings.add("checksum", [str(error)], 1)
+    if not checksums:
+        return {}
+    sha256 = {".bin": digest.hexdigest(), ".idx": file_sha256(data.prefix + ".idx", progress)}
+    for suffix, found in sha256.items():
+        try:
+            checksums.compare(data.prefix, suffix, found)
+        except DataError as error:
+            findings.add("checksum", [str(error)], 1)
+    return sha256
+
+
+def verify_manifest(data: IndexedDataset, sha256: dict[str, str], findings: Findings) -> str:
+    """Compare PREFIX.manifest.json with the dataset, and return what was checked."""
+    try:
+        manifest = read_manifest(data.prefix)
+    except DataError as error:
+        findings.add("manifest", [str(error)], 1)
+        return "manifest: damaged"
+    if manifest is None:
+        return "manifest: not checked, there is none"
+    faults = list(manifest.faults(data, sha256))
+    findings.add("manifest", faults, len(faults))
+    return f"manifest: {manifest.counts['documents']:,} documents of {manifest.describe()}"
 
 
 def num_bytes_to_verify(data: IndexedDataset, checksums: Checksums | None) -> int:
@@ -208,7 +225,7 @@ def verify(
     checked = [f"{len(data):,} lengths and pointers, {data.num_documents:,} documents"]
     index_is_whole = not findings.counts.keys() & {"length", "pointer", "document index"}
     ends = DocumentEnds(data, expected, findings) if expected.eod is not None and index_is_whole else None
-    verify_bin(data, expected, ends, checksums, findings, progress)
+    sha256 = verify_bin(data, expected, ends, checksums, findings, progress)
     below = f"below {expected.vocab_size:,}" if expected.vocab_size else "not negative (the vocabulary is unknown)"
     checked.append(f"{data.num_tokens:,} ids: {below}")
     if ends:
@@ -219,6 +236,7 @@ def verify(
         why = "the index is damaged" if not index_is_whole else "the end-of-document id is unknown"
         checked.append(f"ends of documents: not checked, {why}")
     checked.append(f"SHA-256 of both files: {'compared' if checksums else 'not checked, there is no .sha256'}")
+    checked.append(verify_manifest(data, sha256, findings))
     result: dict[str, Any] = {"checked": checked, "findings": findings.as_json()}
     if ends:
         result |= {"documents_with_tokens": ends.num_with_tokens, "documents_ending_with_eod": ends.num_ended}

@@ -98,6 +98,7 @@ def process_data(
         add_special_tokens=chat_tmpl_path is not None,
         tokenizer_output=str(folder / "tokenizer"),
         workers=min(num_cpu_procs, len(os.sched_getaffinity(0))),
+        overwrite=True,
     )
     made_of = _made_of(data_path, model, chats=True, max_seq_len=max_seq_len, min_length=job.min_length)
     if chat_tmpl_path is not None:

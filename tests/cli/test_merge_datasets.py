@@ -103,7 +103,7 @@ def test_a_folder_is_merged_in_natural_order_and_says_so(tmp_path: Path, capsys:
 def test_datasets_named_one_by_one_keep_their_order(tmp_path: Path) -> None:
     write(tmp_path / "in" / "a", 4)
     inputs: list[str | Path] = [write(tmp_path / "c", 3), tmp_path / "in", f"{write(tmp_path / 'a', 1)}.idx"]
-    assert merge("--input", *inputs, "--output-prefix", tmp_path / "d") == 0
+    assert merge("--input", *inputs, "--output-prefix", tmp_path / "d", "--overwrite") == 0
     assert IndexedDataset(tmp_path / "d").tokens.tolist() == [3, 4, 1]
 
 
@@ -131,7 +131,7 @@ def test_notes_that_all_inputs_share_are_kept(tmp_path: Path) -> None:
     b = write(tmp_path / "b", 1, tokenizer={"type": "X"}, append_eod=True, input="2")
     c = write(tmp_path / "c", 1)
     for inputs, notes in (([a, b], {"tokenizer": {"type": "X"}, "append_eod": True}), ([a, c], {}), ([c, a], {})):
-        assert merge("--input", *inputs, "--output-prefix", tmp_path / "d") == 0
+        assert merge("--input", *inputs, "--output-prefix", tmp_path / "d", "--overwrite") == 0
         checksums = read_checksums(tmp_path / "d")
         assert checksums is not None
         assert checksums.notes == notes
@@ -176,7 +176,7 @@ def test_a_difference_on_reading_back_prevents_publication(
         return hashlib.sha256(b"something else").hexdigest()
 
     monkeypatch.setattr("megatron.data.merge.file_sha256", failing_disk)
-    assert merge("--input", tmp_path / "in", "--output-prefix", tmp_path / "d") == 1
+    assert merge("--input", tmp_path / "in", "--output-prefix", tmp_path / "d", "--overwrite") == 1
     assert "has the SHA-256" in capsys.readouterr().err
     assert {name: (tmp_path / name).read_bytes() for name in ("d.bin", "d.idx", "d.sha256")} == before
     assert names(tmp_path) == ["d.bin", "d.idx", "d.sha256", "in"]

@@ -44,7 +44,8 @@ def test_jsonl_becomes_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[s
     source = jsonl(tmp_path / "in.jsonl", [{"text": "1 2 3"}, {"text": ""}, {"text": "4"}])
     assert preprocess("--input", source, "--output-prefix", tmp_path / "new" / "out", *NULL) == 0
     assert documents(tmp_path / "new" / "out_text_document") == [[1, 2, 3], [4]]
-    assert names(tmp_path / "new") == ["out_text_document.bin", "out_text_document.idx", "out_text_document.sha256"]
+    suffixes = (".bin", ".idx", ".manifest.json", ".sha256")
+    assert names(tmp_path / "new") == [f"out_text_document{suffix}" for suffix in suffixes]
     said = capsys.readouterr().out
     assert "2 documents, 4 tokens" in said
     assert "1 empty documents left out" in said
@@ -235,10 +236,8 @@ def test_partitions_order_documents_as_megatrons_do(tmp_path: Path, partitions: 
     assert preprocess("--input", source, "--output-prefix", tmp_path / "out", *more, *NULL) == 0
     expected = [[i] for first in range(partitions) for i in range(first, 100, partitions)]
     assert documents(tmp_path / "out_text_document") == expected
-    assert (
-        preprocess("--input", source, "--output-prefix", tmp_path / "out", *more, "--keep-sequential-samples", *NULL)
-        == 0
-    )
+    more += ("--keep-sequential-samples", "--overwrite")
+    assert preprocess("--input", source, "--output-prefix", tmp_path / "out", *more, *NULL) == 0
     assert documents(tmp_path / "out_text_document") == [[i] for i in range(100)]
 
 

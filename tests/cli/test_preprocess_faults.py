@@ -26,7 +26,7 @@ from megatron.data.indexed import IndexedDataset
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")
-SUFFIXES = (".bin", ".idx", ".sha256")
+SUFFIXES = (".bin", ".idx", ".manifest.json", ".sha256")
 
 
 def write_rows(path: Path, count: int, words: int = 20) -> Path:
@@ -50,7 +50,9 @@ def command(folder: Path, *more: str) -> list[str]:
 
 
 def outputs(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES}
+    """The files of all datasets, without the name of the folder."""
+    found = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name.endswith(SUFFIXES)}
+    return {name: content.replace(str(folder).encode(), b"") for name, content in found.items()}
 
 
 def whole_pairs(folder: Path) -> int:
@@ -191,11 +193,11 @@ def finished(folder: Path, source: str, capsys: pytest.CaptureFixture[str], *opt
     other.mkdir()
     (other / "in.jsonl").write_bytes((folder / source).read_bytes())
     assert run_main(command(other, *options), capsys)[0] == 0
-    return [content for name, content in outputs(other).items() if not name.endswith(".sha256")]
+    return [content for name, content in outputs(other).items() if name.endswith((".bin", ".idx"))]
 
 
 def data_files(folder: Path) -> list[bytes]:
-    return [content for name, content in outputs(folder).items() if not name.endswith(".sha256")]
+    return [content for name, content in outputs(folder).items() if name.endswith((".bin", ".idx"))]
 
 
 def test_a_bad_line_can_be_repaired_and_the_run_resumed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +268,10 @@ def test_resuming_what_is_finished_does_nothing(tmp_path: Path, capsys: pytest.C
     assert (status, said) == (0, "nothing to resume: the datasets are finished\n")
     # other input, so these are not its datasets
     write_rows(tmp_path / "in.jsonl", 6)
-    assert run_main(command(tmp_path, "--resume"), capsys)[0] == 0
+    status, said = run_main(command(tmp_path, "--resume"), capsys)
+    assert (status, outputs(tmp_path)) == (1, before)
+    assert "out_a_document.idx exists already; pass --overwrite to replace that dataset" in said
+    assert run_main(command(tmp_path, "--resume", "--overwrite"), capsys)[0] == 0
     assert outputs(tmp_path) != before
 
 

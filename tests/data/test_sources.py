@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import json
+import lzma
+import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import document_blocks
-from megatron.data.document_blocks import Block, Position, read_blocks
+from megatron.data.document_blocks import Block, Position, ReadingRules
 from megatron.data.document_parser import parse
 from megatron.data.indexed import DataError
+from megatron.data.source_reader import read_blocks
 from megatron.data.sources import find_sources
+from megatron.data.tables import check_columns
 
 KEY = ("text",)
 
 
 def read(path: Path | list[Path], **options: Any) -> list[Block]:
     paths = path if isinstance(path, list) else [path]
-    return list(read_blocks(find_sources([str(p) for p in paths]), KEY, **options))
+    start = options.pop("start", None)
+    return list(read_blocks(find_sources([str(p) for p in paths]).sources, ReadingRules(KEY, **options), start=start))
 
 
 def texts(blocks: list[Block]) -> list[str]:
@@ -48,6 +55,8 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     # as the zstd command does; without a checksum damage can pass for text
     ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
 }
 
 
@@ -85,14 +94,16 @@ def test_jsonl_is_read_through_any_compression(
     assert sum(block.num_input_bytes for block in blocks) == path.stat().st_size
 
 
-@pytest.mark.parametrize("packing", [".gz", ".zst"])
+@pytest.mark.parametrize("packing", [".gz", ".zst", ".xz", ".bz2"])
 def test_separately_compressed_parts_are_one_file(tmp_path: Path, packing: str) -> None:
     path = tmp_path / f"in.jsonl{packing}"
     path.write_bytes(PACKED[packing](lines("a", "b")) + PACKED[packing](lines("c")))
     assert texts(read(path)) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".parquet"])
+@pytest.mark.parametrize(
+    "suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz", ".txt", ".parquet", ".arrow", ".tar", ".tar.bz2"]
+)
 def test_reading_resumes_after_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     monkeypatch.setattr(document_blocks, "BLOCK_BYTES", 64)
     paths = []
@@ -101,6 +112,18 @@ def test_reading_resumes_after_any_block(tmp_path: Path, monkeypatch: pytest.Mon
         path = tmp_path / f"{part}{suffix}"
         if suffix == ".parquet":
             parquet(path, values)
+        elif suffix == ".arrow":
+            arrow(path, values)
+        elif ".tar" in suffix:
+            content = lines(*values)
+            middle = len(content) // 2
+            middle = content.index(b"\n", middle) + 1
+            members = {
+                "x/1.jsonl": content[:middle],
+                "x/.hidden.jsonl": b"no",
+                "2.jsonl.gz": gzip.compress(content[middle:]),
+            }
+            path.write_bytes(PACKED[suffix.removeprefix(".tar")](tar(members)))
         elif suffix == ".txt":
             path.write_text("|".join(values))
         else:
@@ -117,6 +140,30 @@ def test_reading_resumes_after_any_block(tmp_path: Path, monkeypatch: pytest.Mon
         rest = read(paths, separator="|", start=block.end)
         assert list(zip(places(rest), texts(rest), strict=True)) == whole[done:]
         assert all(b.begin.documents == done for b in rest[:1])
+
+
+def arrow(path: Path, values: Sequence[str], *, is_stream: bool = True) -> Path:
+    import pyarrow as pa
+
+    table = pa.table({"id": list(range(len(values))), "text": values})
+    with (pa.ipc.new_stream if is_stream else pa.ipc.new_file)(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=16)
+    return path
+
+
+def tar(members: dict[str, bytes], *, links: dict[str, str] | None = None) -> bytes:
+    """An archive of these members, and of links to other names."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as writer:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            writer.addfile(entry, io.BytesIO(content))
+        for name, target in (links or {}).items():
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = tarfile.SYMTYPE, target
+            writer.addfile(entry)
+    return archive.getvalue()
 
 
 def parquet(path: Path, values: Sequence[str | None], **options: Any) -> Path:
@@ -150,8 +197,8 @@ def test_dictionary_columns_are_strings_too(tmp_path: Path) -> None:
     assert texts(read(tmp_path / "in.parquet")) == ["a", "b", "a"]
 
 
-@pytest.mark.parametrize(("packing", "stays"), [(".gz", 0), (".zst", 0)])
-def test_a_truncated_compressed_file_is_a_fault(tmp_path: Path, packing: str, stays: int) -> None:
+@pytest.mark.parametrize("packing", [".gz", ".zst", ".xz", ".bz2"])
+def test_a_truncated_compressed_file_is_a_fault(tmp_path: Path, packing: str) -> None:
     whole = PACKED[packing](lines(*(f"{i} {hash(i)}" for i in range(100_000))))
     path = tmp_path / f"in.jsonl{packing}"
     path.write_bytes(whole[: len(whole) // 2])
@@ -167,7 +214,7 @@ def test_a_truncated_compressed_file_is_a_fault(tmp_path: Path, packing: str, st
     assert "cut off after" in fault
 
 
-@pytest.mark.parametrize("packing", [".gz", ".zst"])
+@pytest.mark.parametrize("packing", [".gz", ".zst", ".xz", ".bz2"])
 def test_a_damaged_compressed_file_is_a_fault(tmp_path: Path, packing: str) -> None:
     whole = bytearray(PACKED[packing](lines(*(f"{i} {hash(i)}" for i in range(20_000)))))
     whole[len(whole) // 2 : len(whole) // 2 + 64] = bytes(range(64))
@@ -177,7 +224,7 @@ def test_a_damaged_compressed_file_is_a_fault(tmp_path: Path, packing: str) -> N
     assert "damaged" in fault or "cannot be decompressed" in fault
 
 
-@pytest.mark.parametrize("packing", [".gz", ".zst"])
+@pytest.mark.parametrize("packing", [".gz", ".zst", ".xz", ".bz2"])
 def test_a_file_without_the_compression_of_its_name_is_a_fault(tmp_path: Path, packing: str) -> None:
     path = tmp_path / f"in.jsonl{packing}"
     path.write_bytes(lines("a"))
@@ -185,7 +232,7 @@ def test_a_file_without_the_compression_of_its_name_is_a_fault(tmp_path: Path, p
     assert "damaged" in fault or "cannot be decompressed" in fault
 
 
-@pytest.mark.parametrize("packing", [".gz", ".zst"])
+@pytest.mark.parametrize("packing", [".gz", ".zst", ".xz", ".bz2"])
 @pytest.mark.parametrize("content", [b"\n", b" ", b'{"text": ""}\n'])
 def test_a_decompression_bomb_is_a_fault(tmp_path: Path, packing: str, content: bytes) -> None:
     path = tmp_path / f"in.jsonl{packing}"
@@ -306,7 +353,7 @@ def test_a_missing_or_unknown_input_is_refused(tmp_path: Path) -> None:
     for given_path, reason in {
         "absent.jsonl": "does not exist, and as a pattern matches no file",
         "*.jsonl": "does not exist, and as a pattern matches no file",
-        "notes.md": r"has an unknown suffix",
+        "notes.md": r"has an unknown ending",
         "empty": r"holds no \*\.jsonl",
         "notes.md/in.jsonl": "does not exist",
         "nul\0.jsonl": "does not exist",
@@ -327,7 +374,7 @@ def test_parquet_columns_are_checked_before_anything_is_read(
 
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
     with pytest.raises(DataError, match=reason):
-        document_blocks.check_columns(find_sources([str(tmp_path)]), KEY)
+        check_columns(find_sources([str(tmp_path)]).sources, KEY)
 
 
 def test_damaged_parquet_is_refused_or_a_fault(tmp_path: Path) -> None:
@@ -335,9 +382,103 @@ def test_damaged_parquet_is_refused_or_a_fault(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        document_blocks.check_columns(find_sources([str(path)]), KEY)
+        check_columns(find_sources([str(path)]).sources, KEY)
     damaged = bytearray(whole)
     damaged[len(whole) // 3 : len(whole) // 3 + 200] = b"\0" * 200
     path.write_bytes(damaged)
     (fault,) = faults(read(path))
     assert "the file is damaged from here on" in fault
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_arrow_rows_are_documents(tmp_path: Path, is_stream: bool) -> None:
+    values = [f"row {i} äöü" for i in range(50)]
+    blocks = read(arrow(tmp_path / "in.arrow", values, is_stream=is_stream))
+    assert texts(blocks) == values
+    assert places(blocks)[-1] == f"{tmp_path / 'in.arrow'}, row 50"
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst", ".xz", ".bz2"])
+@pytest.mark.parametrize("after", ["garbage", "damaged stream", "half a stream"])
+def test_what_follows_a_stream_is_never_lost_in_silence(tmp_path: Path, packing: str, after: str) -> None:
+    """Python's own readers of xz and bzip2 end there as if the file were whole."""
+    second = bytearray(PACKED[packing](lines(*(f"{i} {hash(str(i))}" for i in range(2000)))))
+    if after == "damaged stream":
+        second[len(second) // 2 : len(second) // 2 + 64] = bytes(range(64))
+    ends = {
+        "garbage": b"<html>404</html>" * 9,
+        "damaged stream": bytes(second),
+        "half a stream": bytes(second[: len(second) // 2]),
+    }
+    path = tmp_path / f"in.jsonl{packing}"
+    path.write_bytes(PACKED[packing](lines("a", "b")) + ends[after])
+    blocks = read(path)
+    assert texts(blocks)[:2] == ["a", "b"]
+    assert [fault for fault in faults(blocks) if "file cannot be decompressed" in fault or "is cut off" in fault]
+
+
+@pytest.mark.parametrize("packing", [".gz", ".xz"])
+def test_zeros_after_a_stream_are_padding(tmp_path: Path, packing: str) -> None:
+    path = tmp_path / f"in.jsonl{packing}"
+    path.write_bytes(PACKED[packing](lines("a")) + bytes(512) + PACKED[packing](lines("b")) + bytes(512))
+    blocks = read(path)
+    assert (texts(blocks), faults(blocks)) == (["a", "b"], [])
+
+
+DAMAGED_ARCHIVES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut in a member": (lambda raw: raw[:1600], "damaged (unexpected end of data)"),
+    "cut between members": (lambda raw: raw[:1024], "damaged (cut off, or a damaged header"),
+    "cut before the end mark": (lambda raw: raw[:2048], "damaged (cut off, or a damaged header"),
+    "damaged header": (lambda raw: raw[:1100] + b"####" + raw[1104:], "damaged (cut off, or a damaged header"),
+    "two joined": (lambda raw: raw + raw, "something follows the end of the archive"),
+    "something else": (lambda raw: b"<html>404</html>" * 100, "damaged (cut off, or a damaged header"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_ARCHIVES)
+@pytest.mark.parametrize("packing", ["", ".gz"])
+def test_a_damaged_archive_is_a_fault_and_the_next_file_is_read(tmp_path: Path, damage: str, packing: str) -> None:
+    """Python's tarfile ends at most of these as if the archive were whole."""
+    change, reason = DAMAGED_ARCHIVES[damage]
+    content = b"".join(lines(f"{i}") for i in range(20))
+    path, after = tmp_path / f"in.tar{packing}", tmp_path / "z.jsonl"
+    path.write_bytes(PACKED[packing](change(tar({"a.jsonl": content, "b.jsonl": content}))))
+    after.write_bytes(lines("next"))
+    blocks = read([path, after])
+    assert texts(blocks)[-1] == "next"
+    (fault,) = faults(blocks)
+    assert fault.startswith(f"{path}: ")
+    assert reason in fault
+
+
+def test_members_of_an_archive_are_read_passed_over_or_refused(tmp_path: Path) -> None:
+    members = {
+        "./a.jsonl": lines("a"),
+        "b.JSONL.gz": gzip.compress(lines("b")),
+        "../c.txt": b"c",
+        "/d/.git/e.jsonl": b"no",
+        "README.md": b"no",
+        "empty.jsonl": b"",
+        "empty.jsonl.gz": b"",
+        "f.pdf": b"no",
+        "g.parquet": b"no",
+        "h.jsonl.gz": b"no gzip file at all",
+        "z.jsonl": lines("z"),
+    }
+    path = tmp_path / "in.tar"
+    path.write_bytes(tar(members, links={"link.jsonl": "a.jsonl"}))
+    blocks = read(path)
+    assert texts(blocks) == ["a", "b", "c", "z"]
+    assert places(blocks)[:2] == [f"{path}!./a.jsonl:1", f"{path}!b.JSONL.gz:1"]
+    passed_over = {block.source.name.split("!")[1]: block.passed_over for block in blocks if block.passed_over}
+    assert passed_over == {
+        "/d/.git/e.jsonl": "hidden",
+        "README.md": "documentation",
+        "link.jsonl": "a link in an archive",
+    }
+    found = faults(blocks)
+    for fault, reason in zip(
+        found, ("0 bytes", "unknown ending", "cannot be read as a stream", "cannot be decompressed"), strict=True
+    ):
+        assert reason in fault
+    assert {block.source.name for block in blocks} == {f"{path}!{name}" for name in (*members, "link.jsonl")}

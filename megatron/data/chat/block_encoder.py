@@ -11,10 +11,10 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import parent_process
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -30,6 +30,7 @@ from megatron.data.chat.job import BadRows, ChatJob, prepare_chats
 from megatron.data.document_blocks import Block, Fault
 from megatron.data.document_parser import object_of_line
 from megatron.data.indexed import DataError
+from megatron.data.manifest import BlockCounts
 
 SHOWN_FAULTS = 10
 BLOCKS_PER_WORKER = 2
@@ -48,12 +49,32 @@ class EncodedBlock:
     counts: ChatCounts
     faults: list[str]
     num_blank: int = 0
+    of_blocks: list[BlockCounts] = field(default_factory=list)
 
     def samples(self) -> Iterator[Sample]:
         """Yield the samples in order."""
         ends = np.cumsum(self.lengths)
         for start, end in zip(ends - self.lengths, ends, strict=True):
             yield Sample(self.ids[start:end], self.mask[start:end])
+
+
+def encode_batch(encoder: ChatEncoder, blocks: Sequence[Block], bad_rows: BadRows) -> EncodedBlock:
+    """Encode consecutive blocks. Raises DataError for the first bad row unless bad rows are skipped."""
+    encoded = [encode_block(encoder, block, bad_rows) for block in blocks]
+    if len(encoded) == 1:
+        return encoded[0]
+    counts = ChatCounts()
+    for one in encoded:
+        counts.add(one.counts)
+    return EncodedBlock(
+        np.concatenate([one.ids for one in encoded]),
+        np.concatenate([one.mask for one in encoded]),
+        np.concatenate([one.lengths for one in encoded]),
+        counts,
+        [fault for one in encoded for fault in one.faults][:SHOWN_FAULTS],
+        sum(one.num_blank for one in encoded),
+        [of_block for one in encoded for of_block in one.of_blocks],
+    )
 
 
 def encode_block(encoder: ChatEncoder, block: Block, bad_rows: BadRows) -> EncodedBlock:
@@ -86,6 +107,7 @@ def encode_block(encoder: ChatEncoder, block: Block, bad_rows: BadRows) -> Encod
         counts,
         faults,
         num_blank,
+        [BlockCounts(block.without_content(), len(samples), num_blank, 0, len(problems))],
     )
 
 
@@ -93,6 +115,8 @@ def _rows(block: Block) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[in
     """Return the numbered rows of a block, the problems (number, kind, reason) of other lines, and the blank lines."""
     if block.fault is not None:  # unlike a bad row, it hides what follows
         return [], [(0, "unreadable", block.fault.reason)], 0
+    if block.end.documents == block.begin.documents:
+        return [], [], 0
     rows: list[tuple[int, dict[str, Any]]] = []
     problems: list[tuple[int, str, str]] = []
     num_blank = 0
@@ -110,28 +134,28 @@ def _rows(block: Block) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[in
 
 
 def encode_blocks(
-    job: ChatJob, encoder: ChatEncoder, blocks: Iterator[Block], num_processes: int
+    job: ChatJob, encoder: ChatEncoder, batches: Iterator[list[Block]], num_processes: int
 ) -> Generator[tuple[int, EncodedBlock]]:
-    """Yield every encoded block in order, with the number of input bytes read for it. Raises DataError.
+    """Yield every encoded batch in order, with the number of input bytes read for it. Raises DataError.
 
     This process encodes a block itself whenever all others have enough: also while they start.
     """
     num_workers = num_processes - 1
     if num_workers < 1:
-        for block in blocks:
-            yield block.num_input_bytes, encode_block(encoder, block, job.bad_rows)
+        for batch in batches:
+            yield _input_bytes(batch), encode_batch(encoder, batch, job.bad_rows)
         return
     pool = ProcessPoolExecutor(num_workers, _WorkerContext(), _start_worker)
     waiting: deque[tuple[int, str, Future[EncodedBlock]]] = deque()
     place = ""
     try:
-        for block in blocks:
-            place = place or block.place(0)
+        for batch in batches:
+            place = place or batch[0].place(0)
             if sum(not future.done() for _, _, future in waiting) < BLOCKS_PER_WORKER * num_workers:
-                future = pool.submit(_encode_in_worker, job, block)
+                future = pool.submit(_encode_in_worker, job, batch)
             else:
-                future = _encode_here(encoder, block, job.bad_rows)
-            waiting.append((block.num_input_bytes, block.place(0), future))
+                future = _encode_here(encoder, batch, job.bad_rows)
+            waiting.append((_input_bytes(batch), batch[0].place(0), future))
             most = BLOCKS_PER_WORKER * num_workers + BLOCKS_AHEAD
             while waiting and (waiting[0][2].done() or len(waiting) >= most):
                 num_bytes, place, future = waiting.popleft()
@@ -147,11 +171,15 @@ def encode_blocks(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _encode_here(encoder: ChatEncoder, block: Block, bad_rows: BadRows) -> Future[EncodedBlock]:
+def _input_bytes(batch: Sequence[Block]) -> int:
+    return sum(block.num_input_bytes for block in batch)
+
+
+def _encode_here(encoder: ChatEncoder, batch: Sequence[Block], bad_rows: BadRows) -> Future[EncodedBlock]:
     """Return a finished future: an error must wait until all blocks before this one are done."""
     future: Future[EncodedBlock] = Future()
     try:
-        future.set_result(encode_block(encoder, block, bad_rows))
+        future.set_result(encode_batch(encoder, batch, bad_rows))
     except DataError as error:
         future.set_exception(error)
     return future
@@ -195,5 +223,5 @@ def _encoder_of(job: ChatJob) -> ChatEncoder:
     return setup.encoder
 
 
-def _encode_in_worker(job: ChatJob, block: Block) -> EncodedBlock:
-    return encode_block(_encoder_of(job), block, job.bad_rows)
+def _encode_in_worker(job: ChatJob, batch: list[Block]) -> EncodedBlock:
+    return encode_batch(_encoder_of(job), batch, job.bad_rows)

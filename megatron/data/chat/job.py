@@ -10,6 +10,8 @@ from megatron.data.chat.encoder import ChatEncoder, ChatRules, TooLong, TrainOn,
 from megatron.data.chat.template import ChatTemplate, TemplateSource, find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.indexed import DataError
+from megatron.data.input_shards import InputShard
+from megatron.data.sources import STDIN_FILENAME, InputRules
 
 BadRows = Literal["error", "skip"]
 
@@ -19,7 +21,7 @@ class ChatJob:
     """Everything that decides the output."""
 
     inputs: tuple[str, ...]
-    """Files, folders or globs of .jsonl, also .gz and .zst."""
+    """Files, folders, globs or URLs of JSONL, also compressed or in tar files, or "-" for standard input."""
     output_prefix: str
     tokenizer: str
     """tokenizer.json, or its folder."""
@@ -43,6 +45,13 @@ class ChatJob:
     """Folder for the tokenizer with its added tokens, and the template."""
     workers: int = 1
     """Largest number of processes."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of files that are passed over."""
+    stdin_filename: str = STDIN_FILENAME
+    """Name whose ending says what standard input holds."""
+    shard: InputShard | None = None
+    overwrite: bool = False
+    """Replace a finished dataset."""
 
     def __post_init__(self) -> None:
         for name in ("min_length", "workers", "max_length"):
@@ -54,6 +63,10 @@ class ChatJob:
             raise DataError(f"turns=as_prompted cuts conversations before turns, which {other} would undo; drop one")
         if self.max_length is not None and self.max_length < self.min_length:
             raise DataError(f"max_length={self.max_length} is below min_length={self.min_length}; no sample fits both")
+
+    @property
+    def names(self) -> InputRules:
+        return InputRules(exclude=self.exclude, stdin_filename=self.stdin_filename, kinds=("jsonl", "tar"))
 
     @property
     def rules(self) -> ChatRules:

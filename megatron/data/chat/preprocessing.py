@@ -6,7 +6,8 @@ token: 1 where it is trained. Both datasets appear together when whole, or not a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import sys
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,10 +19,13 @@ from megatron.data.chat.block_encoder import SHOWN_FAULTS, EncodedBlock, encode_
 from megatron.data.chat.encoder import ChatCounts
 from megatron.data.chat.job import ChatJob, ChatSetup, prepare_chats
 from megatron.data.chat.tokenizer import write_tokenizer
-from megatron.data.document_blocks import read_blocks
+from megatron.data.document_blocks import ReadingRules
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, best_dtype
-from megatron.data.indexed_builder import IndexedDatasetBuilder
-from megatron.data.sources import SourceFile, find_sources
+from megatron.data.indexed_builder import IndexedDatasetBuilder, check_absent
+from megatron.data.input_shards import shard_of
+from megatron.data.manifest import LOG_NAME, ManifestLog, manifest_writer
+from megatron.data.source_reader import read_batches
+from megatron.data.sources import InputListing, find_sources
 
 BLOCK_BYTES = 1 << 20
 BYTES_WORTH_A_PROCESS = 16 << 20
@@ -62,13 +66,13 @@ class ChatTotals:
 class _Datasets:
     """Writers of the tokens and of the mask."""
 
-    def __init__(self, job: ChatJob, setup: ChatSetup, sources: Sequence[SourceFile]):
-        self._prefix = job.output_prefix
+    def __init__(self, job: ChatJob, setup: ChatSetup, chats: ChatInput):
+        self._prefix, self._job, self._setup, self._chats = job.output_prefix, job, setup, chats
         notes = {
             "tokenizer": setup.tokenizer.identity,
             "chat_template": {"name": Path(setup.source.origin).name, "sha256": setup.source.sha256},
             "rules": asdict(job.rules),
-            "input": [[source.path.name, source.path.stat().st_size] for source in sources],
+            "input": chats.whole.digest,
         }
         self._tokens = IndexedDatasetBuilder(job.output_prefix, best_dtype(setup.tokenizer.vocab_size), notes=notes)
         try:
@@ -76,45 +80,66 @@ class _Datasets:
         except BaseException:
             self._tokens.abandon()
             raise
+        self._log = ManifestLog(self._tokens.work_dir / LOG_NAME, chats.listing.sources)
         self.lengths: list[NDArray[np.int64]] = []
         self.num_loss_tokens = 0
 
     def add(self, block: EncodedBlock) -> None:
         self._tokens.add_documents(block.ids, block.lengths)
         self._mask.add_documents(block.mask, block.lengths)
+        for counts in block.of_blocks:
+            self._log.add(counts)
         self.lengths.append(block.lengths)
         self.num_loss_tokens += int(block.mask.sum(dtype=np.int64))
 
     def seal(self) -> None:
-        self._tokens.seal()
+        self._log.finish()
+        job, chats = self._job, self._chats
+        options = {
+            **asdict(job.rules),
+            "chat_template": Path(self._setup.source.origin).name,
+            "bad_rows": job.bad_rows,
+            "exclude": list(job.exclude),
+        }
+        tokenizer = self._setup.tokenizer.identity
+        self._tokens.seal(manifest_writer(chats.listing, self._log, tokenizer, options, job.shard, chats.whole.digest))
         self._mask.seal()
 
     def publish(self) -> None:
         """Rename both, the tokens last. An older dataset is removed first: the new mask does not fit it."""
+        self._close_log()
         Path(f"{self._prefix}.idx").unlink(missing_ok=True)
         self._mask.finalize()
         self._tokens.finalize()
 
     def abandon(self) -> None:
+        self._close_log()
         self._tokens.abandon()
         self._mask.abandon()
 
+    def _close_log(self) -> None:
+        self._log.close()
+        (self._tokens.work_dir / LOG_NAME).unlink(missing_ok=True)
 
-def preprocess_chats(job: ChatJob, progress: Callable[[int], None] | None = None) -> ChatTotals:
+
+def preprocess_chats(
+    job: ChatJob, progress: Callable[[int], None] | None = None, chats: ChatInput | None = None
+) -> ChatTotals:
     """Run a job. `progress` is called with numbers of input bytes as they are done.
 
-    For large inputs `workers` above 1 starts other processes; they do not import the caller's script. Raises DataError
-    or OSError, and then leaves no dataset.
+    `chats` is what `find_chats` has returned, if it was called already. For large inputs `workers` above 1 starts other
+    processes; they do not import the caller's script. Raises DataError or OSError, and then leaves no dataset.
     """
-    sources = find_chats(job.inputs)
+    check_absent([job.output_prefix, job.output_prefix + LOSS_MASK_SUFFIX], job.overwrite)
+    chats = chats or find_chats(job)
     setup = prepare_chats(job)
     Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     counts = ChatCounts()
     faults: list[str] = []
     num_blank = 0
-    datasets = _Datasets(job, setup, sources)
+    datasets = _Datasets(job, setup, chats)
     try:
-        with closing(_encoded(job, setup, sources)) as encoded:
+        with closing(_encoded(job, setup, chats.listing)) as encoded:
             for num_bytes, block in encoded:
                 datasets.add(block)
                 counts.add(block.counts)
@@ -151,16 +176,19 @@ def preprocess_chats(job: ChatJob, progress: Callable[[int], None] | None = None
     )
 
 
-def find_chats(inputs: Sequence[str]) -> list[SourceFile]:
-    """Return the JSONL files of paths, folders and globs. Raises DataError."""
-    sources = find_sources(inputs)
-    for source in sources:
-        if source.kind != "jsonl":
-            raise DataError(
-                f"{source.path} is not JSONL; chats are read from files with one JSON object a line: .jsonl or .json, "
-                "also with .gz or .zst after it"
-            )
-    return sources
+@dataclass(frozen=True)
+class ChatInput:
+    """Files of chats."""
+
+    whole: InputListing
+    listing: InputListing
+    """Those of the shard."""
+
+
+def find_chats(job: ChatJob) -> ChatInput:
+    """Return the JSONL files of a job. Raises DataError."""
+    whole = find_sources(job.inputs, job.names)
+    return ChatInput(whole, shard_of(whole, job.shard) if job.shard else whole)
 
 
 def _empty_output(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:
@@ -171,9 +199,14 @@ def _empty_output(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:
     return f"no sample is left of {counts.num_rows} rows: {reasons}; correct the rows, or raise --max-length"
 
 
-def _encoded(job: ChatJob, setup: ChatSetup, sources: Sequence[SourceFile]) -> Generator[tuple[int, EncodedBlock]]:
-    remedy = "cut the conversation into several, or leave the line out"
-    blocks = read_blocks(sources, (), remedy=remedy, block_bytes=BLOCK_BYTES, goes_on=job.bad_rows == "skip")
-    total_bytes = setup.tokenizer.expected_bytes = sum(source.path.stat().st_size for source in sources)
-    num_processes = min(job.workers, total_bytes // BYTES_WORTH_A_PROCESS)
-    return encode_blocks(job, setup.encoder, blocks, num_processes)
+def _encoded(job: ChatJob, setup: ChatSetup, listing: InputListing) -> Generator[tuple[int, EncodedBlock]]:
+    rules = ReadingRules(
+        remedy="cut the conversation into several, or leave the line out",
+        block_bytes=BLOCK_BYTES,
+        goes_on=job.bad_rows == "skip",
+        names=job.names,
+    )
+    batches = read_batches(listing.sources, rules)
+    total_bytes = sys.maxsize if listing.num_bytes is None else listing.num_bytes
+    setup.tokenizer.expected_bytes = total_bytes
+    return encode_blocks(job, setup.encoder, batches, min(job.workers, total_bytes // BYTES_WORTH_A_PROCESS))

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,8 @@ def test_chats_become_tokens_and_a_mask_of_the_same_lengths(tmp_path: Path, toke
     assert totals.length_percentiles[100] == max(len(ids) for ids, _ in found)
     assert IndexedDataset(job.output_prefix).dtype == np.uint16
     assert IndexedDataset(job.output_prefix + "_loss_mask").dtype == np.uint8
-    endings = ("bin", "idx", "sha256")
-    assert names(tmp_path / "out") == [f"chats{kind}.{end}" for kind in ("", "_loss_mask") for end in endings]
+    found_names = [f"chats{kind}.{end}" for kind in ("", "_loss_mask") for end in ("bin", "idx", "sha256")]
+    assert names(tmp_path / "out") == sorted(["chats.manifest.json", *found_names])
 
 
 def test_the_notes_name_the_tokenizer_the_template_and_the_rules(tmp_path: Path, tokenizer: Path) -> None:
@@ -292,7 +293,7 @@ def test_a_truncated_file_is_an_error(tmp_path: Path, tokenizer: Path) -> None:
 
 def test_other_kinds_of_files_are_refused_with_the_remedy(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in.txt").write_text("x")
-    with pytest.raises(DataError, match=r"in.txt is not JSONL; chats are read from"):
+    with pytest.raises(DataError, match=r"in.txt is not JSONL; chats are a JSON object a line"):
         preprocess_chats(job_of(tmp_path / "in.txt", tokenizer))
 
 
@@ -315,11 +316,14 @@ def test_an_older_dataset_is_replaced_only_when_the_new_one_succeeds(tmp_path: P
     old = job_of(rows_of(tmp_path / "in.jsonl", chat("a", "b")), tokenizer)
     preprocess_chats(old)
     before = samples(old)
-    bad = job_of(rows_of(tmp_path / "bad.jsonl", chat("c", "d"), {}), tokenizer)
+    bad = job_of(rows_of(tmp_path / "bad.jsonl", chat("c", "d"), {}), tokenizer, overwrite=True)
     with pytest.raises(DataError):
         preprocess_chats(bad)
     assert samples(old) == before
-    preprocess_chats(job_of(rows_of(tmp_path / "new.jsonl", chat("c", "d")), tokenizer))
+    new = job_of(rows_of(tmp_path / "new.jsonl", chat("c", "d")), tokenizer)
+    with pytest.raises(DataError, match="exists already; pass --overwrite"):
+        preprocess_chats(new)
+    preprocess_chats(replace(new, overwrite=True))
     assert samples(old) != before
 
 
@@ -342,7 +346,7 @@ def test_a_template_is_found_beside_the_tokenizer(tmp_path: Path, tokenizer: Pat
     preprocess_chats(job)
     assert texts(job) == [("a</s>b</s>", "b</s>")]
     (tokenizer / "chat_template.jinja").write_text("{% for m in messages %}-{{ m.content + eos_token }}{% endfor %}")
-    preprocess_chats(job)
+    preprocess_chats(replace(job, overwrite=True))
     assert texts(job) == [("a</s>b</s>".replace("a", "-a").replace("b", "-b"), "-b</s>")]
 
 
@@ -446,7 +450,7 @@ def test_long_input_is_encoded_by_gigatoken_with_the_same_ids(test_data: Path, t
 
 
 def totals_and_samples(job: ChatJob) -> tuple[ChatTotals, list[tuple[list[int], list[int]]]]:
-    return preprocess_chats(job), samples(job)
+    return preprocess_chats(replace(job, overwrite=True)), samples(job)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,361 @@
+"""PREFIX.manifest.json: every file that was found for a dataset, what was read of it, and what was passed over and why.
+
+It is plain JSON with a file a line under "files". `documents` of a file are those of it in the dataset, so that their
+sum is the dataset's. `blank`, `empty` and `bad` count what is not in the dataset; `crc32` is that of the decompressed
+content that was read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from megatron.data.document_blocks import Block
+from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.input_shards import InputShard
+from megatron.data.sources import UNCOMPRESSED_ONLY, InputListing, SourceFile, counted, reasons_in_words
+from megatron.files import sync_file
+
+FORMAT = "manifest of an indexed dataset"
+VERSION = 1
+SUFFIX = ".manifest.json"
+LOG_NAME = "manifest.jsonl"
+COUNTS = ("bytes", "documents", "blank", "empty", "bad")
+
+WriteManifest = Callable[[IO[bytes], dict[str, Any]], None]
+"""Called with the file to write, and the facts of the dataset: documents, sequences, tokens, dtype, sha256."""
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Documents of a block in the dataset, and those that are not."""
+
+    block: Block
+    """The block without its content."""
+    documents: int
+    """Documents in the dataset."""
+    blank: int = 0
+    empty: int = 0
+    """Documents without a token that are left out."""
+    bad: int = 0
+
+
+@dataclass
+class _Entry:
+    """A file as far as it has been read."""
+
+    source_number: int
+    member: int
+    name: str
+    bytes: int | None
+    part: Sequence[int] | None = None
+    passed_over: str = ""
+    documents: int = 0
+    blank: int = 0
+    empty: int = 0
+    bad: int = 0
+    crc32: int | None = None
+    read_bytes: int = 0
+
+    def line(self) -> dict[str, Any]:
+        if self.passed_over:
+            return {"name": self.name, "passed_over": self.passed_over}
+        size = self.read_bytes if self.bytes is None else self.bytes
+        line: dict[str, Any] = {"name": self.name, "bytes": size, "documents": self.documents}
+        line |= {name: count for name in ("blank", "empty", "bad") if (count := getattr(self, name))}
+        if self.crc32 is not None:
+            line["crc32"] = f"{self.crc32:08x}"
+        if self.part is not None:
+            line["part"] = list(self.part)
+        return line
+
+
+class ManifestLog:
+    """Entries of the files read so far, in a file that grows, so that memory and saved states do not."""
+
+    def __init__(self, path: Path, sources: Sequence[SourceFile], saved: dict[str, Any] | None = None):
+        """Start empty, or after what `save_state` returned. Raises OSError."""
+        self._sources = sources
+        self._file = path.open("r+b" if saved and path.exists() else "wb")
+        self._current: _Entry | None = None
+        self._next_source = 0
+        self.counts: Counter[str] = Counter()
+        if saved:
+            self._file.truncate(saved["num_bytes"])
+            self._file.seek(saved["num_bytes"])
+            self._current = _Entry(**saved["current"]) if saved["current"] else None
+            self._next_source = saved["next_source"]
+            self.counts.update(saved["counts"])
+
+    def add(self, found: BlockCounts) -> None:
+        """Add the next block of the input."""
+        block = found.block
+        number, member = block.begin.source, block.begin.member
+        entry = self._current
+        if entry is None or (entry.source_number, entry.member, entry.name) != (number, member, block.source.name):
+            self._end_entry()
+            self._add_unread(number)
+            source = block.source
+            entry = self._current = _Entry(number, member, source.name, source.size, source.part, block.passed_over)
+            self._next_source = number + 1
+        entry.documents += found.documents
+        entry.blank += found.blank
+        entry.empty += found.empty
+        entry.bad += found.bad
+        entry.read_bytes += block.num_input_bytes
+        if block.source.kind not in UNCOMPRESSED_ONLY and (block.end.source, block.end.member) == (number, member):
+            entry.crc32 = block.end.crc32
+
+    def _add_unread(self, end: int) -> None:
+        """Add the files before number `end` that gave no block: those without a byte of text."""
+        for number in range(self._next_source, end):
+            source = self._sources[number]
+            self._write(_Entry(number, 0, source.name, source.size, source.part))
+        self._next_source = max(self._next_source, end)
+
+    def _end_entry(self) -> None:
+        if self._current is not None:
+            self._write(self._current)
+            self._current = None
+
+    def _write(self, entry: _Entry) -> None:
+        line = entry.line()
+        _count(self.counts, line)
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def save_state(self) -> dict[str, Any]:
+        """Flush to disk, and return how much that is."""
+        sync_file(self._file)
+        return {
+            "num_bytes": self._file.tell(),
+            "current": asdict(self._current) if self._current else None,
+            "next_source": self._next_source,
+            "counts": dict(self.counts),
+        }
+
+    def finish(self) -> None:
+        """Add the last entries: all input has been read."""
+        self._end_entry()
+        self._add_unread(len(self._sources))
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the entries as JSON."""
+        self._file.flush()
+        with open(self._file.name, "rb") as file:
+            for line in file:
+                yield line.rstrip(b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _count(counts: Counter[str], line: dict[str, Any]) -> None:
+    if "passed_over" in line:
+        counts["files_passed_over"] += 1
+        return
+    # the later parts of a file that shards have divided are not further files
+    counts["files_read"] += not (line.get("part") and line["part"][0])
+    for name in COUNTS:
+        counts[name] += line.get(name, 0)
+
+
+def manifest_writer(
+    listing: InputListing,
+    log: ManifestLog,
+    tokenizer: dict[str, Any],
+    options: dict[str, Any],
+    shard: InputShard | None,
+    input_digest: str,
+) -> WriteManifest:
+    """Return the function that writes the manifest of a dataset made of a listing."""
+
+    def write(file: IO[bytes], dataset: dict[str, Any]) -> None:
+        skipped = [{"name": name, "passed_over": reason} for name, reason in listing.passed_over]
+        counts = Counter(log.counts)
+        for line in skipped:
+            _count(counts, line)
+        header = {
+            "tokenizer": tokenizer,
+            "options": options,
+            "shard": {"number": shard.number, "count": shard.count, "input": input_digest} if shard else None,
+        }
+        lines = (json.dumps(line).encode() for line in skipped)
+        _write(file, dataset, header, counts, [lines, log.lines()])
+
+    return write
+
+
+def _write(
+    file: IO[bytes],
+    dataset: dict[str, Any],
+    header: dict[str, Any],
+    counts: Counter[str],
+    lines: Iterable[Iterable[bytes]],
+) -> None:
+    names = ("files_read", "files_passed_over", *COUNTS)
+    whole = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dataset": dataset,
+        **header,
+        "counts": {name: counts[name] for name in names},
+    }
+    file.write(json.dumps(whole, indent=1)[:-2].encode() + b',\n "files": [')
+    before = b"\n  "
+    for some in lines:
+        for line in some:
+            file.write(before + line)
+            before = b",\n  "
+    file.write(b"\n ]\n}\n")
+
+
+@dataclass(frozen=True)
+class DatasetManifest:
+    """Content of PREFIX.manifest.json."""
+
+    path: Path
+    dataset: dict[str, Any]
+    header: dict[str, Any]
+    """Tokenizer, options and shard."""
+    counts: dict[str, int]
+    files: list[dict[str, Any]] = field(repr=False)
+
+    @property
+    def shard(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self.header["shard"]
+        return found
+
+    def describe(self) -> str:
+        """Return one line for the user."""
+        skipped = Counter(line["passed_over"] for line in self.files if "passed_over" in line)
+        text = f"{counted(self.counts['files_read'], 'file')} read"
+        text += f", {len(skipped) and skipped.total():,} passed over"
+        text += f" ({reasons_in_words(skipped)})" if skipped else ""
+        lost = [f"{self.counts[name]:,} {name}" for name in ("blank", "empty", "bad") if self.counts[name]]
+        text += f"; documents left out: {', '.join(lost)}" if lost else ""
+        return text + (f"; shard {self.shard['number']}/{self.shard['count']}" if self.shard else "")
+
+    def faults(self, data: IndexedDataset, sha256: dict[str, str]) -> Iterator[str]:
+        """Yield what disagrees with the dataset, whose SHA-256 are given by suffix, or within the manifest."""
+        found = {"documents": data.num_documents, "sequences": len(data), "tokens": data.num_tokens}
+        for name, count in found.items():
+            if self.dataset.get(name) != count:
+                yield f"{self.path} says {self.dataset.get(name)} {name}, but the dataset has {count}"
+        if self.dataset.get("dtype") != str(data.dtype):
+            yield f"{self.path} says {self.dataset.get('dtype')}, but the dataset holds {data.dtype}"
+        for suffix, digest in sha256.items():
+            if self.dataset.get("sha256", {}).get(suffix) != digest:
+                yield f"{self.path} is of another {suffix} than {data.prefix}{suffix}, by its SHA-256"
+        counts: Counter[str] = Counter()
+        for line in self.files:
+            _count(counts, line)
+        for name, count in self.counts.items():
+            if counts[name] != count:
+                yield f"{self.path}: its files add up to {counts[name]} {name}, but its counts say {count}"
+        if counts["documents"] != data.num_documents:
+            yield f"{self.path}: its files have {counts['documents']} documents, but the dataset {data.num_documents}"
+
+
+def read_manifest(prefix: str | Path) -> DatasetManifest | None:
+    """Read PREFIX.manifest.json; None if there is none, as for datasets written by Megatron. Raises DataError."""
+    path = Path(f"{prefix}{SUFFIX}")
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != FORMAT or type(content["version"]) is not int:
+            raise ValueError("it is not a manifest")
+        if content["version"] > VERSION:
+            raise DataError(f"{path} has version {content['version']}, this program reads {VERSION}; update it")
+        header = {name: content[name] for name in ("tokenizer", "options", "shard")}
+        files = [_checked(line) for line in content["files"]]
+        counts = {str(name): int(count) for name, count in content["counts"].items()}
+        return DatasetManifest(path, dict(content["dataset"]), header, counts, files)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error!r}); copy it again, or delete it") from error
+
+
+def _checked(line: dict[str, Any]) -> dict[str, Any]:
+    if "passed_over" not in line and not all(type(line.get(name, 0)) is int for name in COUNTS):
+        raise ValueError(f"the entry of {line['name']}")
+    return line
+
+
+def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]]) -> WriteManifest | None:
+    """Return the function that writes the manifest of datasets joined in this order; None if none has one.
+
+    A dataset without a manifest stands as one file.
+    """
+    if all(manifest is None for _, manifest in inputs):
+        return None
+
+    def write(file: IO[bytes], dataset: dict[str, Any]) -> None:
+        lines: list[dict[str, Any]] = []
+        passed_over: set[Any] = set()
+        for data, manifest in inputs:
+            num_bytes = data.num_tokens * data.dtype.itemsize
+            stands_for = {"name": str(data.prefix), "bytes": num_bytes, "documents": data.num_documents}
+            for line in manifest.files if manifest else [{**stands_for, "is_dataset": True}]:
+                if "passed_over" in line:
+                    # the shards of one input have all passed over the same files
+                    if line["name"] in passed_over:
+                        continue
+                    passed_over.add(line["name"])
+                lines.append(line)
+        counts: Counter[str] = Counter()
+        for line in lines:
+            _count(counts, line)
+        headers = [manifest.header if manifest else {"tokenizer": None, "options": {}} for _, manifest in inputs]
+        first = headers[0]
+        header = {
+            "tokenizer": first["tokenizer"] if all(h["tokenizer"] == first["tokenizer"] for h in headers) else None,
+            "options": {
+                name: value
+                for name, value in first["options"].items()
+                if all(h["options"].get(name, ...) == value for h in headers)
+            },
+            "shard": None,
+        }
+        _write(file, dataset, header, counts, [(json.dumps(line).encode() for line in lines)])
+
+    return write
+
+
+def check_shards(inputs: Sequence[tuple[str, DatasetManifest | None]]) -> None:
+    """Raise DataError unless the datasets are no shards, or all shards of one input, each once and in order."""
+    shards = [(prefix, manifest.shard) for prefix, manifest in inputs if manifest and manifest.shard]
+    if not shards:
+        return
+    others = [prefix for prefix, manifest in inputs if not (manifest and manifest.shard)]
+    first_prefix, first = shards[0]
+    if others:
+        raise DataError(
+            f"{first_prefix} is shard {first['number']}/{first['count']} of an input, {others[0]} is none; merge the "
+            "shards first, and their result with other datasets then"
+        )
+    for prefix, shard in shards:
+        if (shard["count"], shard["input"]) != (first["count"], first["input"]):
+            raise DataError(
+                f"{first_prefix} is shard {first['number']}/{first['count']} of an input, {prefix} is shard "
+                f"{shard['number']}/{shard['count']} of another; merge the shards of each input by themselves"
+            )
+    numbers = [shard["number"] for _, shard in shards]
+    expected = list(range(1, first["count"] + 1))
+    if numbers == expected:
+        return
+    missing = sorted(set(expected) - set(numbers))
+    twice = [number for number, count in Counter(numbers).items() if count > 1]
+    if missing:
+        fault = f"shard {', '.join(map(str, missing))} of {first['count']} is missing"
+    elif twice:
+        fault = f"shard {twice[0]} of {first['count']} is given twice"
+    else:
+        right = " ".join(prefix for prefix, _ in sorted(shards, key=lambda pair: pair[1]["number"]))
+        fault = f"the shards are not in order; give --input {right}"
+    raise DataError(f"{fault}: merged, the datasets would not be what one machine had made of the whole input")

@@ -1,0 +1,102 @@
+"""Remote files, through fsspec: s3://, gs://, http://, memory:// and whatever else is installed for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from typing import IO, Any, NamedTuple
+
+from megatron.data.indexed import DataError
+
+GLOB_CHARACTERS = "*?["
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
+"""Names of a property that changes with the content, in the file systems of fsspec, the best first."""
+
+
+class RemoteFile(NamedTuple):
+    """A file found at a URL."""
+
+    name: str
+    num_bytes: int | None
+    relative_name: str
+    version: str
+
+
+def find_remote(url: str) -> Iterator[tuple[RemoteFile, bool]]:
+    """Yield the files of a URL, a remote folder or a remote glob, in order of name, and whether the URL names the file.
+
+    Raises DataError.
+    """
+    with _named_errors(url):
+        system, path = _file_system(url)
+        is_web = url.startswith(("http://", "https://"))
+        if any(character in path for character in GLOB_CHARACTERS) and not is_web:
+            found = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
+            top = path[: min(path.index(c) for c in GLOB_CHARACTERS if c in path)].rpartition("/")[0]
+        elif (is_web and url.endswith("/")) or (not is_web and system.isdir(path)):
+            found = {name: info for name, info in system.find(path, detail=True).items() if info["type"] == "file"}
+            top = path.rstrip("/")
+        else:
+            yield _remote_file(url, url.rstrip("/").rpartition("/")[2], system.info(path)), True
+            return
+        if not found:
+            raise DataError(f"{url} holds no files; correct --input")
+    for name in sorted(found, key=_files_before_folders):
+        relative_name = name.removeprefix(top).lstrip("/")
+        yield _remote_file(system.unstrip_protocol(name), relative_name, found[name]), False
+
+
+def open_remote(url: str) -> IO[bytes]:
+    """Open a file for reading. Raises DataError."""
+    with _named_errors(url):
+        system, path = _file_system(url)
+        file: IO[bytes] = system.open(path, "rb")
+        return file
+
+
+def lost_connection(url: str, error: Exception) -> DataError:
+    """Return the error for a file that can no longer be read: what is left of it is not lost, but not yet read."""
+    return DataError(f"{url} cannot be read on ({_in_words(error)}); repeat the command when it can be reached")
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    if importlib.util.find_spec("fsspec") is None:
+        raise DataError(f"{url} is read through fsspec, which is not installed: pip install 'megatron-3d[remote]'")
+    import fsspec.core
+
+    system, path = fsspec.core.url_to_fs(url)
+    return system, path
+
+
+def _files_before_folders(name: str) -> list[tuple[bool, str]]:
+    """Return the key of the order in which a local folder is searched."""
+    *folders, file = name.split("/")
+    return [*((True, folder) for folder in folders), (False, file)]
+
+
+def _remote_file(url: str, relative_name: str, info: dict[str, Any]) -> RemoteFile:
+    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+    return RemoteFile(url, info.get("size"), relative_name, version)
+
+
+@contextlib.contextmanager
+def _named_errors(url: str) -> Iterator[None]:
+    """Turn the errors of a file system, whose types depend on its library, into a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ImportError as error:
+        raise DataError(
+            f"{url} needs a package that is not installed ({error}); pip install 'megatron-3d[remote]' has those for "
+            "http:// and s3://"
+        ) from error
+    except FileNotFoundError as error:
+        raise DataError(f"{url} does not exist; correct --input") from error
+    except Exception as error:
+        raise DataError(f"{url} cannot be opened ({_in_words(error)}); correct --input, or its credentials") from error
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no reason given'}"

@@ -1,0 +1,133 @@
+"""Reader of Parquet and Arrow files, a document a row."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from megatron.data.contents import open_source
+from megatron.data.document_blocks import Block, Position, rest_is_lost
+from megatron.data.indexed import DataError
+from megatron.data.sources import SourceFile
+
+ARROW_FILE_MAGIC = b"ARROW1"
+"""Beginning of an Arrow file. Arrow also has streams, which Hugging Face's datasets are, with the same ending."""
+
+
+def check_columns(sources: Sequence[SourceFile], keys: Sequence[str]) -> None:
+    """Raise DataError for a table without a string column for each key, before hours are spent on others."""
+    for source in sources:
+        if source.kind == "parquet":
+            _open_parquet(source, keys)
+        elif source.kind == "arrow":
+            _open_arrow(source, keys)[1].close()
+
+
+def table_blocks(source: SourceFile, keys: Sequence[str], start: Position, block_bytes: int) -> Iterator[Block]:
+    """Yield the rows from `start`, in blocks of about `block_bytes`. Raises DataError if the file cannot be opened."""
+    at = start
+    row = 0
+    try:
+        read = _parquet_rows if source.kind == "parquet" else _arrow_rows
+        for rows, num_input_bytes in read(source, keys, start.offset, block_bytes):
+            row += len(rows)
+            if row <= at.offset:
+                continue
+            rows = rows.slice(max(0, at.offset - (row - len(rows))))
+            count = len(rows)
+            begin, at = (
+                at,
+                replace(
+                    at,
+                    offset=at.offset + count,
+                    documents_of_source=at.documents_of_source + count,
+                    documents=at.documents + count,
+                ),
+            )
+            yield Block(source, begin, at, num_input_bytes, rows=rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        yield rest_is_lost(source, at, 0, f"the file is damaged from here on ({error})")
+
+
+def _parquet_rows(
+    source: SourceFile, keys: Sequence[str], skip_rows: int, block_bytes: int
+) -> Iterator[tuple[Any, int]]:
+    """Yield rows and the bytes of the file that they stand for. Rows to be skipped may come without columns."""
+    file = _open_parquet(source, keys)
+    num_rows, file_bytes = max(1, file.metadata.num_rows), source.num_bytes or 0
+    row = 0
+    for group in range(file.metadata.num_row_groups):
+        found = file.metadata.row_group(group)
+        if row + found.num_rows <= skip_rows:
+            row += found.num_rows
+            yield range(found.num_rows), 0
+            continue
+        # rows of one block, if all rows of the group are of one size
+        group_bytes = sum(
+            found.column(c).total_uncompressed_size
+            for c in range(file.metadata.num_columns)
+            if found.column(c).path_in_schema in keys
+        )
+        batch_size = max(1, found.num_rows * block_bytes // max(1, group_bytes))
+        for rows in file.iter_batches(batch_size=batch_size, row_groups=[group], columns=list(keys)):
+            before, row = row, row + len(rows)
+            yield rows, file_bytes * row // num_rows - file_bytes * max(before, min(skip_rows, row)) // num_rows
+
+
+def _arrow_rows(source: SourceFile, keys: Sequence[str], _: int, block_bytes: int) -> Iterator[tuple[Any, int]]:
+    reader, file = _open_arrow(source, keys)
+    with contextlib.closing(file):
+        if isinstance(reader, pyarrow.ipc.RecordBatchFileReader):
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            batches = iter(reader)
+        counted = 0
+        for batch in batches:
+            position = file.tell()
+            rows = batch.select(list(keys))
+            at_once = max(1, len(rows) * block_bytes // max(1, rows.nbytes))
+            for start in range(0, len(rows), at_once):
+                yield rows.slice(start, at_once), max(0, position - counted) if start == 0 else 0
+            counted = max(counted, position)
+
+
+def _open_parquet(source: SourceFile, keys: Sequence[str]) -> Any:
+    try:
+        file = pyarrow.parquet.ParquetFile(source.name if source.transport == "file" else open_source(source))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _not_readable(source, "Parquet", error) from error
+    _check_schema(source, file.schema_arrow, keys)
+    return file
+
+
+def _open_arrow(source: SourceFile, keys: Sequence[str]) -> tuple[Any, Any]:
+    """Return the reader of the record batches, and its file."""
+    file = pyarrow.OSFile(source.name) if source.transport == "file" else open_source(source)
+    try:
+        magic = file.read(len(ARROW_FILE_MAGIC))
+        file.seek(0)
+        reader = pyarrow.ipc.open_file(file) if magic == ARROW_FILE_MAGIC else pyarrow.ipc.open_stream(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _not_readable(source, "Arrow", error) from error
+    _check_schema(source, reader.schema, keys)
+    return reader, file
+
+
+def _not_readable(source: SourceFile, kind: str, error: Exception) -> DataError:
+    return DataError(f"{source.name} is not a readable {kind} file ({error}); copy it again, or leave it out")
+
+
+def _check_schema(source: SourceFile, schema: Any, keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in schema.names:
+            raise DataError(f"{source.name} has no column {key!r}, but {', '.join(schema.names)} (see --json-keys)")
+        kind = schema.field(key).type
+        value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if not (pyarrow.types.is_string(value_kind) or pyarrow.types.is_large_string(value_kind)):
+            raise DataError(f"{source.name}: column {key!r} holds {kind}, not strings (see --json-keys)")
