@@ -67,11 +67,11 @@ class Ours(Side):
 
     def __init__(self, work: Workload, ctx: Any) -> None:
         from megatron.tasks.pretrain import PretrainTask
-        from megatron.training.engine import build_engine
+        from megatron.training.engine import build_engine, pinned
 
         task = PretrainTask(work.config)
         self.engine = build_engine(work.config, ctx, task)
-        self._batch = [task.collate(tokens.numpy()) for tokens in work.microbatches()]
+        self._batch = [pinned(task.collate(tokens.numpy()), ctx.device) for tokens in work.microbatches()]
         self._consumed = 0
 
     def step(self, num_microbatches: int | None = None) -> Tensor:

@@ -7,6 +7,9 @@ from typing import Any
 from megatron.config.options import Config, ConfigError
 from megatron.training.deepspeed_json import merge
 
+GATED_BF16 = {"immediate_grad_update": True, "check_grad_overflow": False}
+"""Gradients leave their 16-bit form as soon as they exist, and the update gate alone examines the norm."""
+
 
 def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
     """Return the argument of `deepspeed.initialize`, with the user's own JSON merged in.
@@ -36,11 +39,13 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         # without an optimizer or shards the layers have their precision already
-        "bf16": {"enabled": training.bf16 and stage > 0},
+        "bf16": {"enabled": training.bf16 and stage > 0} | GATED_BF16,
         "fp16": {"enabled": training.fp16 and stage > 0},
         "data_types": {"grad_accum_dtype": training.grad_accum_dtype},
         "communication_data_type": training.grad_reduce_dtype or training.grad_accum_dtype,
         "wall_clock_breakdown": False,
+        # would wait for the device twice a microbatch, for a report that is never printed
+        "timers": {"throughput": {"enabled": False}},
         # activations are recomputed inside the layers; partitioning them over ranks would break sequence parallelism
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "activation_checkpoint_interval": 0},
     }

@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import compiler
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
@@ -32,6 +33,7 @@ from megatron.parallel.shards import initialise, named_parameters
 from megatron.planning.progress import Progress
 from megatron.tasks.task import Microbatch, Task
 from megatron.training.deepspeed_config import deepspeed_config
+from megatron.training.lean_optimizers import lean
 from megatron.training.losses import StepLosses
 from megatron.training.optimizer import Observation, UpdateGate, build_optimizer
 from megatron.training.spikes import SpikeDetector
@@ -47,7 +49,7 @@ class StepResult:
     skipped: bool
     """Weights and optimizer are as they were before."""
     observation: Observation | None = None
-    """Basis of the decision to update; None if DeepSpeed itself refused a norm that is not finite."""
+    """Basis of the decision to update; None if DeepSpeed's ZeRO itself refused a norm that is not finite."""
     microbatch_losses: Sequence[Tensor] = ()
     """Losses of this rank's microbatches; none on inner stages."""
     metrics: Tensor | None = None
@@ -230,12 +232,21 @@ class PipelineEngine(Engine):
         return self.module  # the pipeline engine calls it itself
 
     def _train(self, batches: Iterator[tuple[Any, Any]]) -> Tensor:
-        return self.deepspeed.train_batch(batches)  # type: ignore[no-any-return]
+        return self.deepspeed.train_batch(self._on_device(batches))  # type: ignore[no-any-return]
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
-        loss: Tensor = self.deepspeed.eval_batch(iter(batches), num_micro_batches=num_microbatches)
+        loss: Tensor = self.deepspeed.eval_batch(self._on_device(batches), num_micro_batches=num_microbatches)
         self.module.train()
         return loss
+
+    def _on_device(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Copy what this stage uses of each microbatch when DeepSpeed takes it, whose own copies wait."""
+        ctx = self.ctx
+        for inputs, targets in batches:
+            yield (
+                _to_device(inputs, ctx.device) if ctx.is_first_stage else inputs,
+                _to_device(targets, ctx.device) if ctx.is_last_stage else targets,
+            )
 
 
 def _reduce_tied_gradients(engine: Any) -> None:
@@ -295,7 +306,22 @@ class SequentialEngine(Engine):
 
 
 def _to_device(tensors: Any, device: torch.device) -> Any:
-    return tensors.to(device) if isinstance(tensors, Tensor) else tuple(part.to(device) for part in tensors)
+    """Copy a tensor or a tuple of tensors, without a wait if they are pinned."""
+    if isinstance(tensors, Tensor):
+        return tensors.to(device, non_blocking=True)
+    return tuple(part.to(device, non_blocking=True) for part in tensors)
+
+
+def pinned(batch: Microbatch, device: torch.device) -> Microbatch:
+    """Return the microbatch in memory from which the device copies by itself; on a CPU as it is."""
+    if device.type == "cpu":
+        return batch
+    pin = get_accelerator().pin_memory
+    inputs, targets = (
+        pin(part) if isinstance(part, Tensor) else tuple(pin(tensor) for tensor in part)
+        for part in (batch.inputs, batch.targets)
+    )
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def build_engine(
@@ -336,6 +362,7 @@ def build_engine(
         from megatron.interop.universal import compare_sizes  # late: few runs need it
 
         compare_sizes(engine.optimizer, config.parallel.tensor_model_parallel_size)
+    lean(engine.optimizer, ctx)
     if config.uses_pipeline and ctx.grad_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         # alone, a rank has nothing to reduce; DeepSpeed would copy every gradient into a buffer and back
         engine.pipeline_enable_backward_allreduce = False

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.task import Microbatch, Task
 from megatron.training.checkpoints import Checkpoints
-from megatron.training.engine import Engine, StepResult
+from megatron.training.engine import Engine, StepResult, pinned
 from megatron.training.evaluation import Evaluator
 from megatron.training.guard import Guard
 
@@ -112,7 +111,7 @@ class Loop:
         )
         self._batches = Batches(
             self._plan,
-            partial(self.task.read, self.datasets[0]),
+            self._read,
             consumed_samples=self.progress.consumed_samples,
             num_workers=config.data.num_workers if self.engine.reads_data else 0,
         )
@@ -126,6 +125,10 @@ class Loop:
             self.engine, self.task, self.datasets, self.progress, self.log, self.shutdown, self.watchdog
         )
         self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
+
+    def _read(self, key: Any) -> Microbatch:
+        """Read a microbatch, in a thread of its own."""
+        return pinned(self.task.read(self.datasets[0], key), self.engine.ctx.device)
 
     def train(self) -> None:
         """Train to the end of the configured samples, or until `shutdown` has a reason."""

@@ -40,8 +40,9 @@ class UpdateGate:
 
     Refuses steps that are not finite, and spikes where the detector refuses them. The optimizer queries it when
     DeepSpeed lets it step: after the reduction and the norm, before anything is changed; under ZeRO once a parameter
-    group. DeepSpeed's own optimizers refuse a norm that is not finite themselves, and then do not step. What their norm
-    does not show is examined here: the loss, and the gradients of which another tensor-parallel rank's copies count.
+    group. Except in bf16, DeepSpeed's ZeRO refuses a norm that is not finite itself, and then does not step. What the
+    norm does not show is examined here too: the loss, and the gradients of which another tensor-parallel rank's copies
+    count.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class UpdateGate:
     def _observe(self) -> Observation:
         """Reduce mean loss, gradient norm, and the number of ranks that see something not finite.
 
-        All ranks read the same sum, so their numbers are equal bit for bit. The one wait for the device is for that
-        sum; the norm was waited for before.
+        All ranks read the same sum, so their numbers are equal bit for bit. The wait for that sum is the only one of a
+        step, but for those of DeepSpeed's ZeRO optimizers.
         """
         ctx = self._ctx
         facts = torch.zeros(3, dtype=torch.float32, device=ctx.device)
@@ -135,14 +136,25 @@ def _choose(config: Config, ctx: ParallelContext) -> tuple[Callable[..., torch.o
 
 
 def _gated(cls: Any) -> Any:
-    """Return a subclass that updates only through an open gate."""
+    """Return a subclass that updates only through an open gate, and clips as it updates."""
 
     class Gated(cls):  # type: ignore[misc]
         gate: UpdateGate | None = None
         """None while DeepSpeed is being built, which steps once to allocate states."""
+        divisor: Tensor | None = None
+        """Divisor of the gradients in the next update, of `clip_divisor`."""
 
         def step(self, closure: Any = None) -> Any:
-            return super().step(closure) if self.gate is None or self.gate.is_open() else None
+            divisor, self.divisor = self.divisor, None
+            if self.gate is not None and not self.gate.is_open():
+                return None
+            if divisor is not None and not self.defaults.get("fused"):
+                torch._foreach_div_(
+                    [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None], divisor
+                )
+                divisor = None
+            self.grad_scale = divisor  # torch's fused kernels divide by it while they read the gradient
+            return super().step(closure)
 
     return _named_as(Gated, cls)
 
@@ -159,14 +171,18 @@ def _clipping(gated: Any) -> Any:
             self.overflow = False
 
         def step(self, closure: Any = None) -> Any:
-            parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            parameters = [p for group in self.param_groups for p in group["params"]]
             norm = self._global_grad_norm = gradient_norm(parameters, self._ctx)
             self.overflow = not (self.gate is None or self.gate.is_open())
-            if self._max_norm > 0.0 and not self.overflow:
-                torch._foreach_mul_([p.grad for p in parameters], (self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+            self.divisor = clip_divisor(norm, self._max_norm)
             return super().step(closure)
 
     return _named_as(Clipping, gated)
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """Return what gradients of this norm are divided by to be clipped, at least 1; None: `max_norm` 0 clips nothing."""
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0.0 else None
 
 
 def _named_as(made: Any, cls: Any) -> Any:
@@ -187,6 +203,14 @@ def gradient_norm(parameters: Iterable[Tensor], ctx: ParallelContext) -> Tensor:
         and (ctx.tensor_rank == 0 or shard_of(p).dim is not None)
         and not getattr(p, "ds_pipe_replicated", False)
     ]
+    return norm_over_model(own, ctx)
+
+
+def norm_over_model(own: list[Tensor], ctx: ParallelContext) -> Tensor:
+    """Return the L2 norm over all ranks of one copy of the model, from the gradients that this rank counts.
+
+    A float32 scalar on the device, equal on every rank. Collective over the model's ranks.
+    """
     squares = torch.zeros((), dtype=torch.float32, device=ctx.device)
     if own:
         squares = torch.stack(torch._foreach_norm(own)).float().square().sum()

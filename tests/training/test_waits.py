@@ -1,0 +1,79 @@
+"""Waits for the device in a training step: on a device, each would leave it idle while the host catches up."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPools
+from tests.training import layouts
+
+GATE = {"tolist megatron/training/optimizer.py": 1}
+"""The one read of loss and norm, in the update gate."""
+NORM = {"item deepspeed/runtime/utils.py": 1}
+"""DeepSpeed's ZeRO reads the norm too, where it may be refused."""
+CASES = {
+    "": GATE,
+    "--bf16": GATE,
+    "--no-pipeline-parallel": GATE,
+    "--bf16 --grad-accum-dtype bf16": GATE,
+    "--zero-stage 1": GATE | NORM,
+    "--bf16 --zero-stage 2": GATE,
+    "--bf16 --zero-stage 3": GATE | NORM,
+}
+
+
+@pytest.mark.parametrize("flags", CASES)
+def test_a_step_waits_for_the_device_once(ranks: RankPools, flags: str) -> None:
+    waits, _ = ranks(1)(step_counts, flags)[0]
+    by_file: dict[str, int] = {}
+    for place, number in waits.items():
+        where = re.sub(r":\d+$", "", place)
+        by_file[where] = by_file.get(where, 0) + number
+    assert by_file == CASES[flags]
+
+
+def step_counts(flags: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Waits and collectives of a rank's third step, of four microbatches."""
+    from benchmarks.step_counts import counted
+
+    engine, task = layouts.build(f"{layouts.MODELS['llama_gqa']} {flags}")
+
+    def step(index: int = 0) -> Any:
+        return engine.train_step(
+            layouts.step_batches(engine, task, index), consumed_samples=index, lr=engine.config.optimizer.lr
+        )
+
+    for index in range(2):  # allocate, and pass the steps that DeepSpeed's own timer leaves out
+        step(index)
+    counts = counted(step)
+    return dict(counts.waits), dict(counts.collectives)
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--bf16 --grad-accum-dtype bf16", "--zero-stage 3"])
+def test_the_update_is_that_of_deepspeeds_own_optimizer(ranks: RankPools, flags: str) -> None:
+    """Its passes over memory are fewer; its gradients, norm, clipping and weights are the same."""
+    flags = f"{layouts.MODELS['llama_gqa_tied']} {flags} --clip-grad 0.3"
+    ours, theirs, stale = ranks(1)(both_updates, flags, 4)[0]
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-3)
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+    assert min(ours["norms"]) > 0.3, "nothing was clipped"
+    assert stale == 0.0, "a parameter without gradient would be updated by that of the step before"
+
+
+def both_updates(flags: str, steps: int) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """A run with our changes and one without, and the largest gradient of a step in which none is computed."""
+    from unittest.mock import patch
+
+    from megatron.training import engine as module
+
+    ours = layouts.train(flags, steps)
+    with patch.object(module, "lean", lambda optimizer, ctx: None):
+        theirs = layouts.train(flags, steps)
+    engine, task = layouts.build(flags)
+    engine.train_step(layouts.step_batches(engine, task, 0), consumed_samples=0, lr=1e-3)
+    optimizer = engine.deepspeed.optimizer
+    found = optimizer.get_grads_for_reduction()[0] if hasattr(optimizer, "get_grads_for_reduction") else []
+    return ours, theirs, max((float(flat.abs().max()) for flat in found), default=0.0)
