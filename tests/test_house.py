@@ -417,6 +417,8 @@ def test_every_import_is_required() -> None:
     declared |= {"megatron", "tools", "benchmarks", "transformers", "habana_frameworks"}
     declared |= {"litgpt"}  # a peer of benchmarks/step.py, which names how to install it
     declared |= {"fsspec"}  # the extra `remote`
+    # triton: comes with torch's CUDA builds, imported on CUDA; liger_kernel: an optional peer of benchmarks/loss.py
+    declared |= {"triton", "liger_kernel"}
     declared |= {"trl", "instructlab"}  # in the environment of benchmarks/peers/tuning_peer.py, never in ours
     top = {module for module in imported() if "." not in module and module not in sys.stdlib_module_names}
     beside = {path.stem for path in sources("tools", "benchmarks")}

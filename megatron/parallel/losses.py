@@ -1,10 +1,11 @@
 """The output projection and cross-entropy in one, over a vocabulary cut across tensor-parallel ranks.
 
-N tokens of the microbatch (S x B), H hidden, V vocabulary rows of this rank.
+N tokens of the microbatch (S x B), C of them in a chunk, H hidden, V vocabulary rows of this rank that are tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,84 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.loss_chunks import chunk_size, chunks
 from megatron.parallel.mappings import enter_tensor_region
 from megatron.parallel.shards import shard_of
+from megatron.parallel.softmax import RowSums, normalise_, row_sums, softmax_, sum_dtype
+from megatron.parallel.weight_gradient import WeightGradient, scaled
 
-MAX_FLOAT32_LOGITS = 1 << 22
-"""Logits held in float32 at once, 16 MiB; a microbatch goes through in chunks of tokens of this size."""
+
+@dataclass(frozen=True)
+class _Head:
+    """The inputs of a loss: hidden states, this rank's rows of the vocabulary, and the labels."""
+
+    hidden_NH: Tensor
+    weight: Tensor
+    """Rows with padding."""
+    labels_N: Tensor
+    first_row: int
+    num_rows: int
+    ctx: ParallelContext
+
+    @property
+    def rows_VH(self) -> Tensor:
+        return self.weight[: self.num_rows]  # padded rows are no tokens: they take no part in the softmax
+
+    def slices(self) -> list[slice]:
+        return list(chunks(*self.hidden_NH.shape))
+
+    def logits_buffer(self) -> Tensor:
+        """Return memory for the logits of the largest chunk; new memory for each would cost more than the sums."""
+        # a matrix product on a device is fast only where rows begin at a multiple of 16 bytes
+        row = self.num_rows if self.hidden_NH.device.type == "cpu" else -(-self.num_rows // 64) * 64
+        return self.hidden_NH.new_empty((chunk_size(*self.hidden_NH.shape), row))[:, : self.num_rows]
+
+    def logits(self, part: slice, buffer: Tensor) -> Tensor:
+        hidden = self.hidden_NH[part]
+        return torch.mm(hidden, self.rows_VH.t(), out=buffer[: hidden.shape[0]])
+
+    def local_labels(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return the row [C, 1] of each label on this rank, 0 where it has none, and where it has none [C, 1]."""
+        local = (self.labels_N[part] - self.first_row).unsqueeze(-1)
+        elsewhere = (local < 0) | (local >= self.num_rows)
+        return local.masked_fill_(elsewhere, 0), elsewhere
+
+    def log_probs(self, part: slice, logits: Tensor, *, to_softmax: bool) -> tuple[Tensor, RowSums]:
+        """Return the log-probability of each label [C], -inf of one outside the vocabulary, and the sums of the rows.
+
+        `to_softmax`: replace the logits by this rank's part of their softmax.
+        """
+        local, elsewhere = self.local_labels(part)
+        if self.num_rows:
+            label_logits = logits.gather(-1, local).to(sum_dtype(logits.dtype)).masked_fill_(elsewhere, -torch.inf)
+        else:
+            label_logits = torch.full_like(local, -torch.inf, dtype=sum_dtype(logits.dtype))
+        if self.ctx.tensor_size == 1:
+            sums = softmax_(logits) if to_softmax else row_sums(logits)
+            return sums.log_prob(label_logits.squeeze(-1)), sums
+        sums, label_logits = _over_ranks(row_sums(logits), label_logits.squeeze(-1), self.ctx)
+        if to_softmax:
+            normalise_(logits, sums)
+        return sums.log_prob(label_logits), sums
+
+    def subtract_labels_(self, part: slice, softmax: Tensor, log_probs: Tensor) -> None:
+        """Turn the softmax of a chunk into the gradient of -log_probs with respect to the logits, in place."""
+        if not self.num_rows:
+            return
+        local, elsewhere = self.local_labels(part)
+        # written rather than subtracted: 1 - the rounded softmax would lose the digits of a confident model
+        value = torch.expm1(log_probs).unsqueeze(-1).to(softmax.dtype)
+        softmax.scatter_(-1, local, torch.where(elsewhere, softmax.gather(-1, local), value))
+
+
+def _over_ranks(own: RowSums, label_logits: Tensor, ctx: ParallelContext) -> tuple[RowSums, Tensor]:
+    """Join the parts of rows that the tensor-parallel ranks hold, and find each label's logit, in one collective."""
+    mine = torch.stack([*own, label_logits])
+    parts = [torch.empty_like(mine) for _ in range(ctx.tensor_size)]
+    dist.all_gather(parts, mine, group=ctx.tensor_group)
+    peaks, totals, labels = torch.stack(parts, dim=1)
+    peak = peaks.amax(0)
+    return RowSums(peak, (totals * (peaks - peak).exp()).sum(0)), labels.amax(0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -26,81 +100,88 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        function: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        labels_N: Tensor,
-        token_weights_N: Tensor,
-        first_row: int,
-        num_rows: int,
-        ctx: ParallelContext,
-        with_gradients: bool,
+        function: Any, hidden_NH: Tensor, weight: Tensor, token_weights_N: Tensor, head: _Head, with_gradients: bool
     ) -> Tensor:
         needs_hidden, needs_weight = (with_gradients and needed for needed in function.needs_input_grad[:2])
+        slices, buffer = head.slices(), head.logits_buffer()
         grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
-        rows = weight_VH[:num_rows]  # padded rows are no tokens: they take no part in the softmax
-        total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
-        # by the rows with padding, of which every rank has as many: all must come to each reduction equally often
-        chunk = max(1, MAX_FLOAT32_LOGITS // weight_VH.shape[0])
-        unit = _unit(token_weights_N, hidden_NH.dtype)
-        for begin in range(0, hidden_NH.shape[0], chunk):
-            part = slice(begin, begin + chunk)
-            hidden, weights = hidden_NH[part], token_weights_N[part].float()
-            local = labels_N[part] - first_row
-            elsewhere = (local < 0) | (local >= num_rows)
-            local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
-
-            logits = (hidden @ rows.t()).float()
-            peak = logits.amax(-1) if num_rows else logits.new_full(logits.shape[:1], float("-inf"))
-            if ctx.tensor_size > 1:
-                dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ctx.tensor_group)
-            logits -= peak.unsqueeze(-1)
-            # one reduction for both: the label's logit lies on one rank alone
-            target = logits.gather(-1, local).squeeze(-1) if num_rows else torch.zeros_like(peak)
-            target = target.masked_fill(elsewhere, 0.0)
-            exponentials = logits.exp_()
-            sums = torch.stack([target, exponentials.sum(-1)])
-            if ctx.tensor_size > 1:
-                dist.all_reduce(sums, group=ctx.tensor_group)
-            target, denominator = sums
-            total += torch.dot(denominator.log() - target, weights)
-
+        grad_weight = WeightGradient(weight, head.num_rows, len(slices)) if needs_weight else None
+        token_weights_N = token_weights_N.to(sum_dtype(hidden_NH.dtype))
+        unit = _largest(token_weights_N)
+        losses_N = torch.empty_like(token_weights_N)
+        for part in slices:
+            logits = head.logits(part, buffer)
+            log_probs, _ = head.log_probs(part, logits, to_softmax=needs_hidden or needs_weight)
+            losses_N[part] = log_probs
             if needs_hidden or needs_weight:
-                weights = weights / unit
-                grad_logits = exponentials.mul_((weights / denominator).unsqueeze(-1))
-                if num_rows:
-                    grad_logits.scatter_add_(-1, local, -weights.masked_fill(elsewhere, 0.0).unsqueeze(-1))
-                grad_logits = grad_logits.to(hidden.dtype)
-                if grad_hidden is not None:
-                    torch.mm(grad_logits, rows, out=grad_hidden[part])
-                if grad_weight is not None:
-                    grad_weight[:num_rows] += grad_logits.t() @ hidden
-        function.save_for_backward(grad_hidden, grad_weight, unit)
-        function.weight_dtype = weight_VH.dtype
-        return total
+                head.subtract_labels_(part, logits, log_probs)
+            if grad_hidden is not None:
+                torch.mm(logits, head.rows_VH, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight.add(logits, hidden_NH[part], token_weights_N[part] / unit)
+        function.save_for_backward(grad_hidden, grad_weight.total if grad_weight else None, token_weights_N, unit)
+        function.weight_dtype = weight.dtype
+        # a token of weight 0 counts for nothing, whatever its label is
+        return -torch.where(token_weights_N == 0, 0.0, losses_N * token_weights_N).sum()
 
     @staticmethod
     def backward(function: Any, grad: Tensor) -> Any:
-        grad_hidden, grad_weight, unit = function.saved_tensors
-        grad = grad * unit
+        grad_hidden, grad_weight, token_weights_N, unit = function.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+            # in the dtype of the sums: a 16-bit factor would bend all gradients by up to 0.4 %
+            grad_hidden = (grad_hidden * (token_weights_N * grad).unsqueeze(-1)).to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad).to(function.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+            grad_weight = scaled(grad_weight, unit * grad, function.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
-def _unit(token_weights_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the unit that gradients computed in forward are divided by, and multiplied by again in backward.
-
-    float16 cannot hold one token's share of a large batch, and the loss scale that would lift it is known only in
-    backward. By then, 65536 x the share is a number of ordinary size.
+class _TokenLogProbs(torch.autograd.Function):
+    """Log-probability of each label. Backward computes the logits again, because what a token's gradient weighs in the
+    sum for the weight is known only then.
     """
-    if dtype != torch.float16:
-        return token_weights_N.new_ones((), dtype=torch.float32)
-    tiny = torch.finfo(torch.float32).tiny  # where no token counts
-    return token_weights_N.float().abs().amax().clamp(min=tiny)
+
+    @staticmethod
+    def forward(function: Any, hidden_NH: Tensor, weight: Tensor, head: _Head) -> Tensor:
+        buffer, results = head.logits_buffer(), []
+        for part in head.slices():
+            results.append(head.log_probs(part, head.logits(part, buffer), to_softmax=False))
+        function.head = head
+        log_probs_N = torch.cat([log_probs for log_probs, _ in results])
+        peak, total = (torch.cat(parts) for parts in zip(*(sums for _, sums in results), strict=True))
+        function.save_for_backward(hidden_NH, weight, log_probs_N, peak, total)
+        return torch.where(head.labels_N < 0, 0.0, log_probs_N)
+
+    @staticmethod
+    def backward(function: Any, grad_N: Tensor) -> Any:
+        hidden_NH, weight, log_probs_N, peak, total = function.saved_tensors
+        head: _Head = function.head
+        slices, buffer = head.slices(), head.logits_buffer()
+        grad_hidden = torch.empty_like(hidden_NH) if function.needs_input_grad[0] else None
+        grad_weight = WeightGradient(weight, head.num_rows, len(slices)) if function.needs_input_grad[1] else None
+        token_weights_N = -torch.where(head.labels_N < 0, 0.0, grad_N)
+        unit = _largest(token_weights_N)
+        for part in slices:
+            logits = head.logits(part, buffer)
+            normalise_(logits, RowSums(peak[part], total[part]))
+            head.subtract_labels_(part, logits, log_probs_N[part])
+            if grad_hidden is not None:
+                share = logits @ head.rows_VH
+                grad_hidden[part] = share * token_weights_N[part].unsqueeze(-1)
+            if grad_weight is not None:
+                grad_weight.add(logits, hidden_NH[part], token_weights_N[part] / unit)
+        return grad_hidden, grad_weight and scaled(grad_weight.total, unit, weight.dtype), None
+
+
+def _largest(token_weights_N: Tensor) -> Tensor:
+    """Return the largest absolute weight, by which weights are divided before they are rounded to 16 bits.
+
+    The equal weights of pretraining become 1 and lose nothing. float16 could not hold one token's share of a large
+    batch, whose loss scale is known only in backward.
+    """
+    tiny = torch.finfo(token_weights_N.dtype).tiny  # where no token counts
+    if not token_weights_N.numel():
+        return token_weights_N.new_ones(())
+    return token_weights_N.abs().amax().clamp(min=tiny)
 
 
 def linear_cross_entropy(
@@ -109,15 +190,29 @@ def linear_cross_entropy(
     """Sum over tokens of token_weight x cross-entropy of hidden @ weight^T: a float32 scalar, equal on all ranks.
 
     hidden is the residual stream [S, B, H] ([S/tp, B, H] under sequence parallelism); weight this rank's rows of the
-    vocabulary; labels [B, S] int64; token_weights [B, S] (the loss mask times whatever normalises the sum).
-    Never holds more than MAX_FLOAT32_LOGITS logits.
+    vocabulary; labels [B, S] int64; token_weights [B, S] (the loss mask times whatever normalises the sum). A token of
+    weight 0 may have any label; a label outside the vocabulary with another weight makes the sum infinite.
+    Holds the logits of one chunk of tokens at a time (megatron/parallel/loss_chunks.py).
     """
+    head = _head(hidden, weight, labels_BS, ctx)
+    token_weights_N = token_weights_BS.t().flatten()
+    return _LinearCrossEntropy.apply(head.hidden_NH, weight, token_weights_N, head, torch.is_grad_enabled())
+
+
+def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext) -> Tensor:
+    """Log-probability of each label [B, S], float32, equal on all ranks.
+
+    hidden, weight and labels are those of `linear_cross_entropy`. A negative label has log-probability 0 and no
+    gradient, a label beyond the vocabulary -inf. Backward computes the logits a second time: where a weighted sum is
+    all that is needed, `linear_cross_entropy` does three matrix products instead of four.
+    """
+    head = _head(hidden, weight, labels_BS, ctx)
+    return _TokenLogProbs.apply(head.hidden_NH, weight, head).view(labels_BS.shape[::-1]).t()
+
+
+def _head(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext) -> _Head:
     hidden_NH = enter_tensor_region(hidden, ctx).flatten(0, 1)
-    first_row, num_rows = own_vocabulary(weight, ctx)
-    labels_N, token_weights_N = labels_BS.t().flatten(), token_weights_BS.t().flatten()
-    return _LinearCrossEntropy.apply(
-        hidden_NH, weight, labels_N, token_weights_N, first_row, num_rows, ctx, torch.is_grad_enabled()
-    )
+    return _Head(hidden_NH, weight, labels_BS.t().flatten(), *own_vocabulary(weight, ctx), ctx)
 
 
 def own_vocabulary(weight: Tensor, ctx: ParallelContext) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from megatron.config.options import Config
 from megatron.config.plugins import load_task
+from megatron.parallel.loss_chunks import chunk_size
 from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers, is_matrix, parameters_of_layer
@@ -112,7 +113,7 @@ def memory_by_stage(config: Config, data_parallel_size: int) -> list[Stage]:
         held = list({layer.name: layer for layer in layers[start:stop]}.values())  # a tied weight is held once a stage
         memory, host_bytes = _sharded_state(config, data_parallel_size, held)
         activations = _activations(config, layers[start:stop], in_flight)
-        logits = _logits(config) if start < len(layers) == stop else 0
+        logits = _logits(config, layers[-1]) if start < len(layers) == stop else 0
         memory = dataclasses.replace(memory, activations=activations, logits=logits)
         t = config.parallel.tensor_model_parallel_size
         parameters = sum(parameters_of_layer(layer, t) for layer in held)
@@ -167,8 +168,12 @@ def _activations(config: Config, layers: Sequence[LayerDeclaration], in_flight: 
     return activations
 
 
-def _logits(config: Config) -> int:
-    """Bytes of the logits of one microbatch, in working precision, and of their gradient."""
-    t, number = config.parallel.tensor_model_parallel_size, 4 if config.training.precision == "fp32" else 2
-    tokens = config.training.micro_batch_size * load_task(config).row_length
-    return 2 * tokens * (config.model.padded_vocab_size(t) // t) * number
+def _logits(config: Config, output: LayerDeclaration) -> int:
+    """Bytes of the logits of a chunk of tokens, and of the float32 sum of the output weight's gradient over chunks."""
+    t, precision = config.parallel.tensor_model_parallel_size, config.training.precision
+    tokens, hidden_size = config.training.micro_batch_size * load_task(config).row_length, config.model.hidden_size
+    chunk = chunk_size(tokens, hidden_size)
+    is_trained = any(shard.vocabulary and shard.trained for shard in output.shards.values())
+    is_summed = is_trained and (precision == "fp16" or (precision == "bf16" and chunk < tokens))
+    row = chunk * (4 if precision == "fp32" else 2) + (4 * hidden_size if is_summed else 0)
+    return config.model.padded_vocab_size(t) // t * row

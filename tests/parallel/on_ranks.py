@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.options import ParallelConfig
-from megatron.parallel import layers, linear, losses
+from megatron.parallel import layers, linear, loss_chunks, losses
 from megatron.parallel import mappings as regions
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards, allocate, shard_of
@@ -152,27 +153,26 @@ def cross_entropy(
     hidden: Array,
     labels_BS: Array,
     token_weights_BS: Array,
-    max_logits: int,
+    chunk_tokens: int,
     scale: float,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Loss, gathered logits, and the gradients of scale x loss."""
+    """Loss, log-probabilities, gathered logits, and the gradients of scale x loss computed both ways."""
     ctx = context(tp, sequence_parallel)
     rows, own = own_rows(hidden, ctx), vocabulary_weight(weight, padded_size, ctx)
-    before, losses.MAX_FLOAT32_LOGITS = losses.MAX_FLOAT32_LOGITS, max_logits
-    try:
-        loss = losses.linear_cross_entropy(
-            rows, own, torch.from_numpy(labels_BS), torch.from_numpy(token_weights_BS), ctx
-        )
-    finally:
-        losses.MAX_FLOAT32_LOGITS = before
-    (loss * scale).backward()
-    assert rows.grad is not None
-    assert own.grad is not None
+    rows.data, own.data = rows.data.to(getattr(torch, dtype)), own.data.to(getattr(torch, dtype))
+    labels, token_weights = torch.from_numpy(labels_BS), torch.from_numpy(token_weights_BS)
+    with mock.patch.object(loss_chunks, "least_tokens", return_value=chunk_tokens):
+        loss = losses.linear_cross_entropy(rows, own, labels, token_weights, ctx)
+        gradients = torch.autograd.grad(loss * scale, (rows, own))
+        log_probs = losses.token_log_probs(rows, own, labels, ctx)
+        again = torch.autograd.grad(-(log_probs * token_weights).sum() * scale, (rows, own))
     return {
         "loss": float(loss.detach()),
-        "hidden": rows.grad.numpy(),
-        "weight": own.grad.numpy(),
-        "logits": losses.gather_logits(rows, own, ctx).numpy(),
+        "log_probs": log_probs.detach().numpy(),
+        "hidden": [grads[0].float().numpy() for grads in (gradients, again)],
+        "weight": [grads[1].float().numpy() for grads in (gradients, again)],
+        "logits": losses.gather_logits(rows, own, ctx).float().numpy(),
         "own_tokens": losses.own_vocabulary(own, ctx)[1],
     }
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.parallel import losses
+from megatron.parallel import loss_chunks, weight_gradient
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import gather_logits, linear_cross_entropy
+from megatron.parallel.losses import gather_logits, linear_cross_entropy, token_log_probs
+from megatron.parallel.shards import shard_of
 from tests.parallel import on_ranks
 from tests.ranks import RankPools
 
@@ -25,7 +26,14 @@ Array = np.ndarray[Any, Any]
 class Batch:
     """Random tokens, and the dense loss with its gradients in float64. Labels touch both ends of the vocabulary."""
 
-    def __init__(self, vocabulary: int = VOCABULARY, seq_length: int = S, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        vocabulary: int = VOCABULARY,
+        seq_length: int = S,
+        scale: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """The numbers of hidden states and weight are those that `dtype` holds."""
         generator = np.random.default_rng(0)
         self.hidden = generator.standard_normal((seq_length, B, H)).astype(np.float32)
         self.weight = generator.standard_normal((vocabulary, H)).astype(np.float32)
@@ -34,9 +42,12 @@ class Batch:
         # not ones and zeros alone: an SFT loss weighs its samples
         self.token_weights = generator.random((B, seq_length)).astype(np.float32)
         self.token_weights[1, 2:5] = 0.0
+        for name in ("hidden", "weight"):
+            setattr(self, name, torch.from_numpy(getattr(self, name)).to(dtype).float().numpy())
         hidden, weight = (torch.from_numpy(x).double().requires_grad_() for x in (self.hidden, self.weight))
         self.logits = hidden @ weight.t()
         token_losses = F.cross_entropy(self.logits.flatten(0, 1), self._sequence_first(self.labels), reduction="none")
+        self.log_probs = -token_losses.view(seq_length, B).t()
         self.loss = (token_losses * self._sequence_first(self.token_weights)).sum()
         self.grad_hidden, self.grad_weight = torch.autograd.grad(self.loss * scale, (hidden, weight))
 
@@ -61,23 +72,96 @@ def assert_near(actual: Any, expected: Tensor, tolerance: float = 2e-6) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("max_logits", [1 << 22, 25, 1], ids=["whole", "chunks", "one_token_a_chunk"])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
-def test_loss_and_gradients_equal_dense(ranks: RankPools, tp: int, sequence_parallel: bool, max_logits: int) -> None:
-    batch = Batch(scale=3.0)
+RANKS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+
+
+def on_all_ranks(
+    ranks: RankPools, tp: int, sequence_parallel: bool, batch: Batch, chunk_tokens: int, dtype: str
+) -> list[dict[str, Any]]:
     # 32 rows for 10 tokens: of four ranks the second holds padding too, the last two nothing else
     arguments = (tp, sequence_parallel, batch.weight, 32, batch.hidden, batch.labels, batch.token_weights)
     function = on_ranks.cross_entropy
-    parts = [function(*arguments, max_logits, 3.0)] if tp == 1 else ranks(tp)(function, *arguments, max_logits, 3.0)
+    options = (chunk_tokens, 3.0, dtype)
+    return [function(*arguments, *options)] if tp == 1 else ranks(tp)(function, *arguments, *options)
+
+
+@pytest.mark.parametrize("chunk_tokens", [24, 5, 1], ids=["whole", "chunks", "one_token_a_chunk"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), RANKS)
+def test_loss_and_gradients_equal_dense(ranks: RankPools, tp: int, sequence_parallel: bool, chunk_tokens: int) -> None:
+    batch = Batch(scale=3.0)
+    parts = on_all_ranks(ranks, tp, sequence_parallel, batch, chunk_tokens, "float32")
     for part in parts:
         assert_near(part["loss"], batch.loss)
+        assert_near(part["log_probs"], batch.log_probs)
         assert_near(part["logits"], batch.logits)
-    hidden = np.concatenate([p["hidden"] for p in parts]) if sequence_parallel else parts[0]["hidden"]
-    assert_near(hidden, batch.grad_hidden)
-    gradient = np.concatenate([part["weight"] for part in parts])
-    assert_near(gradient[:VOCABULARY], batch.grad_weight)
-    assert not gradient[VOCABULARY:].any()
+    for way in range(2):  # computed with the sum, and from the log-probabilities of the tokens
+        hidden = [part["hidden"][way] for part in parts]
+        assert_near(np.concatenate(hidden) if sequence_parallel else hidden[0], batch.grad_hidden)
+        gradient = np.concatenate([part["weight"][way] for part in parts])
+        assert_near(gradient[:VOCABULARY], batch.grad_weight)
+        assert not gradient[VOCABULARY:].any()
     assert [part["own_tokens"] for part in parts] == {1: [10], 2: [10, 0], 4: [8, 2, 0, 0]}[tp]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1e-2), ("float16", 1.5e-3)])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True), (4, False)])
+def test_16_bit_gradients_are_near_dense(
+    ranks: RankPools, tp: int, sequence_parallel: bool, dtype: str, tolerance: float
+) -> None:
+    batch = Batch(scale=3.0, dtype=getattr(torch, dtype))
+    for chunk_tokens in (24, 5):
+        parts = on_all_ranks(ranks, tp, sequence_parallel, batch, chunk_tokens, dtype)
+        for part in parts:
+            assert_near(part["loss"], batch.loss, tolerance)
+            assert_near(part["log_probs"], batch.log_probs, tolerance)
+        for way in range(2):
+            hidden = [part["hidden"][way] for part in parts]
+            assert_near(np.concatenate(hidden) if sequence_parallel else hidden[0], batch.grad_hidden, tolerance)
+            gradient = np.concatenate([part["weight"][way] for part in parts])
+            assert_near(gradient[:VOCABULARY], batch.grad_weight, tolerance)
+
+
+@pytest.mark.parametrize("least", [1, 2, 11, 12, 13, 23, 24, 25])
+def test_the_result_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    batch = Batch()  # 24 tokens
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    hidden, weight, loss = batch.ours()
+    loss.backward()
+    assert_near(loss, batch.loss)
+    assert_near(hidden.grad, batch.grad_hidden)
+    assert_near(weight.grad, batch.grad_weight)
+
+
+def test_chunks_are_neither_short_nor_long() -> None:
+    assert loss_chunks.least_tokens(512) == 1024
+    assert loss_chunks.least_tokens(4096) == 4096
+    for tokens in [0, 1, 1023, 1024, 1025, 2047, 2048, 2049, 3000, 16384]:
+        sizes = [part.stop - part.start for part in loss_chunks.chunks(tokens, 512)]
+        assert sum(sizes) == tokens
+        assert all(size < 2048 for size in sizes)
+        # even, so that none is a short remainder
+        assert tokens < 1024 or max(sizes) - min(sizes) < len(sizes)
+        assert tokens < 1024 or min(sizes) >= 1024 - len(sizes)
+
+
+@pytest.mark.parametrize("least", [24, 5])
+def test_gradients_equal_finite_differences(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    batch = Batch()
+    hidden = torch.from_numpy(batch.hidden).double().requires_grad_()
+    weight = on_ranks.vocabulary_weight(batch.weight.astype(np.float64), 12, SINGLE)
+    labels, token_weights = torch.from_numpy(batch.labels), torch.from_numpy(batch.token_weights).double()
+
+    def total(hidden: Tensor, rows: Tensor) -> Tensor:
+        rows.shard = shard_of(weight)  # type: ignore[attr-defined]
+        return linear_cross_entropy(hidden, rows, labels, token_weights, SINGLE)
+
+    def log_probs(hidden: Tensor, rows: Tensor) -> Tensor:
+        rows.shard = shard_of(weight)  # type: ignore[attr-defined]
+        return token_log_probs(hidden, rows, labels, SINGLE).exp()
+
+    for function in (total, log_probs):
+        assert torch.autograd.gradcheck(function, (hidden, weight))
 
 
 def test_padding_takes_no_part_in_the_softmax() -> None:
@@ -147,38 +231,101 @@ def test_float16_gradients_of_small_token_weights_do_not_vanish() -> None:
         assert_near(ours.grad, exact.grad.double(), tolerance=1e-2)
 
 
+def test_a_factor_of_the_loss_is_not_rounded_to_16_bits() -> None:
+    # bfloat16 has 0.33398 for 1/3: every gradient below the output layer would be 0.2 % too large
+    batch = Batch(dtype=torch.bfloat16)
+    whole, _, loss = batch.ours(torch.bfloat16)
+    loss.backward()
+    third, _, loss = batch.ours(torch.bfloat16)
+    (loss / 3).backward()
+    assert whole.grad is not None
+    assert third.grad is not None
+    g, h = whole.grad.double().flatten(), third.grad.double().flatten()
+    assert float(g @ h / (g @ g)) == pytest.approx(1 / 3, rel=5e-4)
+
+
+def test_float16_holds_the_gradient_of_one_label_many_times() -> None:
+    tokens, hidden_size = 2048, 4
+    hidden = torch.full((tokens, 1, hidden_size), 40.0, dtype=torch.float16, requires_grad=True)
+    weight = on_ranks.vocabulary_weight(np.zeros((1000, hidden_size), dtype=np.float32), 1000, SINGLE)
+    weight.data = weight.data.half()
+    labels = torch.zeros(1, tokens, dtype=torch.int64)
+    linear_cross_entropy(hidden, weight, labels, torch.full((1, tokens), 2.0**-8), SINGLE).backward()
+    assert weight.grad is not None
+    # the sum over the tokens, 81,838, is beyond float16; times 2^-8 it is not
+    assert float(weight.grad[0, 0]) == pytest.approx(-tokens * 40 * 0.999 / 256, rel=2e-3)
+    assert float(weight.grad[1, 0]) == pytest.approx(tokens * 40 * 0.001 / 256, rel=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ignored_tokens_alone_give_zero(dtype: torch.dtype) -> None:
+    batch = Batch()
+    batch.token_weights[:] = 0.0
+    batch.labels[:] = -100
+    hidden, weight, loss = batch.ours(dtype)
+    loss.backward()
+    log_probs = token_log_probs(hidden, weight, torch.from_numpy(batch.labels), SINGLE)
+    grads = torch.autograd.grad(log_probs.sum(), (hidden, weight))
+    for zero in (loss, hidden.grad, weight.grad, log_probs, *grads):
+        assert zero is not None
+        assert not zero.any()
+
+
+def test_a_label_outside_of_the_vocabulary_shows() -> None:
+    batch = Batch()
+    batch.labels[0, 1], batch.labels[0, 2] = VOCABULARY, -100
+    hidden, weight, loss = batch.ours()
+    assert loss.isinf()
+    log_probs = token_log_probs(hidden, weight, torch.from_numpy(batch.labels), SINGLE)
+    assert log_probs[0, 1] == -torch.inf
+    assert log_probs[0, 2] == 0
+    assert log_probs[0, 3:].isfinite().all()
+
+
 class Recorder(TorchDispatchMode):
-    """Every operator that ran, and the sizes of the float32 tensors that it gave."""
+    """Every operator that ran, and the numbers in the largest tensor that it gave."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[str] = []
-        self.largest = 0
+        self.sizes: list[int] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         self.operators.append(str(operator))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
-                self.largest = max(self.largest, tensor.numel())
+        leaves = torch.utils._pytree.tree_leaves(result)
+        self.sizes.append(max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=0))
         return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_more_logits_than_the_bound_are_held(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    # 600 tokens x 64 logits; hidden states and weights are smaller than the bound
-    batch, bound = Batch(vocabulary=64, seq_length=200), 5000
-    assert max(batch.hidden.size, batch.weight.size) < bound
-    monkeypatch.setattr(losses, "MAX_FLOAT32_LOGITS", bound)
+def test_the_logits_of_one_chunk_are_held(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    # 600 tokens x 64 logits; hidden states and weight are smaller than the logits of 100 tokens
+    batch = Batch(vocabulary=64, seq_length=200)
+    assert max(batch.hidden.size, batch.weight.size) < 100 * 64
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 100)
     with Recorder() as recorder:
         _, _, loss = batch.ours(dtype)
         loss.backward()
-    assert bound * 0.9 < recorder.largest <= bound
-    monkeypatch.setattr(losses, "MAX_FLOAT32_LOGITS", 1 << 22)
+    assert max(recorder.sizes) == 100 * 64
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 600)
     with Recorder() as recorder:
         _, _, whole = batch.ours(dtype)
-    assert recorder.largest == 600 * 64  # the recorder does see them
+    assert max(recorder.sizes) == 600 * 64  # the recorder does see them
     assert_near(loss, whole.double(), tolerance=1e-6)
+
+
+def test_the_gradient_of_the_weight_is_summed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(vocabulary=2000, seq_length=8)
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 4)
+    monkeypatch.setattr(weight_gradient, "BLOCK_NUMBERS", 600)
+    with Recorder() as recorder:
+        _, weight, loss = batch.ours(torch.bfloat16)
+        loss.backward()
+    assert len(list(loss_chunks.chunks(24, H))) == 6
+    large = [name for name, size in zip(recorder.operators, recorder.sizes, strict=True) if size == weight.numel()]
+    assert large.count("aten.empty_like.default") == 2  # the sum in float32 and the rounded gradient
+    assert not [name for name in large if any(word in name for word in ("mm", "add", "mul"))]
 
 
 def test_no_gradients_are_computed_where_none_are_wanted() -> None:

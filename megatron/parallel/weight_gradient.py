@@ -1,0 +1,72 @@
+"""Gradient of a linear layer's weight, summed over chunks of tokens in float32 without a temporary of its size."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+BLOCK_NUMBERS = 1 << 22
+"""Numbers of the gradient that a product in 16 bits gives at once, where it cannot be added in float32: 8 MiB."""
+
+
+class WeightGradient:
+    """Sum over chunks of tokens of weight x gradient of the outputs [C, V] x inputs [C, H], as `total` [rows, H].
+
+    In float32, because rounding the sum after each chunk would lose the shares of the later ones. A single chunk is
+    rounded once by the product itself, so it needs no float32 sum; float16 could not hold it.
+    """
+
+    def __init__(self, weight: Tensor, num_rows: int, num_chunks: int) -> None:
+        """Only the first `num_rows` rows of the weight have outputs; the gradient of the others is 0."""
+        exact = num_chunks == 1 and weight.dtype != torch.float16
+        self.total = torch.empty_like(
+            weight, dtype=weight.dtype if exact else torch.promote_types(weight.dtype, torch.float32)
+        )
+        self.total[num_rows:] = 0
+        self._rows = self.total[:num_rows]
+        self._beta = 0
+
+    def add(self, grad_outputs_CV: Tensor, inputs_CH: Tensor, token_weights_C: Tensor) -> None:
+        """Add a chunk."""
+        inputs = (inputs_CH * token_weights_C.unsqueeze(-1)).to(inputs_CH.dtype)
+        outputs = grad_outputs_CV.t()
+        if self.total.dtype == inputs.dtype:
+            torch.addmm(self._rows, outputs, inputs, beta=self._beta, out=self._rows)
+        elif adds_products_in_float32(inputs.device):
+            torch.addmm(self._rows, outputs, inputs, torch.float32, beta=self._beta, out=self._rows)
+        else:
+            self._add_blocks(outputs, inputs)
+        self._beta = 1
+
+    def _add_blocks(self, outputs_VC: Tensor, inputs: Tensor) -> None:
+        if inputs.dtype == torch.float16:  # whose range a sum over a chunk may leave
+            inputs = inputs.float()
+        step = max(1, BLOCK_NUMBERS // inputs.shape[1])
+        product = inputs.new_empty((min(step, len(self._rows)), inputs.shape[1]))
+        for begin in range(0, len(self._rows), step):
+            rows = self._rows[begin : begin + step]
+            block = torch.mm(outputs_VC[begin : begin + step].to(inputs.dtype), inputs, out=product[: len(rows)])
+            if self._beta:
+                rows += block
+            else:
+                rows.copy_(block)
+
+
+@functools.cache
+def adds_products_in_float32(device: torch.device) -> bool:
+    """Return whether `addmm` adds 16-bit products to a float32 matrix: CUDA from torch 2.10."""
+    version = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
+    return device.type == "cuda" and torch.version.cuda is not None and version >= (2, 10)
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x [rows, H] times a float32 scalar, rounded once to `dtype`, without a float32 temporary of its size."""
+    result = torch.empty_like(x, dtype=dtype)
+    step = max(1, BLOCK_NUMBERS // max(1, x.shape[1]))
+    for begin in range(0, len(x), step):
+        block = slice(begin, begin + step)
+        # of one dimension: a factor of none would be rounded to the dtype of x before the product
+        torch.mul(x[block], factor.view(1), out=result[block])
+    return result
