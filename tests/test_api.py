@@ -5,6 +5,7 @@ Whole runs are in test_api_runs.py, what each argument becomes in instructlab/te
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 from megatron import api
 from megatron.api import DataProcessArgs, LoraOptions, PretrainingConfig, TorchrunArgs, TrainingArgs, run_training
 from megatron.config.options import ConfigError
+from megatron.data.indexed import DataError
 from megatron.instructlab.arguments import FSDPOptions
-from tests.finetuning_files import REQUIRED, write_model
+from tests.finetuning_files import REQUIRED, write_chats, write_model, write_tokenizer
 
 
 def arguments(**changed: Any) -> TrainingArgs:
@@ -90,7 +92,6 @@ def test_defaults_are_those_of_instructlabs_library() -> None:
     ("kind", "given", "said"),
     [
         (TrainingArgs, {"learnign_rate": 1}, "TrainingArgs has no learnign_rate; did you mean learning_rate?"),
-        (TorchrunArgs, {"nproc_per_nodes": 8}, "TorchrunArgs has no nproc_per_nodes; did you mean nproc_per_node?"),
         (FSDPOptions, {"zzz": 8}, "FSDPOptions has no zzz; it has cpu_offload_params, sharding_strategy"),
         (TrainingArgs, {"effective_batch_size": 0}, "effective_batch_size"),
         (TrainingArgs, {"learning_rate": float("nan")}, "learning_rate"),
@@ -103,6 +104,39 @@ def test_a_wrong_argument_is_named(kind: type[BaseModel], given: dict[str, Any],
     with pytest.raises(ValidationError) as caught:
         kind(**((REQUIRED if kind is TrainingArgs else {}) | given))
     assert said in str(caught.value)
+
+
+def test_an_unknown_argument_of_torchrun_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {"nproc_per_nodes": 8, "rdzv_backend": "c10d", "nnodes": 1}
+    assert TorchrunArgs(**given) == TorchrunArgs()
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "TorchrunArgs has no nproc_per_nodes",
+        "TorchrunArgs has no rdzv_backend",
+    ]
+    assert "did you mean nproc_per_node? The argument is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("template", [None, "missing.jinja", "missing.py"])
+def test_a_missing_template_is_one_sentence(
+    template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(Path("model"))
+    write_chats(Path("chats.jsonl"), 1)
+    config = json.loads(Path("model/tokenizer_config.json").read_text())
+    del config["chat_template"]
+    Path("model/tokenizer_config.json").write_text(json.dumps(config))
+    args = DataProcessArgs(
+        data_path="chats.jsonl", data_output_path="out", max_seq_len=99, model_path="model", chat_tmpl_path=template
+    )
+    with pytest.raises(DataError) as caught:
+        api.data_process.main(args)
+    if template is None:
+        assert "the tokenizer in model has no chat template" in str(caught.value)
+        assert "give a chat template: a .jinja or .py file, or a preset" in str(caught.value)
+    else:
+        said = f"chat template {template} cannot be read: No such file or directory; give a file that exists"
+        assert str(caught.value) == said
 
 
 def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def pack_dataset(lengths: ArrayLike, capacity: int, seed: int | None = None) -> 
     Source: Johnson 1974, "Fast algorithms for bin packing"; over a histogram as in Krell et al. 2021
     (arXiv:2107.02027).
     """
-    order, starts = _checked(helpers.pack_dataset, lengths, capacity, seed)
+    order, starts = _checked(helpers.pack_dataset, lengths, capacity=capacity, seed=seed)
     return Packs(order, starts)
 
 
@@ -87,7 +87,7 @@ def pack_step(lengths: ArrayLike, max_tokens: int, num_ranks: int) -> StepPlan:
     tokens over all cells and, above all, between the ranks of a microbatch; ranks of similar tokens are balanced by the
     squares of lengths, the cost of attention. The fullest microbatch comes first. Raises DataError.
     """
-    order, starts = _checked(helpers.pack_step, lengths, max_tokens, num_ranks)
+    order, starts = _checked(helpers.pack_step, lengths, max_tokens=max_tokens, num_ranks=num_ranks)
     return StepPlan(order, starts, num_ranks)
 
 
@@ -102,9 +102,9 @@ def bucket_length(length: int | NDArray[np.integer], per_octave: int = 16) -> in
     16; its code has 8. Raises DataError.
     """
     if isinstance(length, np.ndarray):
-        rounded: NDArray[np.int64] = _checked(helpers.bucket_lengths, length.reshape(-1), per_octave)
+        rounded: NDArray[np.int64] = _checked(helpers.bucket_lengths, length.reshape(-1), per_octave=per_octave)
         return rounded.reshape(length.shape)
-    return int(_checked(helpers.bucket_lengths, [length], per_octave)[0])
+    return int(_checked(helpers.bucket_lengths, [length], per_octave=per_octave)[0])
 
 
 def bucket_edges(lengths: ArrayLike, num_buckets: int) -> NDArray[np.int64]:
@@ -113,7 +113,7 @@ def bucket_edges(lengths: ArrayLike, num_buckets: int) -> NDArray[np.int64]:
     Exact: no other set of this size gives fewer tokens when each sample is padded to the first edge at or above its
     length. With fewer distinct lengths there are fewer edges. Raises DataError.
     """
-    return _checked(helpers.bucket_edges, lengths, num_buckets)
+    return _checked(helpers.bucket_edges, lengths, num_buckets=num_buckets)
 
 
 def pad_to_edges(lengths: ArrayLike, edges: ArrayLike) -> NDArray[np.int64]:
@@ -130,7 +130,10 @@ def pad_to_edges(lengths: ArrayLike, edges: ArrayLike) -> NDArray[np.int64]:
 
 def _integers(values: ArrayLike, name: str) -> NDArray[np.int64]:
     """Return values as flat, contiguous, aligned int64. Raises DataError."""
-    array: NDArray[Any] = np.asarray(values)
+    try:
+        array: NDArray[Any] = np.asarray(values)
+    except ValueError:  # lists of several lengths
+        raise DataError(f"{name} are not numbers; give a flat array") from None
     if array.ndim != 1:
         raise DataError(f"{name} has the shape {array.shape}; give a flat array")
     if array.size and array.dtype.kind not in "iu":
@@ -140,10 +143,17 @@ def _integers(values: ArrayLike, name: str) -> NDArray[np.int64]:
     return np.require(array, np.int64, ["C", "A"])
 
 
-def _checked(function: Any, lengths: ArrayLike, *arguments: int | None) -> Any:
-    """Call a function of the extension, with its ValueError as a DataError."""
+def _checked(function: Any, lengths: ArrayLike, **limits: int | None) -> Any:
+    """Call a function of the extension, with its ValueError as a DataError, as for a limit that is not an integer."""
+    for name, limit in limits.items():
+        if limit is None and name == "seed":
+            continue
+        if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
+            raise DataError(f"{name}={limit!r} is not an integer; give a number of tokens, ranks or buckets as one")
+        if abs(int(limit)) > LARGEST:
+            raise DataError(f"{name}={limit} is beyond 64 bits; give a smaller number")
     try:
-        return function(_integers(lengths, "lengths"), *arguments)
+        return function(_integers(lengths, "lengths"), *limits.values())
     except DataError:
         raise
     except ValueError as error:

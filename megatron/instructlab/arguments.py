@@ -7,10 +7,13 @@ must work: TorchrunArgs() needs no arguments here. `mapping.py` translates each 
 from __future__ import annotations
 
 import difflib
+import logging
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+logger = logging.getLogger("megatron.api")
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -61,12 +64,21 @@ class Arguments(BaseModel):
                 if name not in cls.model_fields:
                     near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
                     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(cls.model_fields)}"
-                    raise ValueError(f"{cls.__name__} has no {name}; {hint}")
+                    cls._refuse(f"{cls.__name__} has no {name}; {hint}")
         return values
+
+    @classmethod
+    def _refuse(cls, fault: str) -> None:
+        raise ValueError(fault)
 
 
 class TorchrunArgs(Arguments):
-    """Nodes and ranks. A run on several nodes is started on each of them, with its own node_rank."""
+    """Nodes and ranks. A run on several nodes is started on each of them, with its own node_rank.
+
+    Unknown arguments are ignored with a warning; InstructLab's library ignores them.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
     nproc_per_node: Literal["gpu"] | Positive = 1
     """Ranks of a node. `gpu`: the number of devices of this machine, also HPUs; 1 on a machine without."""
@@ -82,6 +94,10 @@ class TorchrunArgs(Arguments):
     """The same as host and port, instead of rdzv_endpoint."""
     master_port: Port | None = None
     """Unset beside master_addr: 29500, torchrun's."""
+
+    @classmethod
+    def _refuse(cls, fault: str) -> None:
+        logger.warning("%s The argument is ignored", fault if fault.endswith("?") else f"{fault}.")
 
 
 class DeepSpeedOptions(Arguments):

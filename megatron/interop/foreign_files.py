@@ -127,6 +127,11 @@ class ForeignFiles:
                     "it. Only tensors and plain values are read from foreign files; save the checkpoint again without "
                     "it, or as safetensors"
                 ) from None
+            if type(error).__name__ == "UnpicklingError":  # torch's own text advises to open it without the check
+                raise CheckpointError(
+                    f"{path} is refused: it is not a file of tensors and plain values as torch.save writes them. "
+                    f"{REMEDY.capitalize()}, or save the checkpoint again, best as safetensors"
+                ) from None
             reason = str(error).strip().split("\n")[0][:200]
             raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {reason}); {REMEDY}") from None
 

@@ -31,6 +31,7 @@ from megatron.interop.huggingface_config import (
     config_of,
     form_of,
     restored_config,
+    shown,
     their_config,
 )
 from megatron.interop.huggingface_files import (
@@ -354,8 +355,7 @@ def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
     for path in (tokenizer / name for name in names):
         own_file(path.parent, path.name)
     if "tokenizer.json" in names:
-        content = read_json(tokenizer / "tokenizer.json")
-        largest = max(_token_ids(content).values(), default=0)
+        largest = max(_token_ids(tokenizer / "tokenizer.json").values(), default=0)
         if largest >= vocab_size:
             raise CheckpointError(
                 f"{tokenizer / 'tokenizer.json'} has ids up to {largest}, but the model's vocab_size is {vocab_size}: "
@@ -372,13 +372,25 @@ def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]
     return names
 
 
-def _token_ids(tokenizer_json: Mapping[str, Any]) -> dict[str, int]:
-    """Return every token's id in a tokenizer.json."""
-    vocabulary = (tokenizer_json.get("model") or {}).get("vocab") or {}
-    if isinstance(vocabulary, list):  # Unigram: [token, score] in order
-        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
-    added = tokenizer_json.get("added_tokens") or []
-    return dict(vocabulary) | {entry["content"]: entry["id"] for entry in added}
+def _token_ids(path: Path) -> dict[str, int]:
+    """Return every token's id in a tokenizer.json. Raises CheckpointError."""
+    content = read_json(path)
+    try:
+        vocabulary = (content.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, list):  # Unigram: [token, score] in order
+            vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}
+        ids: dict[str, int] = {**vocabulary, **added}
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise CheckpointError(f"{path} is not a tokenizer.json of transformers; copy it again") from None
+    wrong = next((name for name, i in ids.items() if not isinstance(name, str) or not _is_id(i)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{path} gives the token {wrong!r} the id {shown(ids[wrong])}; copy it again")
+    return ids
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _generation_config(source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any] | None:
@@ -409,11 +421,11 @@ def _tokens_by_name(tokenizer: Path) -> dict[str, int]:
     """Return the ids of the tokens that tokenizer_config.json names, looked up in tokenizer.json."""
     if not {"tokenizer.json", "tokenizer_config.json"} <= set(tokenizer_files(tokenizer)):
         return {}
-    names, ids = read_json(tokenizer / "tokenizer_config.json"), _token_ids(read_json(tokenizer / "tokenizer.json"))
+    names, ids = read_json(tokenizer / "tokenizer_config.json"), _token_ids(tokenizer / "tokenizer.json")
     found = {}
     for name in SPECIAL_TOKENS:
         token = names.get(name.removesuffix("_id"))
         token = token.get("content") if isinstance(token, dict) else token
-        if token in ids:
+        if isinstance(token, str) and token in ids:
             found[name] = ids[token]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -65,6 +66,25 @@ _HARMLESS = {
 }  # fmt: skip
 
 
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+LARGEST = 2**63 - 1
+SHOWN_CHARACTERS = 60
+
+
+def shown(value: object) -> str:
+    """Return a value of a foreign file for a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _is_of(kind: type, value: object) -> bool:
+    if isinstance(value, bool) or kind in (bool, str):
+        return type(value) is kind
+    if isinstance(value, int):
+        return abs(value) <= LARGEST
+    return isinstance(value, float) and kind is float and math.isfinite(value)
+
+
 class _Fields:
     """A config.json being read: which keys were, and what is wrong with them."""
 
@@ -73,31 +93,41 @@ class _Fields:
         self.faults: list[str] = []
         self._read = set(_HARMLESS)
 
-    def take(self, *names: str, default: Any = ...) -> Any:
-        """The value under the first of these names that is there; without a default one must be."""
+    def take(self, *names: str, default: Any = ..., kind: type | None = None) -> Any:
+        """The value under the first of these names that is there; without a default one must be.
+
+        `kind` is int, float (any number), bool or str; None: that of the default, else int.
+        """
         self._read.update(names)
-        for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
-        if default is ...:
-            raise CheckpointError(f"{self.where} lacks {names[0]}; copy the model's own config.json there")
-        return default
+        name = next((name for name in names if self.values.get(name) is not None), None)
+        if name is None:
+            if default is ...:
+                raise CheckpointError(f"{self.where} lacks {names[0]}; copy the model's own config.json there")
+            return default
+        kind = kind or (int if default in (..., None) else type(default))
+        value = self.values[name]
+        if not _is_of(kind, value):
+            raise CheckpointError(
+                f"{self.where}: {name}={shown(value)} must be {_KINDS[kind]}; copy the model's own config.json there"
+            )
+        return value
 
     def demand(self, name: str, *allowed: Any) -> None:
         """Refuse other values than these; a missing one is transformers' default, the first of them."""
         self._read.add(name)
         value = self.values.get(name, allowed[0])
         if value not in allowed:
-            self.refuse(f"{name}={value!r} (supported: {' or '.join(map(repr, allowed))})")
+            self.refuse(f"{name}={shown(value)} (supported: {' or '.join(map(repr, allowed))})")
 
     def refuse(self, fault: str) -> None:
         self.faults.append(fault)
 
     def nested(self, *names: str) -> _Fields:
         """Return the fields of the mapping under the first of these names; none of them: an empty one."""
-        value = self.take(*names, default={})
+        self._read.update(names)
+        value: Any = next((self.values[name] for name in names if self.values.get(name) is not None), {})
         if not isinstance(value, Mapping):
-            raise CheckpointError(f"{self.where}: {names[-1]} is {value!r}; it must be a mapping")
+            raise CheckpointError(f"{self.where}: {names[-1]} is {shown(value)}; it must be a mapping")
         return _Fields(value, f"{self.where}: {names[-1]}", warns=self._warns)
 
     @property
@@ -129,9 +159,9 @@ def config_of(
     fields.demand("quantization_config", None)
     kind = theirs.get("model_type")
     known = forms(architecture)
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(
-            f"{where} has model_type={kind!r}; only {', '.join(known)} can be converted"
+            f"{where} has model_type={shown(kind)}; only {', '.join(known)} can be converted"
             + ("" if kind else " (is it a transformers config.json?)")
         )
     name, form = known[kind]
@@ -143,7 +173,7 @@ def config_of(
             training=TrainingConfig(seq_length=seq_length, bf16=precision == "bf16", fp16=precision == "fp16"),
         )
     except ValidationError as error:
-        faults = [f"{fault['loc'][0]}={fault['input']!r}: {fault['msg']}" for fault in error.errors()]
+        faults = [f"{fault['loc'][0]}={shown(fault['input'])}: {fault['msg']}" for fault in error.errors()]
         raise CheckpointError(f"{where} describes no model: {'; '.join(faults)}") from None
     ours = config.model
     if ours.kv_channels is None and ours.hidden_size % ours.num_attention_heads:

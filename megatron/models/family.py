@@ -22,8 +22,11 @@ class ConfigFields(Protocol):
 
     where: Path | str
 
-    def take(self, *names: str, default: Any = ...) -> Any:
-        """Return the value under the first of these names that is there; without a default one must be."""
+    def take(self, *names: str, default: Any = ..., kind: type | None = None) -> Any:
+        """Return the value under the first of these names that is there; without a default one must be.
+
+        `kind`: int, float (any number), bool or str, which the value must be. None: that of the default, else int.
+        """
 
     def demand(self, name: str, *allowed: Any) -> None:
         """Refuse other values than these; a missing one is transformers' default, the first of them."""

@@ -489,6 +489,13 @@ def test_lengths_of_several_dimensions_are_refused(face: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: pack_dataset([1], 2048.0), r"capacity=2048\.0 is not an integer"),  # type: ignore[arg-type]
+        (lambda: pack_dataset([1], "8"), "capacity='8' is not an integer"),  # type: ignore[arg-type]
+        (lambda: pack_step([1], 5, True), "num_ranks=True is not an integer"),
+        (lambda: pack_step([1], 2**64, 1), "max_tokens=18446744073709551616 is beyond 64 bits"),
+        (lambda: pack_dataset([1], 8, seed=0.5), r"seed=0\.5 is not an integer"),  # type: ignore[arg-type]
+        (lambda: bucket_length(3, 2.0), r"per_octave=2\.0 is not an integer"),  # type: ignore[call-overload]
+        (lambda: bucket_edges([[1], [2, 3]], 1), "lengths are not numbers; give a flat array"),  # type: ignore[list-item]
         (lambda: pack_dataset([1], 0), "capacity=0 must be at least 1"),
         (lambda: pack_step([1], 0, 1), "max_tokens=0 must be at least 1"),
         (lambda: pack_step([1], 5, 0), "num_ranks=0 must be at least 1"),

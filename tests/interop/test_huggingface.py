@@ -470,7 +470,7 @@ def test_a_head_that_is_not_the_tied_embedding_is_refused(tmp_path: Path) -> Non
         ("llama_mha", {"model_type": "mistral"}, "model_type='mistral'; only bloom, gpt2, llama"),
         ("llama_mha", {"num_key_value_heads": 3}, "does not divide num_attention_heads=8"),
         ("llama_mha", {"hidden_size": -64}, "hidden_size=-64"),
-        ("llama_mha", {"rms_norm_eps": "small"}, "norm_epsilon='small'"),
+        ("llama_mha", {"rms_norm_eps": "small"}, "rms_norm_eps='small' must be a number"),
         ("llama_mha", {"num_attention_heads": None}, "lacks num_attention_heads"),
         (
             "bloom_8_heads",

@@ -116,9 +116,14 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(f"chat template {path} cannot be read: {error.strerror}; correct --chat-template") from None
+        raise DataError(f"chat template {path} cannot be read: {error.strerror}; give a file that exists") from None
     except UnicodeDecodeError as error:
         raise DataError(f"chat template {path} is not UTF-8 at byte {error.start}; convert the file") from None
+
+
+def _is_named(entry: object) -> bool:
+    """Return True for an entry of a list of chat templates: {"name": ..., "template": ...}."""
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
 
 
 def _tokenizers_own(folder: Path) -> TemplateSource:
@@ -128,7 +133,7 @@ def _tokenizers_own(folder: Path) -> TemplateSource:
         return TemplateSource(_read(file), str(file), tool_use=tool_use)
     template = read_config(folder).get("chat_template")
     if isinstance(template, list):
-        templates = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict)}
+        templates = {entry["name"]: entry["template"] for entry in template if _is_named(entry)}
         if "default" not in templates:
             raise DataError(
                 f"{folder / CONFIG_NAME} has the chat templates {', '.join(templates) or 'none'}, and none is named "
@@ -138,7 +143,7 @@ def _tokenizers_own(folder: Path) -> TemplateSource:
     if not isinstance(template, str):
         raise DataError(
             f"the tokenizer in {folder} has no chat template, neither {TEMPLATE_NAME} nor chat_template in "
-            f"{CONFIG_NAME}; give one with --chat-template: a .jinja or .py file, or a preset ({', '.join(PRESETS)})"
+            f"{CONFIG_NAME}; give a chat template: a .jinja or .py file, or a preset ({', '.join(PRESETS)})"
         )
     return TemplateSource(template, str(folder / CONFIG_NAME), tool_use=tool_use)
 
@@ -174,8 +179,9 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _from_python(path: Path) -> TemplateSource:
     """Read CHAT_TEMPLATE and SPECIAL_TOKENS, in InstructLab's form. Only literals are accepted."""
+    text = _read(path)
     try:
-        tree = ast.parse(_read(path), str(path))
+        tree = ast.parse(text, str(path))
     except (SyntaxError, ValueError) as error:
         raise DataError(f"chat template {path} is not Python: {error}; correct the file") from None
     values: dict[str, ast.expr] = {}

@@ -132,9 +132,9 @@ class HFTokenizer(LibraryTokenizer):
         content = read_bytes(file, "a tokenizer.json, or the folder that holds one")
         try:
             inner = tokenizers.Tokenizer.from_str(decode_utf8(file, content, "a tokenizer.json"))
-        except DataError:
+        except (DataError, KeyboardInterrupt):
             raise
-        except Exception as error:  # the library raises plain Exception
+        except BaseException as error:  # the library raises plain Exception, and its panics are not even that
             raise DataError(
                 f"{file} is not a tokenizer.json ({error}); give the file of that name, or its folder"
                 f"{looks_like(content, 'a tokenizer.json')}"

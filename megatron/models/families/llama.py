@@ -42,7 +42,7 @@ def _options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
     hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
     groups, head_size = fields.take("num_key_value_heads", default=heads), fields.take("head_dim", default=None)
     length = fields.take("max_position_embeddings", default=2048)
-    plain_size = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+    plain_size = hidden // heads if heads > 0 else None
     return {
         "num_layers": fields.take("num_hidden_layers"),
         "hidden_size": hidden,
@@ -68,13 +68,13 @@ def _rope_options(fields: ConfigFields) -> dict[str, Any]:
     inner = fields.nested("rope_parameters", "rope_scaling")
     fields.demand("partial_rotary_factor", 1.0)
     kind = inner.take("rope_type", "type", default="default")
-    options = {"rotary_base": inner.take("rope_theta", default=theta)}
+    options = {"rotary_base": inner.take("rope_theta", default=theta, kind=float)}
     inner.demand("partial_rotary_factor", 1.0)
     if kind == "llama3":
         inner.demand("attention_factor", None, 1.0)
-        options["rope_scaling_factor"] = inner.take("factor")
-        options["rope_scaling_low_freq_factor"] = inner.take("low_freq_factor")
-        options["rope_scaling_high_freq_factor"] = inner.take("high_freq_factor")
+        options["rope_scaling_factor"] = inner.take("factor", kind=float)
+        options["rope_scaling_low_freq_factor"] = inner.take("low_freq_factor", kind=float)
+        options["rope_scaling_high_freq_factor"] = inner.take("high_freq_factor", kind=float)
         options["rope_scaling_original_length"] = inner.take("original_max_position_embeddings")
     elif kind != "default":
         inner.refuse(f"rope_type={kind!r} (supported: 'default' or 'llama3')")
