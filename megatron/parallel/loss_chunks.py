@@ -1,4 +1,4 @@
-"""Chunks of tokens in which the loss is computed. Importable without torch, so that a plan needs none."""
+"""Chunks of tokens in which the loss is computed, and blocks within them. Without torch, so that a plan needs none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from collections.abc import Iterator
 MIN_CHUNK_TOKENS = 1024
 """Each chunk reads the output weight twice, and reads and writes the float32 sum of its gradient. With fewer tokens
 that takes longer than the products."""
+BLOCK_LOGITS = 1 << 20
+"""Logits that torch's softmax converts to float32 at once on a CPU: two copies of 4 MiB."""
+BLOCK_LOGITS_OF_A_DEVICE = 1 << 24
+"""The same elsewhere, where each operator is a launch."""
+BLOCK_NUMBERS = 1 << 22
+"""Numbers of the weight's gradient that a product in 16 bits gives at once, where it cannot be added in float32: 8 MiB.
+"""
 
 
 def least_tokens(hidden_size: int) -> int:

@@ -13,10 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_LOGITS = 1 << 20
-"""Logits that torch's softmax converts to float32 at once on a CPU: two copies of 4 MiB."""
-BLOCK_LOGITS_OF_A_DEVICE = 1 << 24
-"""The same elsewhere, where each operator is a launch."""
+from megatron.parallel.loss_chunks import BLOCK_LOGITS, BLOCK_LOGITS_OF_A_DEVICE
 
 
 class RowSums(NamedTuple):

@@ -7,8 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-BLOCK_NUMBERS = 1 << 22
-"""Numbers of the gradient that a product in 16 bits gives at once, where it cannot be added in float32: 8 MiB."""
+from megatron.parallel.loss_chunks import BLOCK_NUMBERS
 
 
 class WeightGradient:

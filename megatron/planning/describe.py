@@ -53,7 +53,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         )
     )
     lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
-    lines += ["", f"  memory per rank, GiB (peak; 1F1B{'' if p > 1 else ', one stage'})"]
+    lines += ["", f"  memory per rank, GiB, at the peak of a step (1F1B{'' if p > 1 else ', one stage'})"]
     lines += ["  " + line for line in _memory_table(config, stages)]
     return "\n".join(lines) + "\n"
 
@@ -107,7 +107,7 @@ def _bubble_text(config: Config, data_parallel_size: int) -> str:
 
 def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
     host = any(stage.host_bytes for stage in stages)
-    heads = ["weights", "grads", "master", "optim", "activ", "logits", "total"] + (["host"] if host else [])
+    heads = ["weights", "grads", "master", "optim", "activ", "temp", "total"] + (["host"] if host else [])
     layers = declared_layers(config)
     worst = max(stages, key=lambda stage: stage.memory.total)
     lines = [" ".join(["stage", *(f"{head:>7}" for head in heads), "holds"])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.options import Config, ConfigError
+from megatron.planning.zero import reduce_bucket_size, zero_settings
 from megatron.training.deepspeed_json import merge
 
 GATED_BF16 = {"immediate_grad_update": True, "check_grad_overflow": False}
@@ -23,6 +24,8 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
     if training.skip_train and stage < 3:
         stage = 0  # without an optimizer there is nothing else to shard
     zero: dict[str, Any] = {"stage": stage}
+    if stage >= 1 and "reduce_bucket_size" not in zero_settings(config):
+        zero["reduce_bucket_size"] = reduce_bucket_size(config)
     if stage >= 1 and config.uses_pipeline:
         zero["overlap_comm"] = False  # the pipeline schedules the reduction itself
     if optimizer.offload_optimizer and not training.skip_train:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config
-from megatron.planning.memory import activation_bytes
+from megatron.planning.activations import layer_memory
 from megatron.planning.sizes import declared_layers
 
 BLOOM_13B = {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 32, "max_position_embeddings": 2048}
@@ -30,4 +30,4 @@ def config(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> C
 
 
 def bytes_of_a_layer(run: Config) -> int:
-    return activation_bytes(next(layer for layer in declared_layers(run) if layer.number == 0), run)
+    return layer_memory(next(layer for layer in declared_layers(run) if layer.number == 0), run).kept

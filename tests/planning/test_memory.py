@@ -1,20 +1,34 @@
-"""Memory of a plan is what DeepSpeed holds, and what Korthikanti et al. count."""
+"""Memory of a plan is what a run holds, what Korthikanti et al. count, and what DeepSpeed is configured to."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from megatron.planning.memory import memory_by_stage, stores_attention_scores
+from benchmarks.plan_memory import CPU_CASES, LIMIT, Case, compare
+from megatron.planning.activations import stores_attention_scores
+from megatron.planning.memory import memory_by_stage
 from megatron.planning.sizes import count_parameters, declared_layers, parameters_of_layer
+from megatron.planning.zero import held_layers, reduce_bucket_size, shared_state
+from megatron.training.deepspeed_config import deepspeed_config
 from tests.planning.configs import BLOOM_13B, bytes_of_a_layer, config
+from tests.ranks import RankPools
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
+def test_the_plan_is_within_5_percent_of_a_run(ranks: RankPools, case: Case) -> None:
+    results = [result for result in ranks(case.ranks)(compare, case.flags, "cpu") if result is not None]
+    assert [result for result in results if abs(result.ratio - 1) > LIMIT] == []
 
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "recompute", "expected"),
     [
-        # Korthikanti et al. 2022, table 2, in units of S B H, at t = 4
+        # Korthikanti et al. 2022, table 2, in units of S B H, at t = 4; a fused kernel keeps no scores, as they keep
+        # none with selective recomputation
+        (False, "none", 10 + 24 / 4),
+        (True, "none", 34 / 4),
         (False, "selective", 10 + 24 / 4),
         (True, "selective", 34 / 4),
         (True, "full", 2 / 4),
@@ -27,13 +41,16 @@ def test_activations_equal_korthikanti(sequence_parallel: bool, recompute: str, 
         parallel={"tensor_model_parallel_size": 4, "sequence_parallel": sequence_parallel},
         training={"bf16": True, "seq_length": 2048, "micro_batch_size": 2, "recompute_granularity": recompute},
     )
-    assert bytes_of_a_layer(run) == 2048 * 2 * 5120 * expected
+    # theirs leaves out the statistics of the softmax, 4 bytes a head
+    assert bytes_of_a_layer(run) == pytest.approx(2048 * 2 * 5120 * expected, rel=2e-3)
 
 
 def test_stored_scores_add_korthikantis_5as() -> None:
     training = {"bf16": True, "seq_length": 2048}
-    fused = config(BLOOM_13B, training=training)
-    stored = config(BLOOM_13B, training=training, parallel={"device": "cpu"})
+    fused, stored = (
+        config({**BLOOM_13B, "attention_backend": backend}, training=training, parallel={"device": "hpu"})
+        for backend in ("fused_hpu", "sdpa")
+    )
     assert not stores_attention_scores(fused)
     assert stores_attention_scores(stored)
     assert bytes_of_a_layer(stored) - bytes_of_a_layer(fused) == 5 * 32 * 2048**2
@@ -49,42 +66,24 @@ def test_first_stage_holds_as_many_microbatches_as_there_are_stages() -> None:
     assert [stage.in_flight for stage in memory_by_stage(run, 4)] == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("zero_stage", "expected"),
-    [
-        # bytes a parameter on 4 data-parallel ranks: weights, gradients (fp32), master weights, two moments
-        (0, (2.0, 4.0, 1.0, 2.0)),
-        (1, (2.0, 4.0, 1.0, 2.0)),
-        (2, (2.0, 1.0, 1.0, 2.0)),
-    ],
-)
-def test_zero_cuts_states_then_gradients(zero_stage: int, expected: tuple[float, ...]) -> None:
-    run = config(training={"bf16": True}, optimizer={"zero_stage": zero_stage})
-    (stage,) = memory_by_stage(run, 4)
-    memory = stage.memory
-    held = (memory.weights, memory.gradients, memory.master_weights, memory.optimizer_states)
-    assert tuple(size / stage.parameters for size in held) == expected
-
-
-def test_zero_3_holds_a_share_and_the_layer_at_work() -> None:
-    run = config(training={"bf16": True}, optimizer={"zero_stage": 3})
-    (stage,) = memory_by_stage(run, 4)
-    assert stage.memory.weights == stage.parameters * 2 / 4 + 2 * max(
-        parameters_of_layer(layer, 1) for layer in declared_layers(run)
-    )
-
-
-def test_fp32_without_zero_has_no_second_copy_of_the_weights() -> None:
-    (stage,) = memory_by_stage(config(), 4)
-    assert stage.memory.master_weights == 0
-    assert stage.memory.optimizer_states == 8 * stage.parameters
-
-
 def test_offload_moves_states_to_the_host() -> None:
     run = config(training={"bf16": True}, optimizer={"zero_stage": 2, "offload_optimizer": True})
     (stage,) = memory_by_stage(run, 4)
     assert stage.memory.optimizer_states == stage.memory.master_weights == 0
-    assert stage.host_bytes == 12 * stage.parameters / 4
+    assert stage.host_bytes >= 12 * stage.parameters / 4
+
+
+def test_a_bucket_is_no_larger_than_the_gradients_that_it_takes(tmp_path: Path) -> None:
+    """DeepSpeed's own default is a buffer of 500 million numbers, whatever the model."""
+    assert reduce_bucket_size(config()) == memory_by_stage(config(), 1)[0].parameters
+    assert reduce_bucket_size(config(BLOOM_13B)) == 500_000_000
+    for zero in (1, 2, 3):
+        given = deepspeed_config(config(optimizer={"zero_stage": zero}), 1)["zero_optimization"]
+        assert given["reduce_bucket_size"] == reduce_bucket_size(config())
+    users = tmp_path / "deepspeed.json"
+    users.write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}', encoding="utf-8")
+    run = config(optimizer={"zero_stage": 2}, training={"deepspeed_config": str(users)})
+    assert deepspeed_config(run, 1)["zero_optimization"]["reduce_bucket_size"] == 1000
 
 
 def test_tied_embedding_is_held_once_on_one_stage_and_on_both_ends_of_a_pipeline() -> None:
@@ -96,12 +95,11 @@ def test_tied_embedding_is_held_once_on_one_stage_and_on_both_ends_of_a_pipeline
 
 
 def test_frozen_parameters_have_weights_alone() -> None:
-    for zero_stage in (0, 1, 2):
-        options: dict[str, Any] = {"training": {"bf16": True}, "optimizer": {"zero_stage": zero_stage}}
-        (whole,) = memory_by_stage(config(**options), 4)
-        (frozen,) = memory_by_stage(config({"freeze": ("layers.*",)}, **options), 4)
-        trained = sum(parameters_of_layer(layer, 1) for layer in declared_layers(config())[:-1] if layer.number is None)
-        assert frozen.memory.weights == whole.memory.weights
-        for part in ("gradients", "master_weights", "optimizer_states"):
-            ratio = getattr(frozen.memory, part) / getattr(whole.memory, part)
-            assert ratio == pytest.approx(trained / whole.parameters, rel=1e-3)
+    whole, frozen = (
+        shared_state(run, 4, held_layers(declared_layers(run)))
+        for run in (config(training={"bf16": True}), config({"freeze": ("layers.*",)}, training={"bf16": True}))
+    )
+    trained = sum(parameters_of_layer(layer, 1) for layer in declared_layers(config())[:-1] if layer.number is None)
+    assert frozen.weights == whole.weights
+    for part in ("gradients", "master_weights", "optimizer_states"):
+        assert getattr(frozen, part) / getattr(whole, part) == pytest.approx(2 * trained / whole.weights, rel=1e-3)

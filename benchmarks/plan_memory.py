@@ -1,0 +1,362 @@
+"""Memory of the plan against the memory of a run, case by case.
+
+    python benchmarks/plan_memory.py [--device auto] [--only TEXT] [--explain 0.05] [--flags "FLAGS" [--ranks N]]
+
+Each case trains three steps in processes of its own. Measured is the largest number of bytes in live tensors from the
+second step on, on the first rank of each pipeline stage: on CUDA `torch.cuda.max_memory_allocated`, on the CPU a sum
+over the storages of all results of operations. Host memory of an offloaded optimizer counts on the CPU, where it is the
+same memory. Prints plan, measurement and ratio; exit status 1 if one is off by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import queue
+import socket
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.parallel.shards import Shard
+
+LIMIT = 0.05
+STEPS = 2
+"""Measured, after one that allocates the optimizer's state."""
+TIMEOUT_S = 180
+AHEAD = min(8, max(1, (os.cpu_count() or 1) // 2))
+"""Cases whose processes import while others train."""
+
+
+class Case(NamedTuple):
+    """A run: its name, the flags beside COMMON, and its ranks."""
+
+    name: str
+    flags: str
+    ranks: int = 1
+
+
+COMMON = (
+    "--lr 1e-4 --lr-decay-style constant --train-iters 100 --data-path none --make-vocab-size-divisible-by 16 "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+LLAMA = "--architecture llama --position-embedding-type rope --untie-embeddings-and-output-weights"
+BLOOM = "--architecture bloom --position-embedding-type alibi --embed-layernorm"
+GPT2 = "--architecture bloom --position-embedding-type learned"
+TINY = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --vocab-size 500 --seq-length 128 "
+    "--micro-batch-size 2 --global-batch-size 8"
+)
+TINY_LLAMA = f"{TINY} {LLAMA} --ffn-hidden-size 176"
+TINY_GQA = f"{TINY_LLAMA} --num-query-groups 2"
+TINY_BLOOM = f"{TINY} {BLOOM}"
+WEIGHTS = f"{TINY} {LLAMA} --ffn-hidden-size 704 --hidden-size 256 --vocab-size 2000 --seq-length 16"
+"""Far more bytes in weights than in activations, so that the reduction or the update is the peak."""
+SMALL = (
+    "--hidden-size 2048 --num-attention-heads 16 --num-layers 4 --vocab-size 32000 --seq-length 2048 "
+    "--micro-batch-size 2 --global-batch-size 4"
+)
+SMALL_LLAMA = f"{SMALL} {LLAMA} --ffn-hidden-size 5632 --num-query-groups 4"
+OFFLOAD = "--offload-optimizer --offload-param"
+
+CPU_CASES = [
+    Case("Llama, bf16", f"{TINY_LLAMA} --bf16"),
+    Case("Llama GQA, fp32, one microbatch", f"{TINY_GQA} --global-batch-size 2"),
+    Case("Llama GQA, bf16, selective", f"{TINY_GQA} --bf16 --recompute-granularity selective"),
+    Case("Llama GQA, bf16, full", f"{TINY_GQA} --bf16 --recompute-granularity full"),
+    Case("Llama GQA, fp32, full", f"{TINY_GQA} --recompute-granularity full"),
+    Case("Bloom, bf16", f"{TINY_BLOOM} --bf16"),
+    Case("Bloom, fp32, selective, dropout", f"{TINY_BLOOM} --hidden-dropout 0.1 --recompute-granularity selective"),
+    Case("Bloom, bf16, attention dropout", f"{TINY_BLOOM} --bf16 --attention-dropout 0.1"),
+    Case("GPT-2, fp32, full, dropout", f"{TINY} {GPT2} --hidden-dropout 0.1 --recompute-granularity full"),
+    Case("Llama GQA, fp32, ZeRO 1", f"{TINY_GQA} --zero-stage 1"),
+    Case("Llama GQA, bf16, ZeRO 2", f"{TINY_GQA} --bf16 --zero-stage 2"),
+    Case("Llama GQA, fp32, ZeRO 3", f"{TINY_GQA} --zero-stage 3"),
+    Case("weights, bf16", f"{WEIGHTS} --bf16"),
+    Case("weights, fp32, ZeRO 1", f"{WEIGHTS} --zero-stage 1"),
+    Case("weights, fp32, ZeRO 2, offload", f"{WEIGHTS} --zero-stage 2 --offload-optimizer"),
+    Case("weights, bf16, ZeRO 3, offload", f"{WEIGHTS} --bf16 --zero-stage 3 {OFFLOAD}"),
+    Case("weights, bf16, DP 2", f"{WEIGHTS} --bf16", 2),
+    Case("weights, bf16, ZeRO 2, DP 2", f"{WEIGHTS} --bf16 --zero-stage 2", 2),
+    Case("weights, bf16, ZeRO 3, DP 2", f"{WEIGHTS} --bf16 --zero-stage 3", 2),
+    Case("Bloom, bf16, PP 2", f"{TINY_BLOOM} --bf16 --pipeline-model-parallel-size 2", 2),
+    Case("Llama GQA, bf16, TP 2", f"{TINY_GQA} --bf16 --tensor-model-parallel-size 2", 2),
+    Case("Bloom, fp32, TP 2, SP", f"{TINY_BLOOM} --tensor-model-parallel-size 2 --sequence-parallel", 2),
+]
+CUDA_CASES = [
+    Case("Llama, bf16", f"{SMALL_LLAMA} --bf16"),
+    Case("Llama, bf16, one microbatch of 1", f"{SMALL_LLAMA} --bf16 --micro-batch-size 1 --global-batch-size 1"),
+    Case("Llama, fp32", SMALL_LLAMA),
+    Case("Llama, bf16, selective", f"{SMALL_LLAMA} --bf16 --recompute-granularity selective"),
+    Case("Llama, bf16, full", f"{SMALL_LLAMA} --bf16 --recompute-granularity full"),
+    Case("Llama MHA, bf16", f"{SMALL_LLAMA} --bf16 --num-query-groups 16"),
+    Case("Llama, bf16, vocabulary 128,256", f"{SMALL_LLAMA} --bf16 --vocab-size 128256"),
+    Case("Llama, bf16, sequence 4096", f"{SMALL_LLAMA} --bf16 --seq-length 4096 --hidden-size 1024 --num-layers 8"),
+    Case("GPT-2, bf16, dropout", f"{SMALL} {GPT2} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1"),
+    Case("GPT-2, fp32, full", f"{SMALL} {GPT2} --recompute-granularity full"),
+    Case("Bloom, bf16", f"{SMALL} {BLOOM} --bf16"),
+    Case("Bloom, bf16, dropout", f"{SMALL} {BLOOM} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1"),
+    Case("Llama, fp32, ZeRO 1", f"{SMALL_LLAMA} --zero-stage 1"),
+    Case("Llama, bf16, ZeRO 2", f"{SMALL_LLAMA} --bf16 --zero-stage 2"),
+    Case("Llama, fp32, ZeRO 2", f"{SMALL_LLAMA} --zero-stage 2"),
+    Case("Llama, bf16, ZeRO 3", f"{SMALL_LLAMA} --bf16 --zero-stage 3"),
+    Case("Llama, bf16, ZeRO 2, offload", f"{SMALL_LLAMA} --bf16 --zero-stage 2 --offload-optimizer"),
+    Case("Llama, bf16, ZeRO 3, offload", f"{SMALL_LLAMA} --bf16 --zero-stage 3 {OFFLOAD}"),
+]
+
+
+class Result(NamedTuple):
+    """Bytes of one stage, planned and measured."""
+
+    stage: int
+    planned: int
+    measured: int
+    peak: str
+    """Moment at which the plan has its peak."""
+    largest: tuple[str, ...] = ()
+    """Tensors that the run held at its peak, if that was to be explained."""
+
+    @property
+    def ratio(self) -> float:
+        return self.planned / self.measured
+
+
+def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
+    """Train on this rank, and return its stage's result; None on all but the first rank of a stage.
+
+    An error of more than `explain` is explained, on CUDA.
+    """
+    import numpy as np
+
+    from megatron.config.command_line import parse_arguments
+    from megatron.config.validation import check
+    from megatron.parallel.context import ParallelContext
+    from megatron.planning.memory import memory_by_stage
+    from megatron.tasks.pretrain import PretrainTask
+    from megatron.training.engine import build_engine
+
+    config, _ = parse_arguments([*COMMON.split(), *flags.split(), "--device", device])
+    ctx = ParallelContext.build(config.parallel, device)
+    if faults := check(config, ctx.world_size):
+        raise SystemExit("\n".join(faults))
+    task, training = PretrainTask(config), config.training
+    with patch.object(Shard, "initial", _constant):  # drawing would take longer than the training
+        engine = build_engine(config, ctx, task)
+    generator = np.random.default_rng(0)
+    shape = (training.micro_batch_size, training.seq_length + 1)
+    number = training.global_batch_size // (training.micro_batch_size * ctx.num_batch_ranks)
+
+    def step() -> None:
+        tokens = [generator.integers(0, config.model.vocab_size, shape, dtype=np.int64) for _ in range(number)]
+        batches = [task.collate(part) for part in tokens] if engine.reads_data else []
+        result = engine.train_step(batches, num_microbatches=number, consumed_samples=0, lr=config.optimizer.lr)
+        assert result.is_finite, "the update was refused, so it is not measured"
+
+    step()
+    measured = _peak_cuda(step) if device == "cuda" else _peak_cpu(step)
+    stage = memory_by_stage(config, ctx.grad_size)[ctx.stage]
+    planned = stage.memory.total + (stage.host_bytes if device == "cpu" else 0)
+    result = Result(ctx.stage, planned, measured, stage.peak)
+    if device == "cuda" and abs(result.ratio - 1) > explain:
+        parts = [f"{part}={size / 2**20:.1f}" for part, size in vars(stage.memory).items()]
+        result = result._replace(largest=("plan: " + " ".join(parts), *_largest_cuda(step)))
+    return None if ctx.tensor_rank or ctx.grad_rank else result
+
+
+def _constant(shard: Shard, name: str, seed: int, rank: int, size: int) -> Any:
+    import torch
+
+    return torch.full(shard.local_shape(size), 0.01)
+
+
+def _peak_cuda(step: Any) -> int:
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def _largest_cuda(step: Any) -> list[str]:
+    """Train one more step, and return what it allocated and still held at its peak, by line of this project's code."""
+    import torch
+
+    held = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=2_000_000)
+    step()
+    torch.cuda.synchronize()
+    (trace,) = torch.cuda.memory._snapshot()["device_traces"][:1]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    now, peak, peak_at, sizes = 0, 0, -1, {}
+    for index, event in enumerate(trace):
+        if event["action"] == "alloc":
+            sizes[event["addr"]] = event["size"]
+            now += event["size"]
+        elif event["action"] == "free_completed":
+            now -= sizes.pop(event["addr"], 0)
+        if now > peak:
+            peak, peak_at = now, index
+    alive: dict[int, Any] = {}
+    for event in trace[: peak_at + 1]:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            alive.pop(event["addr"], None)
+    by_line: dict[str, list[int]] = {}
+    for event in alive.values():
+        files = [(frame["filename"].rpartition("/")[2], frame) for frame in event.get("frames", [])]
+        own = [f"{file}:{frame['line']}" for file, frame in files if "megatron" in frame["filename"]]
+        other = [f"{file}:{frame['line']}" for file, frame in files[:2]]
+        by_line.setdefault(" < ".join([*other, *own[:3]]), []).append(event["size"])
+    groups = sorted(by_line.items(), key=lambda group: -sum(group[1]))[:14]
+    lines = [f"{sum(sizes) / 2**20:9.1f} in {len(sizes):3d}, largest {max(sizes)}: {line}" for line, sizes in groups]
+    return [f"measured: {held / 2**20:.1f} before the step, {peak / 2**20:.1f} more at its peak", *lines]
+
+
+def _peak_cpu(step: Any) -> int:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class LiveBytes(TorchDispatchMode):
+        """Adds up the storages of all results of operations as they come and go."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.now = self.peak = 0
+            self._sizes: dict[int, int] = {}
+
+        def add(self, tensor: torch.Tensor) -> None:
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._sizes or size == 0 or tensor.device.type != "cpu":
+                return
+            self._sizes[key] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove, key)
+
+        def _remove(self, key: int) -> None:
+            self.now -= self._sizes.pop(key, 0)
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = function(*args, **(kwargs or {}))
+            for result in tree_leaves(results):
+                if isinstance(result, torch.Tensor):
+                    self.add(result)
+            return results
+
+    gc.collect()
+    tracker = LiveBytes()
+    for held in gc.get_objects():
+        if isinstance(held, torch.Tensor):
+            tracker.add(held.detach())
+    with tracker:
+        for _ in range(STEPS):
+            step()
+    return tracker.peak
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Memory of the plan against that of a run.", allow_abbrev=False)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this text in their name")
+    parser.add_argument("--explain", type=float, default=1.0, help="CUDA: list what a run held that is off by more")
+    parser.add_argument("--flags", help="flags of one run instead of the cases")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of --flags; on CUDA one (default: 1)")
+    options = parser.parse_args(argv)
+    device = options.device
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = CUDA_CASES if device == "cuda" else CPU_CASES
+    cases = [case for case in cases if options.only in case.name]
+    if options.flags:
+        cases = [Case("given", options.flags, options.ranks)]
+    print(f"| {device} | plan, MiB | measured, MiB | ratio | peak of the plan |\n|---|---|---|---|---|", flush=True)
+    worst, waiting = 0.0, [Runner(case, device, options.explain) for case in cases[:AHEAD]]
+    for index, case in enumerate(cases):
+        if index + AHEAD < len(cases):
+            waiting.append(Runner(cases[index + AHEAD], device, options.explain))
+        for result in waiting.pop(0).run():
+            if isinstance(result, str):
+                print(f"| {case.name} | failed |\n{result}", flush=True)
+                worst = 1.0
+                continue
+            worst = max(worst, abs(result.ratio - 1))
+            name = case.name if "PP" not in case.name else f"{case.name}: stage {result.stage}"
+            figures = f"{result.planned / 2**20:.1f} | {result.measured / 2**20:.1f} | {result.ratio:.3f}"
+            print("\n    ".join([f"| {name} | {figures} | {result.peak} |", *result.largest]), flush=True)
+    print(f"largest error: {worst:.1%}")
+    return 0 if worst <= LIMIT else 1
+
+
+class Runner:
+    """The processes of a case, which import at once and wait for `run`."""
+
+    def __init__(self, case: Case, device: str, explain: float) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        spawn = multiprocessing.get_context("spawn")
+        self._results: Any = spawn.Queue()
+        self._start = spawn.Event()
+        arguments = (case, device, explain, port, self._start, self._results)
+        self._processes = [spawn.Process(target=_rank, args=(rank, *arguments)) for rank in range(case.ranks)]
+        for process in self._processes:
+            process.daemon = True
+            process.start()
+
+    def run(self) -> list[Result | str]:
+        """Return the result of each stage, or the error of the first rank that failed."""
+        self._start.set()
+        found: list[Result | str] = []
+        deadline_s = time.monotonic() + TIMEOUT_S
+        for _ in self._processes:
+            try:
+                answer = self._results.get(timeout=max(1.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                answer = f"no answer in {TIMEOUT_S} s"
+            if isinstance(answer, str):
+                found = [answer]
+                break
+            found += [] if answer is None else [answer]
+        for process in self._processes:
+            if not isinstance(found[0], str):
+                process.join(10)
+            process.kill()
+            process.join()
+        return sorted(found)
+
+
+def _rank(number: int, case: Case, device: str, explain: float, port: int, start: Any, results: Any) -> None:
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(case.ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": device}
+    try:
+        import megatron.training.engine  # noqa: F401  # before it waits
+
+        start.wait()
+        results.put(compare(case.flags, device, explain))
+    except BaseException:
+        results.put(traceback.format_exc())
+    results.close()
+    results.join_thread()
+    os._exit(0)  # without Python's end, in which gloo's threads may abort
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""Memory that layers need between their forward and backward pass, and for a moment within it.
+
+Counted from the declared shapes by what autograd saves of each operation, in the dtype in which it saves it. Kernels
+differ by device: see the comments. Sizes are bytes of one rank and one microbatch.
+Source of the counts: Korthikanti et al. 2022 (arXiv:2205.05198), whose figures are those of fused kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.options import Config
+from megatron.config.plugins import load_task
+from megatron.parallel.loss_chunks import BLOCK_LOGITS, BLOCK_NUMBERS, chunk_size
+from megatron.parallel.shards import LayerDeclaration, Shard
+from megatron.planning.sizes import is_matrix
+from megatron.planning.zero import number_size
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes that one microbatch needs in one layer."""
+
+    kept: int
+    """From the forward pass to the layer's backward pass."""
+    backward: int
+    """More than `kept` at the peak of the layer's backward pass: gradients of activations, and what is recomputed."""
+
+
+@dataclass(frozen=True)
+class LossMemory:
+    """Bytes that the output projection and the loss of one microbatch need."""
+
+    forward: int
+    """At the peak of the forward pass."""
+    backward: int
+    """At the peak of the backward pass."""
+
+
+def num_tokens(config: Config) -> int:
+    """Tokens of the largest microbatch."""
+    return config.training.micro_batch_size * load_task(config).row_length
+
+
+def stream_bytes(config: Config) -> int:
+    """Bytes of the residual stream of one microbatch: of a rank's own rows under sequence parallelism."""
+    return num_tokens(config) * config.model.hidden_size * number_size(config) // _sequence_cut(config)
+
+
+def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
+    """Return what a layer of the declared list needs. In 16 bit with GELU, dropout and MHA a transformer layer keeps
+    S B H (10 + 24/t) bytes on CUDA, for t tensor-parallel ranks, or S B H 34/t with sequence parallelism.
+    """
+    if layer.number is None:
+        return _other_layer(layer, config)
+    tokens, number, t = num_tokens(config), number_size(config), config.parallel.tensor_model_parallel_size
+    stream = stream_bytes(config)
+    columns, rows = _columns(layer), _rows(layer)
+    norms = sum(_norm_bytes(layer, name, config) for name in _norms(layer)) * tokens // _sequence_cut(config)
+    branches = len(columns) * stream + len(rows) * _dropout_bytes(config)
+    mlp = sum(shard.shape[0] for shard in columns[1:]) + sum(shard.shape[1] for shard in rows[1:])
+    mlp_bytes = tokens * (mlp + layer.kept_per_token) // t * number
+    core, inputs = _attention_core(config), _attention_inputs(config)
+    whole = norms + branches + mlp_bytes + core
+    # gradients of the MLP's inner activations and of the residual stream, while its own inputs are still kept
+    inner = tokens * max((shard.shape[0] for shard in columns), default=0) // t * number
+    work = stream + (inner * 3 // 2 if kernels_form(config) == "eager" and _is_gated(columns, rows) else inner)
+    # those of q, k and v, once the MLP's activations are freed
+    scores = 8 * _scores(config) if stores_attention_scores(config) else 0
+    attention_work = 2 * tokens * sum(columns[0].pieces or columns[0].shape[:1]) // t * number + scores - mlp_bytes
+    granularity = config.training.recompute_granularity
+    if granularity == "full":
+        return LayerMemory(stream, whole - _kept_input(layer, config) + max(work, attention_work))
+    if granularity == "selective":
+        return LayerMemory(whole - core + inputs, max(work, core - inputs + attention_work))
+    return LayerMemory(whole, max(work, attention_work))
+
+
+def _other_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
+    """Embedding, its output, the final norm; the output projection is in `loss_memory`."""
+    tokens, stream = num_tokens(config), stream_bytes(config)
+    norms = [_norm_bytes(layer, name, config) * tokens // _sequence_cut(config) for name in _norms(layer)]
+    if layer.name == "embedding":
+        return LayerMemory(sum(norms) + _dropout_bytes(config), stream)
+    if not norms:
+        return LayerMemory(0, stream if layer.name == "embedding.word" else 0)
+    work = 0
+    if _unfused_norm(layer, config):  # float32 gradients and products
+        work = {"plain": 20, "eager": 12 if number_size(config) == 2 else 8}[kernels_form(config)]
+    return LayerMemory(sum(norms) + stream, stream + tokens * config.model.hidden_size * work // _sequence_cut(config))
+
+
+def stores_attention_scores(config: Config) -> bool:
+    """Return True if the attention keeps its S x S probabilities for the backward pass.
+
+    The fused kernels keep none. torch has none on the CPU with dropout, nor on HPU without Habana's FusedSDPA.
+    """
+    if config.parallel.device == "cpu":
+        return config.model.attention_dropout > 0
+    return config.parallel.device == "hpu" and not (
+        config.model.uses_fused_sdpa("hpu") and config.model.fused_sdpa_recompute
+    )
+
+
+def mask_bytes(config: Config) -> int:
+    """Bytes of the attention mask that a rank's layers share."""
+    model, length = config.model, load_task(config).row_length
+    heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    on_cpu, alibi = config.parallel.device == "cpu", model.position_embedding_type == "alibi"
+    flex = config.parallel.device in ("auto", "cuda") and model.attention_dropout == 0
+    if flex and model.attention_backend in ("auto", "flex"):
+        return 0
+    packed = load_task(config).packs_documents and not on_cpu  # the CPU attends document by document
+    batch = config.training.micro_batch_size if packed else 1
+    if alibi:
+        return batch * heads * length**2 * number_size(config)
+    return batch * length**2 if packed else 0
+
+
+def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
+    """Return what linear_cross_entropy of one microbatch needs: logits in chunks, both gradients made in forward."""
+    number, tokens, hidden = number_size(config), num_tokens(config), config.model.hidden_size
+    t = config.parallel.tensor_model_parallel_size
+    rows = config.model.padded_vocab_size(t) // t
+    chunk, on_cpu = chunk_size(tokens, hidden), config.parallel.device == "cpu"
+    is_trained = any(shard.vocabulary and shard.trained for shard in output.shards.values())
+    # the gradient of the weight is summed over chunks in float32; float16 could not hold even one
+    wide = 4 if chunk < tokens or config.training.fp16 else number
+    kept = tokens * hidden * number + (rows * hidden * wide if is_trained else 0)
+    gathered = tokens * hidden * number if config.parallel.sequence_parallel else 0
+    # inputs times the weights of tokens, in float32 and rounded; torch's softmax, and products of blocks
+    weighted = chunk * hidden * (4 + (number if number == 2 else 0))
+    block = min(chunk, max(1, BLOCK_LOGITS // rows)) * rows * (8 if number == 2 else 4) if on_cpu else 0
+    product = min(rows * hidden, BLOCK_NUMBERS) * number if on_cpu and wide != number else 0
+    work = max(block, weighted, chunk * hidden * number + product)
+    scaled = tokens * hidden * number
+    backward = max(
+        scaled + (4 * tokens * hidden if number == 2 else 0), scaled + (rows * hidden * number if is_trained else 0)
+    )
+    return LossMemory(kept + gathered + chunk * rows * number + work, kept + backward)
+
+
+def kernels_form(config: Config) -> str:
+    """Return the form of a layer's pointwise operators: plain, eager, compiled or habana (parallel/kernels.py)."""
+    device, model = config.parallel.device, config.model
+    if model.kernels == "plain":
+        return "plain"
+    if device == "hpu":
+        return "habana" if model.use_fused_rmsnorm else "plain"
+    return "eager" if device == "cpu" and model.kernels == "auto" and not config.training.torch_compile else "compiled"
+
+
+def _attention_core(config: Config) -> int:
+    """Kept by the attention core: its inputs, its output, which the output projection keeps too, and its statistics."""
+    model, number, tokens = config.model, number_size(config), num_tokens(config)
+    query, key = _head_channels(config)
+    heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    rotary, grouped = model.position_embedding_type == "rope", key < query and _repeats_heads(config)
+    on_cpu = config.parallel.device == "cpu"
+    # v is a view of the fused projection, all of which it keeps; q and k too, unless they are rotated
+    inputs = query + 2 * key + (query + key if rotary else 0)
+    if grouped:  # key and value heads are repeated for their group
+        inputs = (query if rotary else query + 2 * key) + 2 * query
+    kept = tokens * (inputs + query) * number + tokens * heads * 4
+    if load_task(config).packs_documents and on_cpu:
+        kept += tokens * query * number  # the outputs of documents, concatenated
+    if not stores_attention_scores(config):
+        return kept
+    if on_cpu:  # torch's plain attention, in float32: probabilities, dropout mask, product; q, k, v; output twice
+        copies = 8 * query + (4 * query if number == 2 else number * (query + 2 * key))
+        return 12 * _scores(config) + tokens * (copies + number * query)
+    return kept + _scores(config) * (number + (1 + number if model.attention_dropout > 0 else 0))
+
+
+def _repeats_heads(config: Config) -> bool:
+    """Return True if key/value heads are repeated in memory for their groups of query heads."""
+    model, device = config.model, config.parallel.device
+    if model.kernels == "plain" or device == "cpu":
+        return model.kernels == "plain"
+    if device == "hpu":
+        return not model.uses_fused_sdpa(device)
+    masked = model.position_embedding_type == "alibi" or load_task(config).packs_documents
+    in_sdpa = model.attention_backend == "sdpa" or model.attention_dropout > 0
+    return (config.training.precision == "fp32" and (in_sdpa or not masked)) or (masked and in_sdpa)
+
+
+def _attention_inputs(config: Config) -> int:
+    """Kept of the attention core where it is recomputed: the fused projection, and the output."""
+    query, key = _head_channels(config)
+    return num_tokens(config) * (2 * query + 2 * key) * number_size(config)
+
+
+def _head_channels(config: Config) -> tuple[int, int]:
+    """Channels of q, and of k or v, on a rank."""
+    model, t = config.model, config.parallel.tensor_model_parallel_size
+    query = model.num_attention_heads * model.head_size // t
+    # with fewer key/value heads than ranks, each rank gathers one whole head of k and of v
+    return query, max(model.num_kv_heads * model.head_size // t, model.head_size)
+
+
+def _scores(config: Config) -> int:
+    """Number of attention scores."""
+    heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    return num_tokens(config) * load_task(config).row_length * heads
+
+
+def _dropout_bytes(config: Config) -> int:
+    """The mask of a dropout over the residual stream: a byte a number, on the CPU a number."""
+    if config.model.hidden_dropout == 0:
+        return 0
+    size = number_size(config) if config.parallel.device == "cpu" else 1
+    return num_tokens(config) * config.model.hidden_size * size // _sequence_cut(config)
+
+
+def _norm_bytes(layer: LayerDeclaration, name: str, config: Config) -> int:
+    """Kept of a norm for each token beside its output: its input, and its statistics.
+
+    torch's RMSNorm is not fused on the CPU: it keeps its input and the normalised input in float32.
+    """
+    hidden = layer.shards[name].shape[0]
+    if _unfused_norm(layer, config) and kernels_form(config) == "plain":
+        return 8 * hidden + 4
+    return number_size(config) * hidden
+
+
+def _unfused_norm(layer: LayerDeclaration, config: Config) -> bool:
+    norms = _norms(layer)
+    is_rms = bool(norms) and f"{norms[0].removesuffix('weight')}bias" not in layer.shards
+    return is_rms and config.parallel.device == "cpu" and kernels_form(config) != "compiled"
+
+
+def _kept_input(layer: LayerDeclaration, config: Config) -> int:
+    """The layer's input among what its first norm keeps, if that keeps the tensor itself."""
+    copied = _unfused_norm(layer, config) and kernels_form(config) == "plain" and number_size(config) == 2
+    return 0 if copied else stream_bytes(config)
+
+
+def _norms(layer: LayerDeclaration) -> list[str]:
+    """Weights of the norms over the residual stream."""
+    of_norms = [name for name in layer.shards if f"{layer.name}.{name}".endswith("norm.weight")]
+    return [name for name in of_norms if layer.shards[name].used_on == "stream"]
+
+
+def _columns(layer: LayerDeclaration) -> list[Shard]:
+    return [shard for shard in layer.shards.values() if is_matrix(shard) and shard.dim == 0]
+
+
+def _rows(layer: LayerDeclaration) -> list[Shard]:
+    return [shard for shard in layer.shards.values() if is_matrix(shard) and shard.dim == 1]
+
+
+def _is_gated(columns: list[Shard], rows: list[Shard]) -> bool:
+    return bool(columns and rows) and columns[-1].shape[0] == 2 * rows[-1].shape[1]
+
+
+def _sequence_cut(config: Config) -> int:
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
