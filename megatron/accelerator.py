@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import io
+import itertools
 import logging
 import os
 import re
@@ -51,6 +52,10 @@ PEAK_TFLOPS = (
 )
 
 
+# variables that restrict the devices of a process and its children
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
+
+
 class DeviceError(RuntimeError):
     """The requested device is not available."""
 
@@ -86,13 +91,24 @@ def choose_device(device: str) -> str:
 
 
 def _missing_hpu() -> str:
+    # habana_frameworks alone proves nothing: packages of media pipelines install that namespace too
     try:
         hpu = importlib.import_module("habana_frameworks.torch.hpu")
-    except ImportError:
-        return "habana_frameworks is not installed; pip install '.[hpu]' on a Gaudi host"
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("habana_frameworks"):
+            return f"habana_frameworks.torch does not load: {error}"
+        return (
+            "habana_frameworks.torch is not installed; it comes with the image or the installer of the Gaudi software, "
+            "never by pip from the public index (docs/launching.md, Gaudi)"
+        )
+    except (ImportError, OSError) as error:
+        return (
+            f"habana_frameworks.torch {_plugin_version()} does not load beside torch {metadata.version('torch')}: "
+            f"{error}; its release is built for one release of torch (docs/launching.md, Gaudi)"
+        )
     if not hpu.is_available() or hpu.device_count() == 0:
         return "habana_frameworks sees no Gaudi; hl-smi shows which are there and who holds them"
-    return ""
+    return _too_few("hpu")
 
 
 def _missing_cuda() -> str:
@@ -104,7 +120,22 @@ def _missing_cuda() -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f" under CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
         return f"torch sees no CUDA device{hidden}; nvidia-smi shows which are there"
-    return ""
+    return _too_few("cuda")
+
+
+def _too_few(device: str) -> str:
+    """Return what a restriction of visible devices lacks for the ranks of this node."""
+    visible, needed = VISIBLE[device], int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if visible not in os.environ or (left := count_devices(device)) >= needed:
+        return ""
+    return f"{visible}={os.environ[visible]} leaves {left} of the {needed} devices that the ranks of this node need"
+
+
+def _plugin_version() -> str:
+    try:
+        return metadata.version("habana-torch-plugin")
+    except metadata.PackageNotFoundError:  # built from source
+        return "unknown"
 
 
 # what a device lacks ('': nothing), in the order in which 'auto' tries them
@@ -113,16 +144,27 @@ _MISSING = {"hpu": _missing_hpu, "cuda": _missing_cuda, "cpu": lambda: ""}
 
 def detect_device(*, allow_hpu: bool = True) -> str:
     """Return the first available one of hpu, cuda and cpu by device files and installed packages, without torch."""
-    if allow_hpu and count_devices("hpu") and importlib.util.find_spec("habana_frameworks") is not None:
+    if allow_hpu and count_devices("hpu") and _has_plugin():
         return "hpu"
     return "cuda" if count_devices("cuda") and _torch_has_cuda() else "cpu"
 
 
+def _has_plugin() -> bool:
+    try:
+        return importlib.util.find_spec("habana_frameworks.torch") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def count_devices(device: str) -> int:
     """Return the number of accelerators of a kind that are visible on this machine."""
-    visible = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}[device]
-    if visible in os.environ:
-        return len([name for name in os.environ[visible].split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
+    if VISIBLE[device] in os.environ:
+        names = [name.strip() for name in os.environ[VISIBLE[device]].split(",")]
+        if device == "hpu":
+            return len(set(names) - {""})
+        # CUDA ends the list at the first name of no device, and takes a repeated one for an error
+        names = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
+        return len(names) if len(set(names)) == len(names) else 0
     if device == "cuda":
         nvidia = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()]
         return len(nvidia) or len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")))
@@ -293,11 +335,7 @@ def software() -> dict[str, str]:
     device = _device()
     if device == "hpu":
         hpu = importlib.import_module("habana_frameworks.torch.hpu")
-        try:
-            plugin = metadata.version("habana-torch-plugin")
-        except metadata.PackageNotFoundError:  # built from source
-            plugin = "unknown"
-        return {"device": hpu.get_device_name(), "habana-torch-plugin": plugin}
+        return {"device": hpu.get_device_name(), "habana-torch-plugin": _plugin_version()}
     if device == "cuda":
         import torch
 

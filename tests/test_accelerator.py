@@ -124,9 +124,60 @@ def test_choice_is_told_to_deepspeed(monkeypatch: pytest.MonkeyPatch, habana: Ha
 
 def test_hpu_without_habana_frameworks_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "habana_frameworks", None)
-    with pytest.raises(accelerator.DeviceError, match=r"device hpu is not there.*\[hpu\].*--device cpu"):
+    with pytest.raises(accelerator.DeviceError, match=r"not installed; .*never by pip.*--device cpu"):
         accelerator.choose_device("hpu")
     assert "DS_ACCELERATOR" not in os.environ
+
+
+def test_a_plugin_that_does_not_load_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built for another torch; or the namespace is there by a package of media pipelines alone."""
+
+    def load(name: str) -> ModuleType:
+        raise ImportError("libhabana.so: undefined symbol: _ZN5torch")
+
+    monkeypatch.setattr(accelerator.importlib, "import_module", load)
+    version = {"habana-torch-plugin": "1.24.1.482", "torch": "2.13.0"}.__getitem__
+    monkeypatch.setattr(accelerator.metadata, "version", version)
+    with pytest.raises(accelerator.DeviceError, match=r"1.24.1.482 does not load beside torch 2.13.0: libhab.*built"):
+        accelerator.choose_device("hpu")
+
+
+def test_the_namespace_alone_is_no_gaudi_software(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "habana_frameworks" / "mediapipe").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(accelerator, "count_devices", {"hpu": 8, "cuda": 0}.__getitem__)
+    assert accelerator.detect_device() == "cpu"
+    with pytest.raises(accelerator.DeviceError, match=r"habana_frameworks.torch is not installed"):
+        accelerator.choose_device("hpu")
+    sys.modules.pop("habana_frameworks", None)
+
+
+@pytest.mark.parametrize(
+    ("device", "listed", "count"),
+    [
+        ("hpu", "4,5,6,7", 4),
+        ("hpu", "0,0,1", 2),
+        ("hpu", "", 0),
+        ("cuda", "4, 5", 2),
+        ("cuda", "0,-1,1", 1),
+        ("cuda", "0,0", 0),
+        ("cuda", "GPU-8932f937,MIG-63feeb45", 2),
+    ],
+)
+def test_devices_are_counted_as_their_libraries_do(
+    monkeypatch: pytest.MonkeyPatch, device: str, listed: str, count: int
+) -> None:
+    monkeypatch.setenv(accelerator.VISIBLE[device], listed)
+    assert accelerator.count_devices(device) == count
+
+
+def test_fewer_modules_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", "4,5")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(accelerator.DeviceError, match="HABANA_VISIBLE_MODULES=4,5 leaves 2 of the 4 devices"):
+        accelerator.choose_device("hpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert accelerator.choose_device("hpu") == "hpu"
 
 
 def test_hpu_without_a_device_names_the_remedy(habana: Habana) -> None:

@@ -15,6 +15,7 @@ from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.descriptors import limit_fault
 from megatron.launch.addresses import endpoint_fault
+from megatron.launch.host_environment import deepspeed_env_lines
 from megatron.launch.plan import Request
 from megatron.launch.run_secret import MissingSecretError, run_secret
 from megatron.training.deepspeed_config import deepspeed_config
@@ -185,9 +186,6 @@ def check_remote(words: Sequence[str], request: Request) -> Iterator[str]:
     for word in words:
         if "%" in word or "\n" in word:
             yield f"{word!r} holds a % or a line end, which pdsh would change on its way to the hosts; write it without"
-    for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
-        if not path.is_file():
-            continue
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-            if "=" not in line:
-                yield f"{path}, line {number}: {line!r} is not NAME=VALUE, which DeepSpeed's launcher needs; remove it"
+    for path, number, line in deepspeed_env_lines():
+        if "=" not in line:
+            yield f"{path}, line {number}: {line!r} is not NAME=VALUE, which DeepSpeed's launcher needs; remove it"

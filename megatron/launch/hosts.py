@@ -122,8 +122,9 @@ def remote_command(plan: LaunchPlan) -> list[str]:
         *([] if len(plan.hosts) > 1 else ["--force_multi"]),  # or it would run here instead of on the one host
         *("--no_ssh_check", "--no_local_rank", "--no_python"),  # pdsh says which hosts ssh does not reach
         # Other machines inherit no environment: it travels in the command, or in the user's .deepspeed_env. DeepSpeed's
-        # launcher shows its one process one device, but the agent's ranks need all of the node.
-        *("/usr/bin/env", "-u", "CUDA_VISIBLE_DEVICES", "-u", "HABANA_VISIBLE_MODULES"),
+        # launcher shows its one process one device, by this variable also on HPU, but the agent's ranks need all that
+        # the user leaves them. HABANA_VISIBLE_MODULES is the user's alone.
+        *("/usr/bin/env", "-u", "CUDA_VISIBLE_DEVICES"),
         *[for_pdsh(word) for word in (*variables, *agent_command(plan))],
     ]
 

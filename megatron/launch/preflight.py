@@ -16,11 +16,10 @@ from megatron.config.options import Config, flag, on_device
 from megatron.config.validation import check, idle
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
+from megatron.launch.host_environment import check_variables, sent_variables
 from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
 from megatron.launch.plan import LaunchPlan, RefusedError, Request
 
-# The network interface between the nodes, passed on from this environment: it has one name on every node.
-INTERFACES = ("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 LAZY_MODE = "PT_HPU_LAZY_MODE"
 SIZES = frozenset({"nodes", "devices_per_node", "data_parallel_size"})
 
@@ -60,6 +59,9 @@ def preflight(request: Request) -> LaunchPlan:
     faults += [*of_hosts, *faults_in_all(_check_machine(request, layout, is_remote=bool(hosts)) for layout in layouts)]
     if hosts and not request.dry_run:
         faults += checks.check_remote([*flags, *request.environment.values()], request)
+        faults += faults_in_all(
+            check_variables(layout.config.parallel.device, layout.devices_per_node) for layout in layouts
+        )
     if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
         faults.append(f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it to a folder that does")
     # a plan needs neither data nor hosts
@@ -85,7 +87,7 @@ def preflight(request: Request) -> LaunchPlan:
         hostsfile=request.hostsfile,
         master_port=request.master_port,
         activate_dir=request.activate_dir,
-        environment=_rank_environment(request, layout, lazy=lazy),
+        environment=(sent_variables(os.environ) if hosts else {}) | _rank_environment(request, layout, lazy=lazy),
         warnings=(*warnings, *idle(layout.config)),
         notes=tuple(notes),
         run_id=_run_id(request, flags),
@@ -232,7 +234,7 @@ def _run_id(request: Request, flags: Sequence[str]) -> str:
 
 def _rank_environment(request: Request, layout: Layout, *, lazy: bool | None) -> dict[str, str]:
     device = layout.config.parallel.device
-    environment = {name: os.environ[name] for name in INTERFACES if os.environ.get(name)} | request.environment
+    environment = dict(request.environment)
     if lazy is not None:
         environment[LAZY_MODE] = "1" if lazy else "0"
     if device != "auto":

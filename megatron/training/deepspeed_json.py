@@ -62,6 +62,13 @@ KEYS = {
 }
 """Keys by section, '' the top level; a section is a key of the one above it."""
 
+NUMBERS = ("gradient_predivide_factor", "steps_per_print", "vocabulary_size")
+SWITCHES = (
+    *("disable_allgather", "disable_python_gc", "dump_state", "memory_breakdown", "prescale_gradients"),
+    "use_data_before_expert_parallelism",
+)
+"""Keys of the top level, whose values DeepSpeed does not check."""
+
 REMOVED = "DeepSpeed has removed it"
 UNUSED = {
     "activation_checkpointing": "--recompute-granularity says what is recomputed",
@@ -262,6 +269,10 @@ def _unknown(settings: Mapping[str, Any], section: str) -> Iterator[str]:
             yield from _unknown(value, path)
         elif path in KEYS and value:
             yield f'{path}={value!r} must be an object, "{name}": {{...}}'
+        elif path in NUMBERS and (type(value) not in (int, float) or value <= 0):
+            yield f"{path}={value!r} must be a number above 0"
+        elif path in SWITCHES and not isinstance(value, bool):
+            yield f"{path}={value!r} must be true or false"
         elif path in UNUSED and not _is_off(value):
             yield f"{path} has no effect here: {UNUSED[path]}; remove it"
 

@@ -124,9 +124,10 @@ def test_two_hosts_train_and_stop_at_the_kill_switch_and_four_resume(
     own_data, own_switches, kill_switch = hosts[1].own_disk(data), hosts[1].own_disk(switches), switches / "kill"
     layout = {"HL_DP": "1", "HL_TP": "1", "HL_PP": "2", "HL_KILL_SWITCH": str(kill_switch)}
     secret = "a secret that this test knows"
-    first = Run(hosts, hosts.login, data, results, nodes=2, **layout, MEGATRON_RUN_SECRET=secret)
+    first = Run(hosts, hosts.login, data, results, nodes=2, **layout, MEGATRON_RUN_SECRET=secret, FI_PROVIDER="verbs")
     first.wait_for_iteration(3)
     for host in hosts[0], hosts[1]:
+        assert host.run("sh", "-c", "grep -lz ^FI_PROVIDER=verbs /proc/[0-9]*/environ").stdout
         assert addresses_listened_on(host) == {host.address}
     assert not any(secret.encode() in line for line in command_lines())
     assert not list(Path("~").expanduser().glob(".megatron-*")), "the agents have removed the files of the secret"

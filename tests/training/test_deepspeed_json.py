@@ -127,6 +127,8 @@ def test_every_key_that_deepspeed_reads_is_known() -> None:
         ({"stage": 0}, "stage is not a key that DeepSpeed reads there; put it into zero_optimization"),
         ({"zero_optimization": {"steps_per_print": 3}}, "there; put it into the top level"),
         ({"zero_optimization": {"offload_optimizer": {"devices": "cpu"}}}, "did you mean device?"),
+        ({"steps_per_print": "ten"}, "steps_per_print='ten' must be a number above 0"),
+        ({"prescale_gradients": "yes"}, "prescale_gradients='yes' must be true or false"),
         ({"quux": 1}, "quux is not a key that DeepSpeed reads; remove it"),
         ({"zero_optimization": True}, 'must be an object, "zero_optimization": {...}'),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel has no effect here: --tensor-model-parallel-size"),
