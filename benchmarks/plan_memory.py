@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Memory of the plan against that of a run.", allow_abbrev=False)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this text in their name")
-    parser.add_argument("--explain", type=float, default=1.0, help="CUDA: list what a run held that is off by more")
+    parser.add_argument("--explain", type=float, default=0.03, help="CUDA: list what a run held that is off by more")
     parser.add_argument("--flags", help="flags of one run instead of the cases")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of --flags; on CUDA one (default: 1)")
     options = parser.parse_args(argv)
