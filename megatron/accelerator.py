@@ -18,7 +18,7 @@ import re
 import resource
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -352,6 +352,24 @@ def mark_step() -> None:
     """Launch the recorded operators in HPU's lazy mode. No effect elsewhere."""
     if is_lazy(_device()):
         importlib.import_module("habana_frameworks.torch.core").mark_step()
+
+
+def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, followed by `mark_step` in HPU's lazy mode; elsewhere the function itself.
+
+    For the forward and the backward pass of a microbatch: one graph of a whole step would hold all its microbatches.
+    Habana's Megatron-LM marks in the same places (core/pipeline_parallel/schedules.py).
+    """
+    if not is_lazy(_device()):
+        return function
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        mark_step()
+        return result
+
+    return call
 
 
 def is_lazy(device: str) -> bool:

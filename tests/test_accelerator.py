@@ -339,6 +339,17 @@ def test_mark_step_acts_in_hpus_lazy_mode_only(
     assert habana.marks == marks
 
 
+@pytest.mark.parametrize(("device", "lazy", "marks"), [("hpu", True, 2), ("hpu", False, 0), ("cuda", True, 0)])
+def test_marked_functions_launch_their_operators_in_lazy_mode(
+    monkeypatch: pytest.MonkeyPatch, habana: Habana, device: str, lazy: bool, marks: int
+) -> None:
+    run_on(monkeypatch, device)
+    habana.lazy = lazy
+    function = accelerator.marked(lambda x, *, y: x + y)
+    assert [function(1, y=2), function(3, y=4)] == [3, 7]
+    assert habana.marks == marks
+
+
 def test_recompile_count_is_hpus_graph_compilations(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
     run_on(monkeypatch, "hpu")
     assert accelerator.recompile_count() == 17

@@ -80,7 +80,13 @@ class TrainingConfig:
     hysteresis: Positive = 2
     """fp16: overflows before the loss scale is halved."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in the backward pass: none, the attention core, or whole transformer layers."""
+    """Activations to recompute in the backward pass: none, those of `recompute_modules`, or whole transformer
+    layers."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of a transformer layer to recompute with `recompute_granularity=selective`, by Megatron's names.
+    `core_attn`: rotary embedding and attention without its projections. `mlp`: the MLP. `layernorm` (or `norm`): the
+    outputs of both norms. `mlp_act`: the output of the MLP's activation. Separated by commas or spaces. Unset:
+    core_attn."""
     torch_compile: bool | None = None
     """Compile each transformer layer with torch.compile, by the device's own backend. Unset: on HPU, unless in lazy
     mode."""
@@ -92,6 +98,14 @@ class TrainingConfig:
     exit_duration_in_mins: PositiveFloat | None = None
     """Save and exit after the first step that ends this many minutes or more after the process started, by the clock of
     rank 0. Leave time for one more step and a save before a scheduler's limit."""
+
+    @property
+    def recomputed_modules(self) -> frozenset[str]:
+        """Names of the parts of a layer that are recomputed; empty if none or the whole layer is."""
+        if self.recompute_granularity != "selective":
+            return frozenset()
+        names = (name.strip() for words in self.recompute_modules or ("core_attn",) for name in words.split(","))
+        return frozenset("layernorm" if name == "norm" else name for name in names if name)
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:

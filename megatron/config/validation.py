@@ -37,6 +37,7 @@ LOADING = (
 LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 WSD_DECAY = ("lr_wsd_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_style")
 ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
+RECOMPUTED = frozenset({"core_attn", "layernorm", "mlp", "mlp_act"})
 PROFILING = (
     "profile_step_start",
     "profile_step_end",
@@ -60,6 +61,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_precision(config),
         *check_device(config),
         *_check_attention(config),
+        *_check_kernels(config),
         *_check_rampup(config, world_size),
         *_check_schedule(config),
         *_check_data(config),
@@ -240,6 +242,16 @@ def _check_attention(config: Config) -> Iterator[str]:
             f"attention_backend=flex does not support dropout, but attention_dropout={model.attention_dropout}; "
             "set it to 0, or use sdpa"
         )
+
+
+def _check_kernels(config: Config) -> Iterator[str]:
+    model, backend = config.model, config.model.attention_backend
+    if model.kernels == "plain" and backend in ("flex", "fused_hpu"):
+        yield f"kernels=plain attends by torch's SDPA, but attention_backend={backend}; use kernels=auto, or sdpa"
+    unknown = sorted(config.training.recomputed_modules - RECOMPUTED)
+    if unknown:
+        names = ", ".join(sorted(RECOMPUTED))
+        yield f"recompute_modules={' '.join(unknown)} does not name a part of a layer; use {names}"
 
 
 def parallel_batch_size(config: Config, world_size: int) -> tuple[int, int]:
@@ -447,6 +459,12 @@ def _idle_without(config: Config) -> Iterator[str]:
             "device=hpu",
             "choose that",
             ("use_fast_softmax", "fused_sdpa_recompute"),
+        ),
+        (
+            config.training.recompute_granularity == "selective",
+            "recompute_granularity=selective",
+            "choose that",
+            ("recompute_modules",),
         ),
         (
             tokenizer == "GPT2BPETokenizer",

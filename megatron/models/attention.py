@@ -287,8 +287,8 @@ class FlexAttention:
 class FusedHPUAttention:
     """Habana's FusedSDPA.
 
-    Source: Intel Gaudi documentation, "Optimize training on PyTorch", FusedSDPA.apply(q, k, v, attn_mask, dropout_p,
-    is_causal, scale, softmax_mode, recompute_mode).
+    It takes fewer key/value heads as they are. Source: HabanaAI/gaudi-pytorch-bridge 1.19, FusedSDPA.apply(q, k, v,
+    attn_mask, dropout_p, is_causal, scale, softmax_mode, recompute_mode).
     """
 
     def __init__(self, slopes: Tensor | None, *, fast_softmax: bool = False, recompute: bool = True) -> None:
@@ -364,7 +364,7 @@ class SelfAttention(nn.Module):
         self.ctx, self.shared = ctx, shared
         self.head_size = model.head_size
         self.dropout = model.attention_dropout
-        self.recompute_core = shared.config.training.recompute_granularity == "selective"
+        self.recompute_core = "core_attn" in shared.config.training.recomputed_modules
         self.own_kv_head = (
             ctx.tensor_rank * model.num_kv_heads // ctx.tensor_size if model.num_kv_heads < ctx.tensor_size else None
         )

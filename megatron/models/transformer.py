@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron.models.attention import Packing, SelfAttention, Shared
 from megatron.parallel.layers import LayerNorm, RMSNorm, VocabParallelEmbedding
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.recompute import discard_output
 from megatron.parallel.rng import dropout
 from megatron.parallel.shards import Shards, alias
 
@@ -98,29 +99,35 @@ class EmbeddingOutput(nn.Module):
         return repack(dropout(hidden, self.probability, self.training, self.ctx.streams, sharded=sharded), stream)
 
 
-class GeluMLP(nn.Module):
+class _MLP(nn.Module):
+    """`up` (or the fused [gate; up]), activation, down."""
+
+    def __init__(self, shards: Shards, shared: Shared, up: str, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._up, self.activation = up, activation
+        self.discards_activation = "mlp_act" in shared.config.training.recomputed_modules
+        self.add_module(up, ColumnParallelLinear(shards.below(up), shared.ctx))
+        self.down = RowParallelLinear(shards.below("down"), shared.ctx)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inside = self.get_submodule(self._up)(hidden)
+        if self.discards_activation and self.training:
+            return discard_output(self.activation, self.down, inside)
+        return self.down(self.activation(inside))
+
+
+class GeluMLP(_MLP):
     """up, GELU (tanh approximation, as GPT-2 and BLOOM), down."""
 
     def __init__(self, shards: Shards, shared: Shared) -> None:
-        super().__init__()
-        self.up = ColumnParallelLinear(shards.below("up"), shared.ctx)
-        self.down = RowParallelLinear(shards.below("down"), shared.ctx)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        super().__init__(shards, shared, "up", partial(F.gelu, approximate="tanh"))
 
 
-class SwigluMLP(nn.Module):
+class SwigluMLP(_MLP):
     """silu(gate) * up, down. Source: Shazeer 2020 (arXiv:2002.05202)."""
 
     def __init__(self, shards: Shards, shared: Shared) -> None:
-        super().__init__()
-        self.swiglu = shared.kernels.swiglu
-        self.gate_up = ColumnParallelLinear(shards.below("gate_up"), shared.ctx)
-        self.down = RowParallelLinear(shards.below("down"), shared.ctx)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(self.swiglu(self.gate_up(hidden)))
+        super().__init__(shards, shared, "gate_up", shared.kernels.swiglu)
 
 
 class FinalLayerNorm(LayerNorm):
@@ -158,7 +165,10 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.ctx, self.probability = shared.ctx, shared.config.model.hidden_dropout
         self.dropout_add = shared.kernels.dropout_add
-        self.recompute_all = shared.config.training.recompute_granularity == "full"
+        training = shared.config.training
+        self.recompute_all = training.recompute_granularity == "full"
+        self.discards_norms = "layernorm" in training.recomputed_modules
+        self.recompute_mlp = "mlp" in training.recomputed_modules
         self.attention_norm = norm(shards.below("attention_norm"), shared)
         self.attention = attention(shards.below("attention"), shared)
         self.mlp_norm = norm(shards.below("mlp_norm"), shared)
@@ -171,8 +181,21 @@ class TransformerLayer(nn.Module):
         return repack(self._layer(hidden, packing), stream)
 
     def _layer(self, hidden: Tensor, packing: Packing | None) -> Tensor:
-        hidden = self._add(hidden, self.attention(self.attention_norm(hidden), packing))
-        return self._add(hidden, self.mlp(self.mlp_norm(hidden)))
+        attention = partial(self.attention, packing=packing)
+        hidden = self._add(hidden, self._branch(self.attention_norm, attention, hidden, recomputed=False))
+        return self._add(hidden, self._branch(self.mlp_norm, self.mlp, hidden, recomputed=self.recompute_mlp))
+
+    def _branch(
+        self, norm: nn.Module, branch: Callable[[Tensor], Tensor], hidden: Tensor, *, recomputed: bool
+    ) -> Tensor:
+        """branch(norm(hidden)), with what is to be recomputed of it."""
+        discards = self.discards_norms and self.training
+        if recomputed and self.training:
+            streams = self.ctx.streams
+            if discards:
+                return streams.recomputed(lambda x: branch(norm(x)), hidden)
+            return streams.recomputed(branch, norm(hidden))
+        return discard_output(norm, branch, hidden) if discards else branch(norm(hidden))
 
     def _add(self, hidden: Tensor, branch: Tensor) -> Tensor:
         if not self.training or self.probability == 0.0:

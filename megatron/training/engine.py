@@ -18,12 +18,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import compiler
-from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, ReduceTiedGrads
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
-from megatron.accelerator import quiet
+from megatron.accelerator import marked, quiet
 from megatron.config.options import Config, ConfigError
 from megatron.models.sequential import SequentialModel, build_layers, compute_dtype
 from megatron.observability.profiling import is_profiled
@@ -225,6 +225,10 @@ class PipelineEngine(Engine):
         super().__init__(engine, *arguments)
         if getattr(engine.optimizer, "use_grad_accum_attribute", False):
             engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceTiedGrads: _reduce_tied_gradients}
+        for instruction in (ForwardPass, BackwardPass):
+            engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {
+                instruction: marked(engine._INSTRUCTION_MAP[instruction])
+            }
         self.timers.watch_pipeline(engine)
 
     @property
@@ -265,6 +269,7 @@ class SequentialEngine(Engine):
     def __init__(self, engine: Any, *arguments: Any) -> None:
         super().__init__(engine, *arguments)
         self.timers.watch_sequential(engine)
+        self._forward, self._backward = marked(self._loss), marked(engine.backward)
 
     @property
     def called_module(self) -> nn.Module:
@@ -275,9 +280,9 @@ class SequentialEngine(Engine):
         for index, (inputs, targets) in enumerate(batches):
             engine.set_gradient_accumulation_boundary(index == steps - 1)
             with self.timers("forward-compute"):
-                loss = self._loss(inputs, targets)
+                loss = self._forward(inputs, targets)
             with self.timers("backward-compute"):
-                engine.backward(loss)
+                self._backward(loss)
             with self.timers("optimizer"):
                 engine.step()
         return self._mean_loss()
@@ -286,7 +291,7 @@ class SequentialEngine(Engine):
         self.deepspeed.eval()
         with torch.no_grad():
             for inputs, targets in batches:
-                self._loss(inputs, targets)
+                self._forward(inputs, targets)
         self.deepspeed.train()
         return self._mean_loss()
 

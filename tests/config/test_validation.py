@@ -32,6 +32,18 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "attention_backend=flex does not support dropout",
         "set it to 0, or use sdpa",
     ),
+    "plain kernels": (
+        "--kernels plain --attention-backend flex --device cuda --attention-dropout 0",
+        1,
+        "kernels=plain attends by torch's SDPA, but attention_backend=flex",
+        "use kernels=auto, or sdpa",
+    ),
+    "recompute modules": (
+        "--recompute-granularity selective --recompute-modules mlp,mlpact",
+        1,
+        "recompute_modules=mlpact does not name a part of a layer",
+        "use core_attn, layernorm, mlp, mlp_act",
+    ),
     "stages": ("--pipeline-model-parallel-size 4 --num-layers 3", 4, "larger than num_layers=3", "use at most 3"),
     "heads": (
         "--tensor-model-parallel-size 3 --num-query-groups 1 --kv-channels 48 --ffn-hidden-size 96",

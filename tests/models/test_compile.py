@@ -18,25 +18,33 @@ pytestmark = [
 ]
 
 
+COMPILED = "--num-layers 2 --torch-compile"
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "compiled"),
     [
-        layouts.MODELS["llama_gqa"],
-        f"{layouts.MODELS['bloom_alibi']} --reset-position-ids --reset-attention-mask --eod-token-id 7",
-        f"{layouts.MODELS['bloom_learned']} --recompute-granularity selective",
-        f"{layouts.MODELS['llama_gqa']} --no-pipeline-parallel --recompute-granularity full",
-        f"{layouts.MODELS['llama_gqa']} --tensor-model-parallel-size 2 --sequence-parallel",
-        f"{layouts.MODELS['bloom_learned']} --tensor-model-parallel-size 2 --recompute-granularity full",
+        (layouts.MODELS["llama_gqa"], COMPILED),
+        (layouts.MODELS["llama_gqa"], "--num-layers 2 --kernels fused"),
+        (f"{layouts.MODELS['bloom_alibi']} --reset-position-ids --reset-attention-mask --eod-token-id 7", COMPILED),
+        (f"{layouts.MODELS['bloom_learned']} --recompute-granularity selective", COMPILED),
+        (
+            f"{layouts.MODELS['llama_gqa']} --recompute-granularity selective --recompute-modules norm,mlp_act",
+            COMPILED,
+        ),
+        (f"{layouts.MODELS['llama_gqa']} --no-pipeline-parallel --recompute-granularity full", COMPILED),
+        (f"{layouts.MODELS['llama_gqa']} --tensor-model-parallel-size 2 --sequence-parallel", COMPILED),
+        (f"{layouts.MODELS['bloom_learned']} --tensor-model-parallel-size 2 --recompute-granularity full", COMPILED),
     ],
-    ids=["llama", "packed_alibi", "selective", "sequential_full", "sequence_parallel", "tensor_parallel_full"],
+    ids=["llama", "kernels", "packed", "selective", "parts", "sequential", "sequence_parallel", "tensor_parallel_full"],
 )
-def test_compiled_layers_train_alike(ranks: RankPools, arguments: str) -> None:
+def test_compiled_layers_train_alike(ranks: RankPools, arguments: str, compiled: str) -> None:
     size = 2 if "tensor-model" in arguments else 1
-    plain, *_ = ranks(size)(layouts.train, f"{arguments} --num-layers 2", 3)
-    compiled, *_ = ranks(size)(layouts.train, f"{arguments} --num-layers 2 --torch-compile", 3, timeout_s=900)
-    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
-    assert compiled["norms"] == pytest.approx(plain["norms"], rel=1e-4)
-    assert compiled["validation"] == pytest.approx(plain["validation"], rel=1e-5)
+    plain, *_ = ranks(size)(layouts.train, f"{arguments} --num-layers 2 --kernels plain", 3)
+    ours, *_ = ranks(size)(layouts.train, f"{arguments} {compiled}", 3, timeout_s=900)
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    assert ours["validation"] == pytest.approx(plain["validation"], rel=1e-5)
 
 
 class Dropping(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,9 @@ class FusedSDPA:
         softmax_mode: str,
         recompute_mode: bool | None,
     ) -> Tensor:
+        # Habana's own assertion, for a call with gradients
+        if softmax_mode == "fast" and recompute_mode is not False:
+            assert causal, "Optimized softmax mode is supported in recompute training mode only in causal case"
         cls.calls.append((mask, dropout, causal, scale, softmax_mode, recompute_mode))
         cls.num_kv_heads = k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=True)
@@ -115,6 +119,17 @@ def test_fast_softmax_recompute_and_dropout_are_passed_on(recompute: bool) -> No
     kernel = build_kernel(model, HPU, packed=False)
     kernel(heads(HEADS, 1), heads(HEADS, 2), heads(HEADS, 3), None, 0.25)
     assert FusedSDPA.calls == [(None, 0.25, True, None, "fast", recompute)]
+
+
+def test_fast_softmax_with_a_mask_runs_without_recomputation() -> None:
+    """The combination that validation accepts; it refuses the other, which Habana's kernel does too."""
+    for recompute in (False, True):
+        model = ModelConfig(use_fast_softmax=True, position_embedding_type="alibi", fused_sdpa_recompute=recompute)
+        kernel = build_kernel(model, HPU, packed=False)
+        refused = pytest.raises(AssertionError, match="only in causal") if recompute else contextlib.nullcontext()
+        with refused:
+            kernel(heads(HEADS, 1), heads(HEADS, 2), heads(HEADS, 3), None, 0.0)
+    assert [call[-1] for call in FusedSDPA.calls] == [False]
 
 
 def test_hpu_takes_the_fused_attention_unless_told_otherwise() -> None:

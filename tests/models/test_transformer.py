@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.config.command_line import PRESETS_DIR, parse_arguments
+from megatron.models.transformer import TransformerLayer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from tests.models.outputs import Array, build_model, config_of, context_of, logits_of, mean_loss
@@ -129,12 +133,27 @@ def test_recomputation_changes_no_gradient_with_dropout_on(name: str, packed: bo
     assert any(not np.allclose(other[name], plain[name], rtol=1e-2) for name in plain)  # dropout was on
 
 
+PARTS = ["core_attn", "layernorm", "mlp", "mlp_act", "norm,mlp_act,core_attn", "layernorm mlp mlp_act"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
+def test_recomputing_parts_changes_no_gradient(name: str, kernels: str) -> None:
+    arguments = f"{MODELS[name]} {DROPOUT} --kernels {kernels}"
+    plain = step_gradients(arguments, False)
+    for parts in PARTS:
+        recomputed = step_gradients(f"{arguments} --recompute-granularity selective --recompute-modules {parts}", False)
+        assert set(recomputed) == set(plain)
+        for weight, gradient in plain.items():
+            np.testing.assert_array_equal(recomputed[weight], gradient, err_msg=f"{parts}: {weight}")
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_recomputation_on_ranks_changes_no_gradient_with_dropout_on(ranks: RankPools, sequence_parallel: bool) -> None:
     arguments = f"{MODELS['rope']} {DROPOUT} --tensor-model-parallel-size 4"
     arguments += " --sequence-parallel" if sequence_parallel else ""
     plain = ranks(4)(step_gradients, f"{arguments} --recompute-granularity none", False)
-    for granularity in ("full", "selective"):
+    for granularity in ("full", "selective", "selective --recompute-modules layernorm mlp_act"):
         recomputed = ranks(4)(step_gradients, f"{arguments} --recompute-granularity {granularity}", False)
         for ours, expected in zip(recomputed, plain, strict=True):
             assert_equal(ours, expected)
@@ -163,6 +182,54 @@ def test_recomputation_keeps_fewer_activations() -> None:
     none, selective, full = map(saved_bytes, ("none", "selective", "full"))
     assert full < 0.5 * none
     assert full < selective < none
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory that was allocated inside and is still in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    @property
+    def total(self) -> int:
+        return sum(size for reference, size in self._storages.values() if not reference.expired())
+
+
+@pytest.mark.parametrize("name", ["rope", "alibi"])
+def test_recomputing_parts_saves_what_they_hold(name: str) -> None:
+    rows, hidden, ffn, number = 2 * 24, 64, 96, 4
+
+    def kept(parts: str) -> int:
+        flags = f"--ffn-hidden-size {ffn} --num-layers 1" + (
+            f" --recompute-granularity selective --recompute-modules {parts}" if parts else ""
+        )
+        model = build_model(config_of(f"{MODELS[name]} {flags}"), SINGLE)
+        layer = next(module for module in model.modules() if isinstance(module, TransformerLayer))
+        x = torch.randn(24, 2, hidden, requires_grad=True)
+        for _ in range(2):  # the first time makes tables and masks
+            with LiveBytes() as live:
+                y = layer(x * 1.0)  # its input counts as well
+            total = live.total
+            del y
+        return total
+
+    none, norms, activation = kept(""), 2 * rows * hidden * number, rows * ffn * number
+    inside = rows * ffn * (2 if name == "rope" else 1) * number  # what the activation reads
+    assert none - kept("layernorm") == norms
+    assert none - kept("mlp_act") == activation
+    assert none - kept("layernorm,mlp_act") == norms + activation
+    assert none - kept("mlp") == inside + activation
+    statistics = rows * (1 if name == "rope" else 2) * number  # the second norm's, inside what is recomputed
+    assert none - kept("mlp,layernorm") == inside + activation + norms + statistics
 
 
 # ---------------------------------------------------------------------------------------------------------------------

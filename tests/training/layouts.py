@@ -180,6 +180,25 @@ def _dtypes_by_kind(engine: Engine, sums: list[tuple[Any, Any]]) -> dict[str, li
     return {kind: sorted(names) for kind, names in dtypes.items()}
 
 
+def calls_marked(arguments: str, steps: int) -> list[str]:
+    """Names of the functions after which HPU's lazy mode would launch what they recorded, call by call."""
+    calls: list[str] = []
+
+    def marked(function: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            result = function(*given, **named)
+            calls.append(function.__name__)
+            return result
+
+        return call
+
+    with patch("megatron.training.engine.marked", marked):
+        engine, task = build(arguments)
+        for step in range(steps):
+            loss_of_step(engine, task, step)
+    return calls
+
+
 def train_sizes(arguments: str, sizes: list[int]) -> list[float]:
     """Losses of steps whose global batches have these sizes."""
     engine, task = build(arguments)

@@ -216,3 +216,10 @@ def test_batch_ramp_up_changes_the_number_of_microbatches(ranks: RankPools) -> N
         assert ranks(world_size)(layouts.train_sizes, f"{flags} {more}", [4, 8, 8, 4])[0] == pytest.approx(
             expected, rel=1e-5
         )
+
+
+@pytest.mark.parametrize(("flags", "forward"), [("", "_exec_forward_pass"), ("--no-pipeline-parallel", "_loss")])
+def test_hpus_lazy_mode_launches_each_microbatch(ranks: RankPools, flags: str, forward: str) -> None:
+    (calls,) = ranks(1)(layouts.calls_marked, f"{layouts.MODELS['llama_gqa']} --num-layers 1 {flags}", 2)
+    # forward and backward of four microbatches, two steps
+    assert [name == forward for name in calls] == [True, False] * 4 * 2

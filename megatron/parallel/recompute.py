@@ -1,0 +1,57 @@
+"""Recomputation of an output whose reader would keep it for its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+# torch.compile cannot trace the hooks; what is inside `function` and `reader` it still compiles
+@torch.compiler.disable(recursive=False)
+def discard_output(function: Callable[[Tensor], Tensor], reader: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Return reader(function(x)), where the backward pass of `reader` computes function(x) again instead of keeping it.
+
+    For a cheap `function` in front of a matrix product, such as a norm or an activation: torch.utils.checkpoint around
+    both would multiply again too. `function` must not draw random numbers.
+    """
+    output = function(x)
+    again = _Again(function, x.detach(), output)
+    with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+        return reader(output)
+
+
+class _Again:
+    """Stands for a discarded output among the tensors that a backward pass keeps."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, output: Tensor) -> None:
+        self._function, self._x = function, x
+        self._place = output.untyped_storage().data_ptr()
+        self._layout = output.size(), output.stride()
+        self._num_kept = self._num_left = 0
+        self._output: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != self._place:
+            return tensor
+        self._num_kept += 1
+        return self, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        _, size, stride, offset = packed
+        if self._output is None:
+            with torch.no_grad():
+                output = self._function(self._x)
+            if (output.size(), output.stride()) != self._layout:  # what is kept are views of the first one's memory
+                output = output.new_empty_strided(*self._layout).copy_(output)
+            self._output = output
+            self._num_left = self._num_kept
+        self._num_left -= 1
+        found = self._output.as_strided(size, stride, offset)
+        if self._num_left == 0:
+            self._output = None
+        return found
