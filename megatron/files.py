@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,26 @@ from typing import IO, Any
 
 IMPORT_ROOT = Path(__file__).resolve().parent.parent
 """Folder that holds megatron/: a checkout, or site-packages."""
+
+
+READER_LEFT = 141
+"""Exit status of a command whose output no one reads any more: that of a process which SIGPIPE has ended."""
+
+
+def show(text: str) -> None:
+    """Print a text on stdout. Exits with READER_LEFT if the reader has left, as `| head` does."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+        raise SystemExit(READER_LEFT) from None
+
+
+def discard_output() -> None:
+    """Discard what stdout still holds, so that the end of the process does not fail to write it."""
+    with contextlib.suppress(OSError, ValueError):  # a stand-in of stdout may have no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def sync_file(file: IO[Any]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from megatron.config.command_line import PRESETS_DIR
+from megatron.config.parser import PRESETS_DIR
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.exit_codes import DONE, FAILED
+from megatron.files import READER_LEFT, discard_output
 
 INTERRUPTED = 130
+
+
+Main = Callable[[Sequence[str] | None], int]
+
+
+def command(main: Main) -> Callable[..., int]:
+    """Decorate the main function of a command: it ends without a traceback when its reader leaves, as `| head` does."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            try:
+                return main(argv)
+            finally:
+                sys.stdout.flush()  # here, where it can be caught; --help ends by SystemExit
+        except BrokenPipeError:
+            discard_output()
+            return READER_LEFT
+
+    return run
 
 
 def run_command(
@@ -28,6 +50,8 @@ def run_command(
     except errors as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+    except BrokenPipeError:
+        raise  # `command` handles it
     except OSError as error:
         print(f"error: {error.filename or output}: {error.strerror or error}{kept()}", file=sys.stderr)
         return FAILED

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.cli.command import run_command
+from megatron.cli.command import command, run_command
 from megatron.command_names import command_name
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"wrote {NAMES[arguments.to]}: {arguments.save}, {num_bytes / 1e9:.2f} GB in {seconds:.1f} s")
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron import accelerator

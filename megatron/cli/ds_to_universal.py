@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import run_command
+from megatron.cli.command import command, run_command
 from megatron.cli.convert_checkpoint import add_source_flags
 from megatron.command_names import command_name
 
@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> str:
     return f"{text}; checked: {checked}; latest_universal names it"
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
 

@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.cli.command import INTERRUPTED
+from megatron.cli.command import INTERRUPTED, command
 from megatron.command_names import command_name
 from megatron.exit_codes import DONE, FAILED
 
@@ -238,6 +237,7 @@ def diff(arguments: argparse.Namespace) -> bool:
     return not found["different"]
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.checkpoint.format import CheckpointError
@@ -249,9 +249,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has closed the pipe
-        return DONE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.cli.command import INTERRUPTED
+from megatron.cli.command import INTERRUPTED, command
 from megatron.cli.text_flags import add_tokenizer_flags, tokenizer_of
 from megatron.command_names import command_name
 from megatron.data.checksums import read_checksums
@@ -204,6 +203,7 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
     return not (verified and verified["findings"])
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     tokenizer = None
@@ -223,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             all_well = False
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has closed the pipe
-            return DONE
+            raise  # `command` handles it
         except OSError as error:
             print(f"error: {error.filename or prefix}: {error.strerror or error}", file=sys.stderr)
             all_well = False

@@ -19,15 +19,23 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli.command import command
 from megatron.command_names import command_name
-from megatron.config.command_line import build_parser, presets_of, to_yaml
+from megatron.config.command_line import presets_of, read_command_line, to_yaml
+from megatron.config.options import ConfigError
+from megatron.config.parser import build_parser, help_text, help_topic
 from megatron.exit_codes import REFUSED
+from megatron.files import IMPORT_ROOT
+from megatron.launch.hl_help import script_help
 from megatron.launch.hl_requests import from_environment, legend
-from megatron.launch.hl_variables import ALL, VARIABLES, Script
-from megatron.launch.hosts import agent_command, launch, remote_command
+from megatron.launch.hl_variables import ALL, Script
+from megatron.launch.hosts import launch
 from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
 from megatron.launch.preflight import preflight
 from megatron.planning.describe import describe
+
+DERIVED = ("DS_ACCELERATOR", "OMP_NUM_THREADS")
+"""Variables of the ranks that the launcher derives from the other options."""
 
 
 def plan_text(plan: LaunchPlan, title: str) -> str:
@@ -59,15 +67,40 @@ def _wrapped(text: str, label: str) -> str:
 
 
 def command_text(plan: LaunchPlan) -> str:
-    """Return the launch command, a flag a line, ready to paste."""
+    """Return the command that launches the plan, a flag a line, ready to paste."""
     lines: list[str] = []
-    line = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(plan.environment.items()))
-    for word in remote_command(plan) if plan.hosts else agent_command(plan):
+    line = ""
+    for word in launch_command(plan):
         if word.startswith("--") and line:
             lines.append(line + " \\")
             line = " "
         line += (" " if line else "") + shlex.quote(word)
     return "\n".join([*lines, line])
+
+
+def launch_command(plan: LaunchPlan) -> list[str]:
+    """Return the words of this launcher that make the plan, without variables."""
+    script = IMPORT_ROOT / "tools" / "launch.py"
+    installed = Path(sys.argv[0]).name.startswith("megatron-") or not script.is_file()
+    command = [shutil.which("megatron-launch") or "megatron-launch"] if installed else [sys.executable, str(script)]
+    chats = plan.fine_tuning
+    values = {
+        "--nodes": plan.nodes if plan.nodes > 1 else None,
+        "--devices-per-node": plan.devices_per_node,
+        "--hostsfile": plan.hostsfile,
+        "--rendezvous": plan.rendezvous,
+        "--master-port": plan.master_port,
+        "--max-restarts": plan.max_restarts or None,
+        "--min-nodes": plan.min_nodes if plan.min_nodes < plan.nodes else None,
+        "--activate": plan.activate_dir,
+        "--chats": chats and (chats.chats or chats.folder),
+        "--chat-template": chats and chats.chat_template,
+    }
+    for flag, value in values.items():
+        command += [flag, str(value)] if value is not None else []
+    for name, value in sorted(plan.environment.items()):
+        command += [] if name in DERIVED else ["--env", f"{name}={value}"]
+    return [*command, "--", *plan.train_flags]
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None]:
@@ -76,10 +109,27 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None
     if "--" in own:
         place = own.index("--")
         own, train_flags = own[:place], own[place + 1 :]
+    options = vars(build_launch_parser().parse_args(own))
+    if (script := options.pop("variables")) is not None:
+        return from_environment(os.environ, script, train_flags), script
+    chats, template = options.pop("chats"), options.pop("chat_template")
+    request = Request(**options | {"environment": dict(options["environment"])}, train_flags=train_flags)
+    if chats is not None:
+        model = read_command_line(train_flags).config.checkpoint.load
+        if model is None:
+            request.faults.append(f"--chats {chats} needs the model to fine-tune; give --load FOLDER after --")
+        is_folder = Path(chats).is_dir()
+        folder, file = (chats, None) if is_folder else (None, chats)
+        request.fine_tuning = FineTuning(model or "", file, template, folder)
+    return request, None
+
+
+def build_launch_parser() -> argparse.ArgumentParser:
+    """Return the parser of the launcher's own flags."""
     parser = argparse.ArgumentParser(
         prog=command_name("launch"),
         description="Validate a run of megatron.train, then launch it on this machine or on the hosts of a hostsfile.",
-        epilog="After --, the flags of megatron.train. See docs/launching.md.",
+        epilog="After --, the flags of megatron.train; `-- --help` shows them. See docs/launching.md.",
         allow_abbrev=False,
     )
     parser.add_argument("--variables", choices=ALL, help="read HL_* variables, as this script does")
@@ -88,7 +138,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None
     parser.add_argument("--data-parallel-size", type=_positive, help="default: what the layout leaves of the devices")
     parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
     parser.add_argument("--device", choices=("auto", "hpu", "cuda", "cpu"), default="auto")
-    parser.add_argument("--master-port", type=_port, help="default: 29500 over several nodes, else a free one")
+    parser.add_argument("--master-port", type=_positive, help="default: 29500 over several nodes, else a free one")
     parser.add_argument(
         "--max-restarts",
         type=_count,
@@ -101,11 +151,33 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None
         metavar="HOST:PORT",
         help="address of the first node, if a scheduler starts this launcher on each node; instead of a hostsfile",
     )
+    parser.add_argument(
+        "--activate", dest="activate_dir", metavar="DIR", help="folder whose `activate` every other host sources first"
+    )
+    parser.add_argument(
+        "--env",
+        dest="environment",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="variable for the ranks on every host; repeatable",
+    )
+    parser.add_argument(
+        "--chats",
+        metavar="PATH",
+        help="fine-tuning: JSONL file of chats to tokenize first, or folder of tokenized ones",
+    )
+    parser.add_argument("--chat-template", metavar="NAME", help="with --chats: a preset, or a .jinja or .py file")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    options = vars(parser.parse_args(own))
-    if (script := options.pop("variables")) is not None:
-        return from_environment(os.environ, script, train_flags), script
-    return Request(**options, train_flags=train_flags), None
+    return parser
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    return name, value
 
 
 def _count(text: str) -> int:
@@ -129,17 +201,17 @@ def _port(text: str) -> int:
     return number
 
 
-def variables_text() -> str:
-    return "".join(f"  {variable.name:<28}{variable.meaning}\n" for variable in VARIABLES)
-
-
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     of_training = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
-    if "--help" in of_training or "-h" in of_training:
-        if "--variables" in arguments:
-            print(f"Variables (defaults: the script and its preset; docs/launching.md):\n{variables_text()}")
-        build_parser().print_help()
+    if (topic := help_topic(of_training)) is not None:
+        script = next((known for known in ALL if list(arguments[:2]) == ["--variables", known]), None)
+        try:
+            sys.stdout.write(help_text(topic) if script is None else script_help(script, topic))
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return REFUSED
         return 0
     request, script = parse_command_line(arguments)
     print_config = "--print-config" in request.train_flags

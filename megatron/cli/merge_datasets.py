@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
-from megatron.cli.command import run_command
+from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import add_overwrite_flag
 from megatron.command_names import command_name
 from megatron.data.checksums import ReportBytes
@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     return run_command(lambda: run(arguments), (DataError,), arguments.output_prefix)

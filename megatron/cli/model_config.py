@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from megatron.cli.command import run_command
+from megatron.cli.command import command, run_command
 from megatron.command_names import command_name
 from megatron.config.options import option_doc
 
@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
     sys.stdout.write(as_yaml(preset, f"The model of {folder.name}, by its config.json."))
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.checkpoint.format import CheckpointError

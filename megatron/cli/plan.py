@@ -11,12 +11,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megatron.cli.command import command
 from megatron.command_names import command_name
-from megatron.config.command_line import build_parser, load_config, parse_arguments, presets_of
+from megatron.config.command_line import load_config, parse_arguments, presets_of
 from megatron.config.options import ConfigError
+from megatron.config.parser import build_parser
 from megatron.planning.describe import describe
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(

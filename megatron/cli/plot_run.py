@@ -10,11 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli.command import command
 from megatron.command_names import command_name
 from megatron.exit_codes import DONE, REFUSED
 from megatron.observability.run_plots import PlotError, draw, draw_loss, read_run, run_names
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=command_name("plot_run"),

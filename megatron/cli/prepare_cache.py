@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.command import command
 from megatron.command_names import command_name, train_name
 from megatron.config.command_line import load_config, parse_arguments
 from megatron.config.options import Config, ConfigError
@@ -79,6 +80,7 @@ def prepare(config: Config) -> None:
     open_datasets(config)  # the other checks that a run makes of its data
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(

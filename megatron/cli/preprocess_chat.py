@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli.command import run_command
+from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import add_file_flags, add_overwrite_flag, add_shard_flag, shard_given
 from megatron.command_names import command_name
 
@@ -272,6 +272,7 @@ def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
     print(f"written in {elapsed_s:.1f} s: {', '.join(written)}")
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.data.indexed import DataError

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import run_command
+from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import add_input_flags, check_input_flags, find_input, name_rules, separator
 from megatron.command_names import command_name
 
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.data.indexed import DataError

@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatron.command_names import train_name
-from megatron.config.options import Config, ConfigError, flag, option_doc, options, sections
+from megatron.config.options import Config, ConfigError, flag, options, sections
+from megatron.config.parser import PRESETS_DIR, build_parser, help_text, help_topic, sequence
 from megatron.config.stand_ins import with_stand_ins
 from megatron.config.validation import check
-from megatron.files import IMPORT_ROOT
-
-PRESETS_DIR = IMPORT_ROOT / "megatron" / "presets"
-
+from megatron.files import show
 
 # Options that say the same in other words: one that is given replaces the others of presets below it.
 ALTERNATIVES = (
@@ -106,7 +102,7 @@ def _known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list
             unread |= set(_nearest(name, options()))
         known[section] = {
             # a sequence may be written as one string: `rampup_batch_size: 16 16 5000000`
-            name: value.split() if isinstance(value, str) and _sequence(hints[name]) else value
+            name: value.split() if isinstance(value, str) and sequence(hints[name]) else value
             for name, value in values.items()
             if name in hints
         }
@@ -128,7 +124,7 @@ def _wrong_value(known: dict[str, dict[str, Any]], where: tuple[int | str, ...],
     """Describe a value of the wrong type or out of range."""
     section, name = str(where[0]), str(where[1])
     value = known[section][name]
-    wanted = get_args(_sequence(get_type_hints(sections()[section])[name]))
+    wanted = get_args(sequence(get_type_hints(sections()[section])[name]))
     if kind in ("missing", "too_short", "too_long") and wanted:
         rule = f"expected {len(wanted)} values, not {len(value)}"
     shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else repr(value)
@@ -208,97 +204,6 @@ def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[st
         by: [name for name in below if name in names and below[name] not in UNSET] for by, names in found.items()
     }
     return {by: names for by, names in names_by.items() if names}
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """Print each metavar as written: argparse would put optional values in brackets."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        return str(action.metavar or default_metavar)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return a parser with one flag per option, grouped by section.
-
-    Values stay strings and a missing one is an empty string, so that all are validated together.
-    """
-    parser = argparse.ArgumentParser(
-        prog=train_name(),
-        usage="%(prog)s --config PRESET [--flag VALUE ...]",
-        description="Train a model with tensor, pipeline and data parallelism. The command line overrides the presets, "
-        "which override the defaults. A BOOL flag alone means true, --no-FLAG means false; `none` unsets an option.",
-        allow_abbrev=False,
-        formatter_class=_HelpFormatter,
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        nargs="?",
-        const="",
-        metavar="PRESET",
-        help="preset name or YAML file; repeatable, later presets override earlier ones option by option",
-    )
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and exit")
-    for section, cls in sections().items():
-        group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
-        for name, hint in get_type_hints(cls).items():
-            text = _help_text(section, name, getattr(cls, name), hint).replace("%", "%%")
-            if _is_bool(hint):
-                group.add_argument(flag(name), dest=name, nargs="?", const="true", help=text, metavar=_metavar(hint))
-                if not name.startswith("no_"):
-                    negative = flag("no_" + name)
-                    group.add_argument(negative, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
-            elif _sequence(hint):
-                group.add_argument(flag(name), dest=name, nargs="*", help=text, metavar=_metavar(hint))
-            else:
-                group.add_argument(flag(name), dest=name, nargs="?", const="", help=text, metavar=_metavar(hint))
-    return parser
-
-
-def _help_text(section: str, name: str, default: Any, hint: Any) -> str:
-    text = option_doc(section, name)
-    if _metavar(hint) == "NAME":
-        text += f" One of {', '.join(_choices(hint))}."
-    says_unset = shown(default) == "unset" and "Unset:" in text
-    return text if says_unset else f"{text} (default: {shown(default)})"
-
-
-def shown(default: Any) -> str:
-    """Format a default as a user would write it."""
-    if default is None or default == ():
-        return "unset"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-
-
-def _is_bool(hint: Any) -> bool:
-    return bool in (hint, *get_args(hint))
-
-
-def _sequence(hint: Any) -> Any:
-    """Return the tuple type in `tuple[...]` or `tuple[...] | None`; None for a single value."""
-    return next((part for part in (hint, *get_args(hint)) if get_origin(part) is tuple), None)
-
-
-def _choices(hint: Any) -> list[str]:
-    """Return the values of `Literal[...]` or `Literal[...] | None`; empty for other types."""
-    return [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
-
-
-def _metavar(hint: Any) -> str:
-    """Return the placeholder of the value in --help: {a,b}, INT, INT INT INT, STR ..."""
-    if _is_bool(hint):
-        return "[BOOL]"
-    if choices := _choices(hint):
-        braced = "{" + ",".join(choices) + "}"
-        return braced if len(braced) <= 48 else "NAME"
-    if sequence := _sequence(hint):
-        return " ".join("..." if part is Ellipsis else part.__name__.upper() for part in get_args(sequence))
-    return next(part.__name__.upper() for part in (hint, *get_args(hint)) if part in (int, float, str))
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespace]:
@@ -411,8 +316,11 @@ def load_config(arguments: Sequence[str], world_size: int | None = None) -> Conf
 def load_command_line(arguments: Sequence[str], world_size: int | None = None) -> CommandLine:
     """Read the command line and validate it for `world_size` ranks (default: the launcher's WORLD_SIZE, else 1).
 
-    Raises ConfigError with every fault. `--print-config` prints the config and exits with 0.
+    Raises ConfigError with every fault. `--help` and `--print-config` print and exit with 0.
     """
+    if (topic := help_topic(arguments)) is not None:
+        show(help_text(topic))
+        raise SystemExit(0)
     command = read_command_line(arguments)
     faults, prints = list(command.faults), command.namespace.print_config
     if faults or not prints:
@@ -421,7 +329,7 @@ def load_command_line(arguments: Sequence[str], world_size: int | None = None) -
     if faults:
         raise ConfigError(faults)
     if prints:
-        sys.stdout.write(to_yaml(command.config))
+        show(to_yaml(command.config))
         raise SystemExit(0)
     return command
 

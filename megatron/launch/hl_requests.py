@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.config.command_line import ALTERNATIVES, build_parser, read_preset
+from megatron.config.command_line import ALTERNATIVES, read_preset
 from megatron.config.options import ConfigError, flag
+from megatron.config.parser import build_parser
+from megatron.launch.hl_help import covers
 from megatron.launch.hl_variables import (
     LLAMA_PRESETS,
     PRETRAINING,
     REFUSED,
     VARIABLES,
-    Refused,
     Script,
     Variable,
     WrongValueError,
@@ -44,7 +45,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     preset = _preset(given, script, reader)
     request.train_flags += ["--config", preset] if preset is not None else []
     if script == "sft":
-        _fine_tuning(given, arguments, reader)
+        _fine_tuning(given, reader)
     else:
         _data(given, script, preset, reader)
     reader.translate(arguments)
@@ -150,7 +151,7 @@ def _unknown_or_refused(given: Mapping[str, str], script: Script, reader: _Varia
                 homes = " and ".join(f"scripts/run_{home}.sh" for home in variable.scripts)
                 reader.fault(f"{name}={value} does not apply to this script; it belongs to {homes}")
             continue
-        refused = next((entry for entry in REFUSED if _covers(entry, name)), None)
+        refused = next((entry for entry in REFUSED if covers(entry, name)), None)
         if refused is None:
             names = [known.removeprefix("HL_") for known in KNOWN if script in KNOWN[known].scripts]
             # without what all names share, in which a short name would be near to any other
@@ -159,10 +160,6 @@ def _unknown_or_refused(given: Mapping[str, str], script: Script, reader: _Varia
             reader.fault(f"unknown variable {name}={value}; {hint}", *near)
         elif value.lower() not in refused.off:
             reader.fault(f"{name}={value} is not supported: {refused.reason}")
-
-
-def _covers(refused: Refused, name: str) -> bool:
-    return any(name == known or (known.endswith("*") and name.startswith(known[:-1])) for known in refused.names)
 
 
 def _preset(given: Mapping[str, str], script: Script, reader: _VariableReader) -> str | None:
@@ -244,13 +241,11 @@ def _environment(given: Mapping[str, str], environment: Mapping[str, str], reade
     return variables
 
 
-def _fine_tuning(given: Mapping[str, str], arguments: Mapping[str, object], reader: _VariableReader) -> None:
+def _fine_tuning(given: Mapping[str, str], reader: _VariableReader) -> None:
     """Add the model's flags, from its folder, and its training data."""
     request = reader.request
     model, chats, folder = given.get("HL_MODEL"), given.get("HL_DATA"), given.get("HL_DATA_OUTPUT_DIR")
     request.fine_tuning = FineTuning(model or "", chats, given.get("HL_CHAT_TEMPLATE"), folder)
-    if arguments["data_path"] is not None:
-        reader.fault("--data-path does not apply to this script; HL_DATA and HL_DATA_OUTPUT_DIR name its chats")
     if chats is None and folder is None and not reader.switch("HL_DRY_RUN"):
         reader.fault(
             "HL_DATA is not set; set it to a JSONL file of chats, or HL_DATA_OUTPUT_DIR to the folder of processed ones"

@@ -179,7 +179,7 @@ def _check_layout(request: Request, layout: Layout) -> Iterator[str]:
         yield from checks.check_restarts(request, config, layout.devices_per_node)
     yield from check(config, world_size)
     yield from checks.check_deepspeed(config, world_size)
-    yield from _check_results_folder(request, config)
+    yield from _check_folders(request, config)
     yield from checks.check_outputs(config)
     yield from checks.check_load(config)
 
@@ -218,12 +218,15 @@ def _notes_of_device(given: Config, config: Config, *, lazy: bool | None) -> Ite
         yield f"HPU in {mode}; HL_USE_LAZY_MODE and HL_USE_TORCH_COMPILE (--torch-compile) choose"
 
 
-def _check_results_folder(request: Request, config: Config) -> Iterator[str]:
+def _check_folders(request: Request, config: Config) -> Iterator[str]:
     if request.rendezvous is not None and request.results_parent and config.logging.results_dir is None:
         yield (
             f"rendezvous={request.rendezvous}: each node, and each attempt, would name the results folder after its "
             "own clock; set HL_RESULTS_DIR (--results-dir) to one folder for all"
         )
+    path = " ".join(config.data.data_path)
+    if request.fine_tuning is not None and Path(path).name != "data":
+        yield f"data_path={path}: tokenized chats are a dataset named data; give FOLDER/data, or leave it out"
 
 
 def _run_id(request: Request, flags: Sequence[str]) -> str:
@@ -263,7 +266,8 @@ def _output_flags(request: Request, command: CommandLine) -> list[str]:
         if request.resume and "load" not in given:
             flags += ["--load", checkpoints]
     if request.fine_tuning is not None:
-        flags += ["--data-path", str(Path(request.fine_tuning.folder or Path(results or ".", "data"), "data"))]
+        folder = request.fine_tuning.folder or Path(results or ".", "data")
+        flags += [] if command.namespace.data_path else ["--data-path", str(Path(folder, "data"))]
         # the exports are what is wanted, checkpoints serve a restart
         of_exports = {"save_hf": str(Path(results or ".", "hf_format")), "keep_last": "1", "save_at_epoch": "true"}
         for name, value in of_exports.items():

@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.config.command_line import (
-    build_parser,
-    from_dict,
-    load_config,
-    parse_arguments,
-    read_preset,
-    to_yaml,
-)
+from megatron.config.command_line import from_dict, load_config, parse_arguments, read_preset, to_yaml
 from megatron.config.data import parse_split
 from megatron.config.options import (
     Config,
@@ -27,10 +20,12 @@ from megatron.config.options import (
     ModelConfig,
     TrainingConfig,
     batch_sizes,
+    flag,
     option_doc,
     options,
     sections,
 )
+from megatron.config.parser import build_parser, help_text
 from tests.config.faults import VALID, faults_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,6 +251,32 @@ def test_help_fits_the_terminal_and_shows_every_default(columns: int, monkeypatc
         entry = re.search(rf"^  --{name.replace('_', '-')}\b(.*?)(?=^  -|^\w|\Z)", text, re.MULTILINE | re.DOTALL)
         assert entry, name
         assert re.search(r"\(default:\s|\bUnset:", entry[1]), entry[0]
+
+
+@pytest.mark.parametrize("topic", ["", *sections()])
+def test_help_comes_by_sections_and_its_first_page_fits_a_screen(
+    topic: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--help", topic] if topic else ["--help"], 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert caught.value.code == 0
+    assert max(map(len, lines)) <= 100
+    listed = {word for line in lines for word in re.findall(r"^  (--[a-z0-9-]+)", line)}
+    if topic:
+        assert listed == {flag(name) for name, (section, _) in options().items() if section == topic}
+    else:
+        assert len(lines) <= 50
+        assert all(any(line.split()[:1] == [section] for line in lines) for section in sections())
+
+
+def test_help_explains_a_flag_and_names_the_nearest() -> None:
+    assert help_text("zero-stage") == help_text("--zero_stage")
+    assert help_text("zero-stage").startswith("--zero-stage INT    (section optimizer)\n\n  ZeRO stage. Shard over")
+    assert help_text("all") == build_parser().format_help()
+    with pytest.raises(ConfigError, match="no help on 'optimiser'; did you mean optimizer"):
+        help_text("optimiser")
 
 
 QUIET_PROBE = """

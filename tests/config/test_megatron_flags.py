@@ -12,8 +12,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from megatron.config.command_line import build_parser, parse_arguments, shown
+from megatron.config.command_line import parse_arguments
 from megatron.config.options import Config, flag, options, sections
+from megatron.config.parser import build_parser, shown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_flags.md"
 

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from megatron.config.command_line import PRESETS_DIR, from_dict, load_config, read_preset
+from megatron.config.command_line import from_dict, load_config, read_preset
 from megatron.config.options import Config, options
+from megatron.config.parser import PRESETS_DIR
 from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.planning.sizes import count_parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import re
 import shlex
@@ -18,13 +19,13 @@ from typing import Any
 import pytest
 
 from megatron.cli import launch
-from megatron.config.command_line import PRESETS_DIR
+from megatron.config.parser import PRESETS_DIR
 from megatron.files import IMPORT_ROOT
 from megatron.launch import agent, checks, hosts, rank
 from megatron.launch.hl_requests import from_environment
 from megatron.launch.hl_variables import REFUSED, VARIABLES, Script
 from megatron.launch.hostsfile import parse_hostsfile
-from megatron.launch.plan import LaunchPlan, RefusedError, Request
+from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
 from megatron.launch.preflight import preflight
 from megatron.planning.sizes import declared_layers
 from tests.launch.test_agent import wait_until_gone
@@ -608,17 +609,41 @@ def test_a_dry_run_prints_the_plan_of_every_preset(
     flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     assert launch.main(flags) == 0
     shown = capsys.readouterr().out
-    for said in ("PP 2 x TP 2 x DP 1", "parameters", "bubble", "memory per rank", "-m megatron.launch.agent"):
+    for said in ("PP 2 x TP 2 x DP 1", "parameters", "bubble", "memory per rank", "tools/launch.py"):
         assert said in shown
     assert "warning: no dataset is given" in shown
     assert not list(tmp_path.iterdir())
 
 
-def test_a_shown_command_can_be_pasted(tmp_path: Path) -> None:
-    request = tiny("--save", str(tmp_path / "a b"), dry_run=True, results_parent="out")
-    shown = launch.command_text(preflight(request))
-    words = shlex.split(shown)
-    assert flag_values(words, "--save") == [str(tmp_path / "a b")]
+ODD = "a b'c\"d$HOME`id`;&|*\\e"
+
+
+@pytest.mark.parametrize(
+    "request_values",
+    [
+        {},
+        {"nodes": 2, "hostsfile": ODD, "master_port": 12345, "environment": {"A_B": ODD, "PT_HPU_LAZY_MODE": "0"}},
+        {"max_restarts": 3, "min_nodes": 1, "nodes": 2, "rendezvous": "node0:29500", "devices_per_node": 2},
+        {"fine_tuning": FineTuning("base", ODD, "chatml", None)},
+        {"fine_tuning": FineTuning("base", None, None, "chats")},
+    ],
+)
+def test_a_shown_command_can_be_pasted(
+    request_values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ODD).write_text("10.0.0.1 slots=8\n10.0.0.2 slots=8\n")
+    (tmp_path / "chats").mkdir()
+    monkeypatch.setenv("MEGATRON_RUN_SECRET", "x" * 32)
+    flags = ["--tensorboard-dir", ODD + "t", "--save", "s", "--load", "base", "--results-dir", "r", *ENOUGH]
+    flags += ["--task", "sft", "--micro-batch-size", "1"] if "fine_tuning" in request_values else ["--data-path", "d"]
+    plan = preflight(tiny(*flags, dry_run=True, **request_values))
+    echo = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    pasted = launch.command_text(plan).replace(str(IMPORT_ROOT / "tools" / "launch.py"), f"-c {shlex.quote(echo)}")
+    words = json.loads(subprocess.run(["bash", "-c", pasted], capture_output=True, text=True, check=True).stdout)
+    own = words[: words.index("--")]
+    again, script = launch.parse_command_line([*own, "--dry-run", *words[len(own) :]])
+    assert script is None
+    assert dataclasses.replace(preflight(again), run_id="", notes=()) == dataclasses.replace(plan, run_id="", notes=())
 
 
 LIBRARIES = """

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch.hl_variables import LLAMA_PRESETS, REFUSED, VARIABLES
+from megatron.config.options import ConfigError
+from megatron.launch.hl_help import script_help
+from megatron.launch.hl_variables import LLAMA_PRESETS, REFUSED, VARIABLES, Script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ["run_bloom13b.sh", "run_llama.sh", "run_sft.sh"]
@@ -58,8 +60,7 @@ def test_the_readme_command_prints_its_plan_and_writes_nothing(tmp_path: Path) -
         "12,855,592,960 in all",
         "0.4% of a step",
         "memory per rank",
-        "--master_addr 192.0.2.1",
-        "-m megatron.launch.agent",
+        "tools/launch.py \\\n  --nodes 4 \\\n  --devices-per-node 8 \\\n  --hostsfile ",
         "warning: dataset /data/bigscience/oscar-en/meg-gpt2_text_document lacks",
     ):
         assert said in plan.stdout
@@ -147,11 +148,24 @@ def test_a_qnpu_folder_is_sourced_first(tmp_path: Path) -> None:
     assert "holds no file `activate`" in missing.stderr
 
 
-def test_help_lists_variables_and_flags(tmp_path: Path) -> None:
-    shown = run("run_llama.sh", tmp_path, "--help")
-    assert shown.returncode == 0
-    assert "HL_LLAMA_MODEL_SIZE" in shown.stdout
-    assert "--tensor-model-parallel-size" in shown.stdout
+@pytest.mark.parametrize("script", ["bloom13b", "llama", "sft"])
+def test_help_of_a_script_lists_its_own_variables(script: Script) -> None:
+    first, every = (script_help(script, topic).splitlines() for topic in ("", "variables"))
+    assert len(first) <= 50
+    assert max(map(len, [*first, *every])) <= 100
+    listed = set(re.findall(r"^  (HL_\w+)", "\n".join(every), re.MULTILINE))
+    assert listed == {variable.name for variable in VARIABLES if script in variable.scripts}
+    assert set(re.findall(r"^  (HL_\w+)", "\n".join(first), re.MULTILINE)) <= listed
+    assert script_help(script, "data").startswith("usage: ")
+
+
+def test_help_explains_a_variable(tmp_path: Path) -> None:
+    shown = run("run_llama.sh", tmp_path, "--help", "HL_GBS")
+    assert (shown.returncode, shown.stdout.split()[0], shown.stderr) == (0, "HL_GBS", "")
+    assert "flag: --global-batch-size" in shown.stdout
+    assert "context parallelism is not supported" in script_help("llama", "HL_CP")
+    with pytest.raises(ConfigError, match="has no variable HL_MODEL"):
+        script_help("llama", "HL_MODEL")
 
 
 def test_a_dry_run_loads_neither_torch_nor_deepspeed(tmp_path: Path) -> None:

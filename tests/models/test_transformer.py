@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.config.command_line import PRESETS_DIR, parse_arguments
+from megatron.config.command_line import parse_arguments
+from megatron.config.parser import PRESETS_DIR
 from megatron.models.transformer import TransformerLayer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.command_line import PRESETS_DIR, from_dict, read_preset
+from megatron.config.command_line import from_dict, read_preset
 from megatron.config.options import Config
+from megatron.config.parser import PRESETS_DIR
 from megatron.config.plugins import known_plugins
 from megatron.parallel.shards import declared_shards
 from megatron.planning.sizes import count_parameters, declared_layers, flops_per_token, parameters_of_layer

@@ -1,0 +1,185 @@
+"""The flags of megatron.train, declared from the options, and their --help by sections."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megatron.command_names import train_name
+from megatron.config.options import ConfigError, flag, option_doc, options, sections
+from megatron.files import IMPORT_ROOT
+
+ABOUT = (
+    "Train a model with tensor, pipeline and data parallelism. The command line overrides the presets, which override "
+    "the defaults. A BOOL flag alone means true, --no-FLAG means false; `none` unsets an option."
+)
+PRESETS_DIR = IMPORT_ROOT / "megatron" / "presets"
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Print each metavar as written: argparse would put optional values in brackets."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return str(action.metavar or default_metavar)
+
+
+def build_parser(*only: str) -> argparse.ArgumentParser:
+    """Return a parser with one flag per option, grouped by section; of the sections `only`, if any are given.
+
+    Values stay strings and a missing one is an empty string, so that all are validated together.
+    """
+    parser = argparse.ArgumentParser(
+        prog=train_name(),
+        usage="%(prog)s --config PRESET [--flag VALUE ...]",
+        description=None if only else ABOUT,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=_HelpFormatter,
+    )
+    if not only:
+        parser.add_argument("--help", "-h", nargs="?", const="", metavar="TOPIC", help="a section, a flag, or all")
+        parser.add_argument(
+            "--config",
+            action="append",
+            nargs="?",
+            const="",
+            metavar="PRESET",
+            help="preset name or YAML file; repeatable, later presets override earlier ones option by option",
+        )
+        parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and exit")
+    for section, cls in sections().items():
+        if only and section not in only:
+            continue
+        group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
+        for name, hint in get_type_hints(cls).items():
+            text = _help_text(section, name, getattr(cls, name), hint).replace("%", "%%")
+            if _is_bool(hint):
+                group.add_argument(flag(name), dest=name, nargs="?", const="true", help=text, metavar=_metavar(hint))
+                if not name.startswith("no_"):
+                    negative = flag("no_" + name)
+                    group.add_argument(negative, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
+            elif sequence(hint):
+                group.add_argument(flag(name), dest=name, nargs="*", help=text, metavar=_metavar(hint))
+            else:
+                group.add_argument(flag(name), dest=name, nargs="?", const="", help=text, metavar=_metavar(hint))
+    return parser
+
+
+def _help_text(section: str, name: str, default: Any, hint: Any) -> str:
+    text = option_doc(section, name)
+    if _metavar(hint) == "NAME":
+        text += f" One of {', '.join(_choices(hint))}."
+    says_unset = shown(default) == "unset" and "Unset:" in text
+    return text if says_unset else f"{text} (default: {shown(default)})"
+
+
+def shown(default: Any) -> str:
+    """Format a default as a user would write it."""
+    if default is None or default == ():
+        return "unset"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _is_bool(hint: Any) -> bool:
+    return bool in (hint, *get_args(hint))
+
+
+def sequence(hint: Any) -> Any:
+    """Return the tuple type in `tuple[...]` or `tuple[...] | None`; None for a single value."""
+    return next((part for part in (hint, *get_args(hint)) if get_origin(part) is tuple), None)
+
+
+def _choices(hint: Any) -> list[str]:
+    """Return the values of `Literal[...]` or `Literal[...] | None`; empty for other types."""
+    return [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
+
+
+def _metavar(hint: Any) -> str:
+    """Return the placeholder of the value in --help: {a,b}, INT, INT INT INT, STR ..."""
+    if _is_bool(hint):
+        return "[BOOL]"
+    if choices := _choices(hint):
+        braced = "{" + ",".join(choices) + "}"
+        return braced if len(braced) <= 48 else "NAME"
+    if parts := get_args(sequence(hint)):
+        return " ".join("..." if part is Ellipsis else part.__name__.upper() for part in parts)
+    return next(part.__name__.upper() for part in (hint, *get_args(hint)) if part in (int, float, str))
+
+
+def help_topic(arguments: Sequence[str]) -> str | None:
+    """Return the word after --help, "" if there is none; None without --help."""
+    for place, word in enumerate(arguments):
+        if word in ("--help", "-h"):
+            return arguments[place + 1] if place + 1 < len(arguments) else ""
+        if word.startswith("--help="):
+            return word.partition("=")[2]
+    return None
+
+
+def help_text(topic: str) -> str:
+    """Return the help on a topic: a section, a flag with or without its dashes, `all`, or "" for an overview.
+
+    Raises ConfigError for any other.
+    """
+    name = topic.removeprefix("--").replace("-", "_")
+    if not topic:
+        return overview()
+    if name == "all":
+        return build_parser().format_help()
+    if name in sections():
+        return build_parser(name).format_help()
+    if name in options():
+        section, field = options()[name]
+        hint = get_type_hints(sections()[section])[name]
+        text = f"{flag(name)} {_metavar(hint)}    (section {section})"
+        return text + "\n\n" + _wrapped(_help_text(section, name, field.default, hint), "  ")
+    near = difflib.get_close_matches(name, [*sections(), *options()], n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError([f"no help on {topic!r}{hint} Use a section ({', '.join(sections())}), a flag, or all"])
+
+
+def overview() -> str:
+    """Return the first page of the help: how to start, and the sections of the flags."""
+    command = train_name()
+    presets = ", ".join(sorted(path.stem for path in PRESETS_DIR.glob("*.yaml")))
+    return "\n".join(
+        [
+            f"usage: {command} --config PRESET [--flag VALUE ...]\n",
+            _wrapped(ABOUT),
+            "  --config PRESET   preset or YAML file; repeatable, later ones override earlier ones",
+            "  --print-config    print the resolved config as YAML and exit",
+            "  --help SECTION    list the flags of a section",
+            "  --help FLAG       explain one flag: --help zero-stage",
+            "  --help all        list all flags\n",
+            "sections:",
+            *sections_text(),
+            "",
+            _wrapped(f"presets: {presets}"),
+            "examples:",
+            f"  {command} --config tiny_bloom --data-path corpus_text_document",
+            f"  {command} --config llama32_1b --print-config\n",
+        ]
+    )
+
+
+def sections_text() -> list[str]:
+    """Return a line for each section: its name, its number of flags, its purpose."""
+    return [
+        f"  {section:<12}{len(get_type_hints(cls)):>3} flags  {(cls.__doc__ or '').split('.')[0].strip()}"
+        for section, cls in sections().items()
+    ]
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    filled = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return filled + "\n"
