@@ -72,7 +72,7 @@ class ModelConfig:
     init_method_std: PositiveFloat = 0.02
     """Standard deviation of the normal initialisation; for residual projections it is divided by sqrt(2 num_layers)."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
-    """Form of rotary embedding, SwiGLU, RMSNorm, dropout with residual, and attention. `plain`: torch's operators, the
+    """Form of rotary embedding, SwiGLU, RMSNorm and attention. `plain`: torch's operators, the
     reference. `fused`: compiled by torch.compile on CUDA and CPU, Habana's on HPU. `auto`: as fused, but on CPU
     operators that need no compiler. docs/kernels.md has the table."""
     attention_backend: Literal["auto", "sdpa", "flex", "fused_hpu"] = "auto"

@@ -8,7 +8,6 @@ Every module is given its `Shards` and what the layers share, and allocates what
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -164,7 +163,6 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.probability = shared.ctx, shared.config.model.hidden_dropout
-        self.dropout_add = shared.kernels.dropout_add
         training = shared.config.training
         self.recompute_all = training.recompute_granularity == "full"
         self.discards_norms = "layernorm" in training.recomputed_modules
@@ -198,10 +196,8 @@ class TransformerLayer(nn.Module):
         return discard_output(norm, branch, hidden) if discards else branch(norm(hidden))
 
     def _add(self, hidden: Tensor, branch: Tensor) -> Tensor:
-        if not self.training or self.probability == 0.0:
-            return hidden + branch
-        with self.ctx.streams.sharded() if self.ctx.sequence_parallel else nullcontext():
-            return self.dropout_add(branch, hidden, self.probability)
+        sharded = self.ctx.sequence_parallel
+        return hidden + dropout(branch, self.probability, self.training, self.ctx.streams, sharded=sharded)
 
 
 def project_tied(module: WordEmbedding, stream: Stream) -> tuple[Tensor, Tensor]:

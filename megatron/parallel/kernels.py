@@ -2,8 +2,9 @@
 
 Shapes: S sequence, B batch, n query heads, k key/value heads, d head size, F intermediate width of the MLP. The plain
 form is the reference. The eager form has fewer passes over memory, and keeps inputs instead of intermediate results.
-The compiled form is the plain one through torch.compile. All compute rotations and norms in float32. GELU and LayerNorm
-are one kernel of torch's on every device, and stand where they are used.
+The compiled form is the plain one through torch.compile. All compute rotations and norms in float32. What is one kernel
+of torch's on every device (GELU, LayerNorm) or no faster when compiled alone (dropout with residual) stands where it is
+used.
 """
 
 from __future__ import annotations
@@ -56,11 +57,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, the mean square in float32."""
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
-
-
-def dropout_add(branch: Tensor, residual: Tensor, probability: float) -> Tensor:
-    """residual + dropout(branch), from the default generator."""
-    return residual + F.dropout(branch, probability)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,7 +145,6 @@ class Kernels:
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate
     swiglu: Callable[[Tensor], Tensor] = swiglu
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
-    dropout_add: Callable[[Tensor, Tensor, float], Tensor] = dropout_add
 
 
 PLAIN = Kernels("plain")
@@ -157,12 +152,16 @@ EAGER = Kernels("eager", rotate=_Rotate.apply, swiglu=_Swiglu.apply, rms_norm=_R
 
 
 @functools.cache
-def compiled(backend: str) -> Kernels:
-    """Return the plain operators compiled by a backend of torch.compile, each at its first call."""
-    rotate_, swiglu_, rms_norm_, dropout_add_ = (
-        cast("Any", torch.compile(function, backend=backend)) for function in (rotate, swiglu, rms_norm, dropout_add)
+def compiled(backend: str, device: str) -> Kernels:
+    """Return the plain operators compiled by a backend of torch.compile, each at its first call.
+
+    RMSNorm stays torch's on CUDA where it is one kernel there, since torch 2.8: compiled alone it was slower.
+    """
+    one_kernel = device == "cuda" and hasattr(torch.ops.aten, "_fused_rms_norm")
+    rotate_, swiglu_, rms_norm_ = (
+        cast("Any", torch.compile(function, backend=backend)) for function in (rotate, swiglu, rms_norm)
     )
-    return Kernels("compiled", rotate=rotate_, swiglu=swiglu_, rms_norm=rms_norm_, dropout_add=dropout_add_)
+    return Kernels("compiled", rotate=rotate_, swiglu=swiglu_, rms_norm=rms_norm if one_kernel else rms_norm_)
 
 
 def habana() -> Kernels:
@@ -201,7 +200,7 @@ def choose_kernels(config: Config, device: torch.device) -> Kernels:
     if not missing:
         from deepspeed.accelerator import get_accelerator
 
-        return compiled(get_accelerator().get_compile_backend())
+        return compiled(get_accelerator().get_compile_backend(), device.type)
     if choice == "fused":
         raise ConfigError([f"kernels=fused compiles operators, but {missing}; or use kernels=auto"])
     log.warning("kernels=auto takes eager operators: %s", missing)
