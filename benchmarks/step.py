@@ -83,6 +83,7 @@ def main() -> int:
             _compare(work, ctx, peers, f"{model} {precision}", options, peak_tflops[precision])
     if "flat" in options.sections:
         _flat(ctx, device)
+    torch.distributed.destroy_process_group()
     return 0
 
 

@@ -9,10 +9,12 @@ precision of their weights, while ours add up in float32.
 from __future__ import annotations
 
 import gc
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +52,8 @@ class Side(ABC):
     name: str
 
     @abstractmethod
-    def step(self) -> Tensor:
-        """Take a step; return the mean loss, on the device."""
+    def step(self) -> Tensor | float:
+        """Take a step; return the mean loss."""
 
     def close(self) -> None:
         """Free the memory."""
@@ -74,7 +76,7 @@ class Ours(Side):
         self._batch = [pinned(task.collate(tokens.numpy()), ctx.device) for tokens in work.microbatches()]
         self._consumed = 0
 
-    def step(self, num_microbatches: int | None = None) -> Tensor:
+    def step(self, num_microbatches: int | None = None) -> float:
         """`num_microbatches`: of a shorter step."""
         batch = self._batch[:num_microbatches]
         result = self.engine.train_step(batch, consumed_samples=self._consumed, lr=LR)
@@ -112,11 +114,18 @@ class Masters:
 class PeerModel(Side):
     """Forward, backward, clipping and update in a plain loop over a peer's model, which returns logits."""
 
+    residual_projections: tuple[str, ...]
+    """Modules whose output is added to the residual stream."""
+
     def __init__(self, work: Workload, device: torch.device, *, is_compiled: bool, is_autocast: bool) -> None:
         dtype = torch.bfloat16 if work.is_bf16 and not is_autocast else torch.float32
         torch.manual_seed(work.config.training.seed)
         with torch.device(device):
             model = self.build(work.config, dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.split(".")[-2] in self.residual_projections:  # as ours start; all sides learn alike
+                    parameter.div_(math.sqrt(2 * work.config.model.num_layers))
         self._model, self._device = model.to(device, dtype).train(), device
         self._masters = Masters(self._model, work.config)
         batch = [tokens.pin_memory() if device.type == "cuda" else tokens for tokens in work.microbatches()]
@@ -153,18 +162,28 @@ class PeerModel(Side):
 
 
 class Transformers(PeerModel):
-    """Hugging Face's class of the same shapes, with torch's scaled_dot_product_attention where it has that."""
+    """Hugging Face's class of the same shapes, with torch's scaled_dot_product_attention where it has that.
+
+    Compiled as a whole, its own `sdpa` cannot see that a batch has no packed documents, and passes a mask, with which
+    attention takes three times as long (transformers 5.17, CUDA). So it is given the causal kernel by its own interface
+    for attention functions, which makes no mask.
+    """
 
     name = "transformers"
+    residual_projections = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
 
     def build(self, config: Config, dtype: torch.dtype) -> nn.Module:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         from megatron.interop.huggingface_config import their_config
 
         fields = their_config(config, "bf16" if dtype == torch.bfloat16 else "fp32", {})
         theirs = AutoConfig.for_model(**fields)
-        attention = "eager" if theirs.model_type == "bloom" else "sdpa"  # its only one adds ALiBi
+        attention = "eager"  # Bloom's only one, which adds ALiBi
+        if theirs.model_type != "bloom":
+            attention = "causal"
+            AttentionInterface.register(attention, partial(sdpa_attention_forward, is_causal=True))
         return AutoModelForCausalLM.from_config(theirs, attn_implementation=attention, dtype=dtype)  # type: ignore[no-any-return]
 
     def logits(self, inputs: Tensor) -> Tensor:
@@ -175,6 +194,7 @@ class LitGPT(PeerModel):
     """litgpt's GPT of the same shapes. It has no ALiBi, so it has no Bloom."""
 
     name = "litgpt"
+    residual_projections = ("proj",)
 
     def build(self, config: Config, dtype: torch.dtype) -> nn.Module:
         from litgpt.model import GPT  # type: ignore[import-not-found]

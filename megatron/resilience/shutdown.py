@@ -1,9 +1,9 @@
 """End of a run before its last sample: a kill switch, a signal, a limit of time or of iterations.
 
-All ranks decide together. Once a step each contributes the reason that it sees, the largest counts, and all stop after
-the same step. (If each rank acted alone, a lag of a shared file system would leave some of them waiting in a collective
-for those that ended.) A reason on a single rank is enough: a scheduler may signal one rank only, and a kill switch may
-be on the disk of one node.
+All ranks decide together. A reduction that each step needs anyway says if a rank sees a reason. If one does, each rank
+contributes its own, the largest counts, and all stop after the same step. (If each acted alone, a lag of a shared file
+system would leave some of them waiting in a collective for those that ended.) A reason on a single rank is enough: a
+scheduler may signal one rank only, and a kill switch may be on the disk of one node.
 """
 
 from __future__ import annotations
@@ -222,10 +222,20 @@ class Shutdown:
                 print(self.reason, flush=True)
             raise _Exit
 
-    def decide(self, progress: Progress | None = None) -> bool:
-        """Return True if any rank has a reason to stop. Collective until then; the decision is final."""
+    def sees_reason(self) -> bool:
+        """Return True if this rank has a reason to stop. Not collective."""
+        return self._seen() != GO_ON
+
+    def decide(self, progress: Progress | None = None, *, is_reason_seen: bool | None = None) -> bool:
+        """Return True if any rank has a reason to stop. Collective until then; the decision is final.
+
+        `is_reason_seen`: if some rank's `sees_reason` was true, which all ranks know already; False saves the
+        collective. None: they do not know.
+        """
         if self.reason is not None:
             return True
+        if is_reason_seen is False and self._ctx.world_size > 1:
+            return False
         # with the rank, so that a signal to a single one can be explained; of several ranks the lowest is reported
         size = self._ctx.world_size
         code, place = divmod(self._ctx.largest(self._seen() * size + size - 1 - self._ctx.rank), size)

@@ -44,7 +44,8 @@ from megatron.training.state import EngineState
 class StepResult:
     """Result of one optimizer step, on every rank. Tensors stay on the device until they are logged."""
 
-    loss: Tensor
+    loss: float
+    """Mean over the microbatches of all ranks."""
     grad_norm: Tensor | float
     skipped: bool
     """Weights and optimizer are as they were before."""
@@ -102,6 +103,10 @@ class Engine(ABC):
             # at its end the scale stays; the guard counts, and aborts with a message
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
+    def join_stop_decision(self, sees_stop: Callable[[], bool]) -> None:
+        """Reduce with each step's loss and norm if a rank `sees_stop`: `Observation.is_stop_seen`."""
+        self._gate.sees_stop = sees_stop
+
     @property
     def module(self) -> nn.Module:
         return self.deepspeed.module  # type: ignore[no-any-return]
@@ -151,11 +156,12 @@ class Engine(ABC):
         self._begin(microbatches)
         self._gate.begin_step()
         skipped_before = self.deepspeed.skipped_steps
-        loss = self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
+        self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
         refused = observation is not None and not observation.is_applied
         return StepResult(
-            loss.detach(),
+            # the gate has reduced and read it; where DeepSpeed refused the step, on all ranks alike, it has not
+            observation.loss if observation is not None else float(self._mean_loss()),
             self.deepspeed.get_global_grad_norm(),
             skipped=refused or self.deepspeed.skipped_steps > skipped_before,
             observation=observation,
@@ -170,8 +176,12 @@ class Engine(ABC):
         return Evaluation(loss, normaliser, self._losses.metrics)
 
     @abstractmethod
-    def _train(self, batches: Iterator[tuple[Any, Any]]) -> Tensor:
-        """Run a training step over (inputs, targets) pairs; return the mean loss of microbatches and ranks."""
+    def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
+        """Run a training step over (inputs, targets) pairs."""
+
+    @abstractmethod
+    def _mean_loss(self) -> Tensor:
+        """Return the mean loss of this step's microbatches over all ranks. Collective."""
 
     @abstractmethod
     def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
@@ -229,14 +239,20 @@ class PipelineEngine(Engine):
             engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {
                 instruction: marked(engine._INSTRUCTION_MAP[instruction])
             }
+        self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
+        if engine.steps_per_print() is None and not engine.monitor.enabled:
+            engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
         self.timers.watch_pipeline(engine)
 
     @property
     def called_module(self) -> nn.Module:
         return self.module  # the pipeline engine calls it itself
 
-    def _train(self, batches: Iterator[tuple[Any, Any]]) -> Tensor:
-        return self.deepspeed.train_batch(self._on_device(batches))  # type: ignore[no-any-return]
+    def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
+        self.deepspeed.train_batch(self._on_device(batches))
+
+    def _mean_loss(self) -> Tensor:
+        return self._aggregate()
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
         loss: Tensor = self.deepspeed.eval_batch(self._on_device(batches), num_micro_batches=num_microbatches)
@@ -275,7 +291,7 @@ class SequentialEngine(Engine):
     def called_module(self) -> nn.Module:
         return self.deepspeed  # type: ignore[no-any-return]  # called itself
 
-    def _train(self, batches: Iterator[tuple[Any, Any]]) -> Tensor:
+    def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
         engine, steps = self.deepspeed, self.deepspeed.gradient_accumulation_steps()
         for index, (inputs, targets) in enumerate(batches):
             engine.set_gradient_accumulation_boundary(index == steps - 1)
@@ -285,7 +301,6 @@ class SequentialEngine(Engine):
                 self._backward(loss)
             with self.timers("optimizer"):
                 engine.step()
-        return self._mean_loss()
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
         self.deepspeed.eval()

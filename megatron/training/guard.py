@@ -69,7 +69,7 @@ class Guard:
             return False
         training = self._config.training
         may_fall = training.fp16 and result.observation is None and scale > training.min_loss_scale
-        if may_fall and math.isfinite(float(result.loss)):
+        if may_fall and math.isfinite(result.loss):
             return False  # too large a loss scale, which DeepSpeed has just lowered
         suspect, ranks = self._find_suspect(result, begin)
         reason = "; ".join(spikes) or _not_finite(result, ranks)
@@ -80,7 +80,7 @@ class Guard:
             "consumed_samples": self._progress.consumed_samples,
             "first_sample": begin,
             "reason": reason,
-            "loss": float(result.loss),
+            "loss": result.loss,
             "suspect_samples": None if suspect is None else suspect.samples,
             "suspect_loss": None if suspect is None else suspect.loss,
             "suspect_documents": documents,
@@ -204,7 +204,7 @@ def _badness(suspect: Suspect) -> float:
 def _not_finite(result: StepResult, ranks: list[int]) -> str:
     norm = math.inf if result.observation is None else result.observation.grad_norm
     where = f", on rank {', '.join(map(str, ranks))}" if ranks else ""
-    return f"loss {float(result.loss):.4g} or gradient (norm {norm:.4g}) is not finite{where}"
+    return f"loss {result.loss:.4g} or gradient (norm {norm:.4g}) is not finite{where}"
 
 
 def _ranges(samples: list[tuple[int, int]]) -> str:

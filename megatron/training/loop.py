@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron import accelerator
@@ -32,40 +31,36 @@ from megatron.training.guard import Guard
 
 
 class Interval:
-    """Sums over the steps between two log lines. They stay on the device until they are read: no step waits."""
+    """Sums over the steps between two log lines. Metrics stay on the device until they are read: no step waits."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        self.steps = 0
-        self._loss: Tensor | None = None
-        self._nan_steps: Tensor | None = None
+        self.steps = self._nan_steps = 0
+        self._loss = 0.0
         self.metrics: Tensor | None = None
         """Sums and weights of the task's metrics on this rank over the finite steps."""
         self._began_s = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
-        finite = torch.isfinite(result.loss)
-        loss, nan = torch.where(finite, result.loss, 0.0), (~finite).int()
-        self._loss = loss if self._loss is None else self._loss + loss
-        self._nan_steps = nan if self._nan_steps is None else self._nan_steps + nan
         self.steps += 1
+        if not math.isfinite(result.loss):
+            self._nan_steps += 1
+            return
+        self._loss += result.loss
         if result.metrics is not None:
-            metrics = torch.where(finite, result.metrics, 0.0)
-            self.metrics = metrics if self.metrics is None else self.metrics + metrics
+            self.metrics = result.metrics if self.metrics is None else self.metrics + result.metrics
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not training."""
         self._began_s += seconds
 
     def read(self) -> tuple[float, int, float]:
-        """Return mean loss of the finite steps, number of the others, seconds a step. Waits for the device."""
-        assert self._loss is not None
-        assert self._nan_steps is not None
-        nan_steps = int(self._nan_steps)
-        loss = float(self._loss) / (self.steps - nan_steps) if nan_steps < self.steps else math.nan
-        return loss, nan_steps, (time.perf_counter() - self._began_s) / self.steps
+        """Return mean loss of the finite steps, number of the others, seconds a step."""
+        num_finite = self.steps - self._nan_steps
+        loss = self._loss / num_finite if num_finite else math.nan
+        return loss, self._nan_steps, (time.perf_counter() - self._began_s) / self.steps
 
 
 class SaveTimer:
@@ -117,6 +112,8 @@ class Loop:
         )
         self._interval = Interval()
         self._saved_at = self.progress.iteration
+        self._is_stop_seen: bool | None = None  # by some rank in the last step; None: not decided with it
+        self.engine.join_stop_decision(self.shutdown.sees_reason)
         self._timer = SaveTimer(config.checkpoint.save_interval_in_mins, ctx)
         self._guard = Guard(
             self.engine, self.progress, self.task, self.datasets[0], self._plan, self.log, self.checkpoints
@@ -154,7 +151,7 @@ class Loop:
                 self._guard.check_replicas()
                 self.watchdog.started()
                 self.watchdog.phase("agreeing on whether to stop", progress.iteration)
-                shutdown.decide(progress)
+                shutdown.decide(progress, is_reason_seen=self._is_stop_seen)
                 paused_s = time.perf_counter()
                 if progress.iteration % config.data.eval_interval == 0:
                     self._evaluator.run("valid")
@@ -193,6 +190,8 @@ class Loop:
         progress.iteration = step
         progress.consumed_samples += size
         progress.skipped_iterations += result is None or result.skipped
+        observation = None if result is None else result.observation
+        self._is_stop_seen = None if observation is None else observation.is_stop_seen
         self.watchdog.phase("log", step)
         if result is not None:
             interval.add(result)

@@ -33,6 +33,8 @@ class Observation:
     """A reason for each spike."""
     is_applied: bool = True
     """The optimizer updates."""
+    is_stop_seen: bool = False
+    """Some rank saw a reason to stop the run."""
 
 
 class UpdateGate:
@@ -51,6 +53,8 @@ class UpdateGate:
         self._ctx, self._state, self._losses, self._detector = ctx, state, losses, detector
         self.observation: Observation | None = None
         """The one of this step; None until the optimizer steps."""
+        self.sees_stop: Callable[[], bool] = lambda: False
+        """Returns True if this rank sees a reason to stop the run, which is reduced with the rest."""
 
     def begin_step(self) -> None:
         self.observation = None
@@ -63,13 +67,15 @@ class UpdateGate:
 
     @torch.no_grad()
     def _observe(self) -> Observation:
-        """Reduce mean loss, gradient norm, and the number of ranks that see something not finite.
+        """Reduce mean loss, gradient norm, and the numbers of ranks that see something not finite or a reason to stop.
 
         All ranks read the same sum, so their numbers are equal bit for bit. The wait for that sum is the only one of a
         step, but for those of DeepSpeed's ZeRO optimizers.
         """
         ctx = self._ctx
-        facts = torch.zeros(3, dtype=torch.float32, device=ctx.device)
+        facts = torch.zeros(4, dtype=torch.float32)
+        facts[3] = self.sees_stop()
+        facts = facts.to(ctx.device, non_blocking=True)
         seen = [facts[:1]]
         if self._losses.values:
             loss = torch.stack(self._losses.values).float().mean()
@@ -89,12 +95,13 @@ class UpdateGate:
         facts[2] = is_bad_here = (~torch.isfinite(torch.cat(seen))).any()
         if ctx.world_size > 1:
             dist.all_reduce(facts)
-        mean_loss, grad_norm, num_bad = facts.tolist()
+        mean_loss, grad_norm, num_bad, num_stops = facts.tolist()
+        is_stop_seen = num_stops > 0
         if num_bad:
-            return Observation(mean_loss, grad_norm, False, is_bad_here, is_applied=False)
+            return Observation(mean_loss, grad_norm, False, is_bad_here, is_applied=False, is_stop_seen=is_stop_seen)
         spikes = () if self._detector is None else self._detector.find(mean_loss, grad_norm)
         is_applied = not spikes or self._detector is None or not self._detector.refuses_spikes
-        return Observation(mean_loss, grad_norm, True, is_bad_here, spikes, is_applied)
+        return Observation(mean_loss, grad_norm, True, is_bad_here, spikes, is_applied, is_stop_seen)
 
 
 def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> torch.optim.Optimizer:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import itertools
 import logging
 import os
 import signal
@@ -334,10 +335,10 @@ def stopped_run(arguments: str, folder: Path, happens: dict[tuple[int, int], lis
     rank = int(os.environ["RANK"])
     went: dict[str, Any] = {"saves": 0, "reason": None, "steps": 0}
     mine = {iteration: list(events) for (of, iteration), events in happens.items() if of == rank}
-    decide, save = Shutdown.decide, Checkpoints.save
+    sees_reason, decide, save = Shutdown.sees_reason, Shutdown.decide, Checkpoints.save
+    steps = itertools.count(1)
 
-    def decide_after_event(self: Shutdown, progress: Progress | None = None) -> bool:
-        iteration = -1 if progress is None else progress.iteration
+    def happen(self: Shutdown, iteration: int) -> None:
         event = mine[iteration].pop(0) if mine.get(iteration) else ""
         if event.startswith("SIG"):
             signal.raise_signal(getattr(signal, event))
@@ -345,7 +346,18 @@ def stopped_run(arguments: str, folder: Path, happens: dict[tuple[int, int], lis
             Path("kill").touch()
         elif event == "late":
             self._began_s -= 7200
-        stops = decide(self, progress)
+
+    def sees_reason_after_event(self: Shutdown) -> bool:
+        happen(self, next(steps))
+        return sees_reason(self)
+
+    def decide_after_event(
+        self: Shutdown, progress: Progress | None = None, *, is_reason_seen: bool | None = None
+    ) -> bool:
+        iteration = -1 if progress is None else progress.iteration
+        if is_reason_seen is None:
+            happen(self, iteration)
+        stops = decide(self, progress, is_reason_seen=is_reason_seen)
         went["reason"], went["steps"] = self.reason, max(0, iteration)
         return stops
 
@@ -357,6 +369,7 @@ def stopped_run(arguments: str, folder: Path, happens: dict[tuple[int, int], lis
     node.mkdir(exist_ok=True)
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setattr(Shutdown, "sees_reason", sees_reason_after_event)
         patch.setattr(Shutdown, "decide", decide_after_event)
         patch.setattr(Checkpoints, "save", counted_save)
         patch.setenv("LOCAL_RANK", "0")  # as on four nodes
@@ -375,7 +388,7 @@ PATHS = {
     # of every rank, as a launcher sends it
     "signal": ({(rank, 3): ["SIGTERM"] for rank in range(4)}, 3, "Received SIGTERM on rank 0, iteration=3"),
     "signal to one rank": ({(2, 1): ["SIGUSR1"]}, 1, "Received SIGUSR1 on rank 2, iteration=1"),
-    # the first question is the step's, the next one that of the save at every second iteration
+    # the first question is that within the step, the next one that of the save at every second iteration
     "signal during a save": ({(1, 2): ["", "SIGHUP"]}, 2, "Received SIGHUP on rank 1, iteration=2"),
     # those of the second and third batch of the validation
     "signal during the validation": ({(1, 4): ["", "", "SIGINT"]}, 4, "Received SIGINT on rank 1, iteration=4"),
