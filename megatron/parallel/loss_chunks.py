@@ -32,7 +32,7 @@ def chunk_size(num_tokens: int, hidden_size: int) -> int:
 
 
 def chunks(num_tokens: int, hidden_size: int) -> Iterator[slice]:
-    """Yield the tokens of each chunk."""
+    """Yield the tokens of each chunk; an empty one of no tokens."""
     size = max(1, chunk_size(num_tokens, hidden_size))
-    for begin in range(0, num_tokens, size):
+    for begin in range(0, max(1, num_tokens), size):
         yield slice(begin, min(begin + size, num_tokens))

@@ -93,9 +93,9 @@ def _over_ranks(own: RowSums, label_logits: Tensor, ctx: ParallelContext) -> tup
     return RowSums(peak, (totals * (peaks - peak).exp()).sum(0)), labels.amax(0)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of weighted token losses. The gradients of both inputs are computed in forward, chunk by chunk, so that no
-    logits outlive their chunk; backward only scales them by the gradient of the sum.
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of weighted token losses over several chunks. The gradients of both inputs are computed in forward, so that
+    no logits outlive their chunk and none are computed twice; backward only scales them by the gradient of the sum.
     """
 
     @staticmethod
@@ -105,83 +105,78 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = (with_gradients and needed for needed in function.needs_input_grad[:2])
         slices, buffer = head.slices(), head.logits_buffer()
         grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight = WeightGradient(weight, head.num_rows, len(slices)) if needs_weight else None
-        token_weights_N = token_weights_N.to(sum_dtype(hidden_NH.dtype))
-        unit = _largest(token_weights_N)
-        losses_N = torch.empty_like(token_weights_N)
+        grad_weight = WeightGradient(weight, head.num_rows, len(slices), token_weights_N) if needs_weight else None
+        log_probs_N = torch.empty_like(token_weights_N)
         for part in slices:
             logits = head.logits(part, buffer)
-            log_probs, _ = head.log_probs(part, logits, to_softmax=needs_hidden or needs_weight)
-            losses_N[part] = log_probs
+            log_probs_N[part], _ = head.log_probs(part, logits, to_softmax=needs_hidden or needs_weight)
             if needs_hidden or needs_weight:
-                head.subtract_labels_(part, logits, log_probs)
+                head.subtract_labels_(part, logits, log_probs_N[part])
             if grad_hidden is not None:
                 torch.mm(logits, head.rows_VH, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight.add(logits, hidden_NH[part], token_weights_N[part] / unit)
-        function.save_for_backward(grad_hidden, grad_weight.total if grad_weight else None, token_weights_N, unit)
+                grad_weight.add(part, logits, hidden_NH[part])
         function.weight_dtype = weight.dtype
-        # a token of weight 0 counts for nothing, whatever its label is
-        return -torch.where(token_weights_N == 0, 0.0, losses_N * token_weights_N).sum()
+        sums = (grad_weight.total, grad_weight.unit) if grad_weight else (None, None)
+        function.save_for_backward(grad_hidden, token_weights_N, *sums)
+        return _weighted_sum(log_probs_N, token_weights_N)
 
     @staticmethod
     def backward(function: Any, grad: Tensor) -> Any:
-        grad_hidden, grad_weight, token_weights_N, unit = function.saved_tensors
+        grad_hidden, token_weights_N, grad_weight, unit = function.saved_tensors
         if grad_hidden is not None:
             # in the dtype of the sums: a 16-bit factor would bend all gradients by up to 0.4 %
             grad_hidden = (grad_hidden * (token_weights_N * grad).unsqueeze(-1)).to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = scaled(grad_weight, unit * grad, function.weight_dtype)
+            grad_weight = scaled(grad_weight, grad if unit is None else unit * grad, function.weight_dtype)
         return grad_hidden, grad_weight, None, None, None
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Log-probability of each label. Backward computes the logits again, because what a token's gradient weighs in the
-    sum for the weight is known only then.
+    """Log-probability of each label. How much a token weighs in the gradient of the weight is known only in backward: a
+    single chunk keeps the gradient of its logits until then, several compute their logits a second time.
     """
 
     @staticmethod
-    def forward(function: Any, hidden_NH: Tensor, weight: Tensor, head: _Head) -> Tensor:
-        buffer, results = head.logits_buffer(), []
-        for part in head.slices():
-            results.append(head.log_probs(part, head.logits(part, buffer), to_softmax=False))
-        function.head = head
+    def forward(function: Any, hidden_NH: Tensor, weight: Tensor, head: _Head, with_gradients: bool) -> Tensor:
+        slices, buffer, results = head.slices(), head.logits_buffer(), []
+        keeps = len(slices) == 1 and with_gradients and any(function.needs_input_grad[:2])
+        for part in slices:
+            results.append(head.log_probs(part, head.logits(part, buffer), to_softmax=keeps))
         log_probs_N = torch.cat([log_probs for log_probs, _ in results])
         peak, total = (torch.cat(parts) for parts in zip(*(sums for _, sums in results), strict=True))
-        function.save_for_backward(hidden_NH, weight, log_probs_N, peak, total)
-        return torch.where(head.labels_N < 0, 0.0, log_probs_N)
+        if keeps:
+            head.subtract_labels_(slices[0], buffer, log_probs_N)
+        function.head = head
+        function.save_for_backward(hidden_NH, weight, log_probs_N, peak, total, buffer if keeps else None)
+        return log_probs_N.clone()
 
     @staticmethod
     def backward(function: Any, grad_N: Tensor) -> Any:
-        hidden_NH, weight, log_probs_N, peak, total = function.saved_tensors
+        hidden_NH, weight, log_probs_N, peak, total, kept = function.saved_tensors
         head: _Head = function.head
-        slices, buffer = head.slices(), head.logits_buffer()
-        grad_hidden = torch.empty_like(hidden_NH) if function.needs_input_grad[0] else None
-        grad_weight = WeightGradient(weight, head.num_rows, len(slices)) if function.needs_input_grad[1] else None
-        token_weights_N = -torch.where(head.labels_N < 0, 0.0, grad_N)
-        unit = _largest(token_weights_N)
+        slices, token_weights_N = head.slices(), -grad_N
+        needs_hidden, needs_weight = function.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
+        grad_weight = WeightGradient(weight, head.num_rows, len(slices), token_weights_N) if needs_weight else None
+        buffer = head.logits_buffer() if kept is None else kept
         for part in slices:
-            logits = head.logits(part, buffer)
-            normalise_(logits, RowSums(peak[part], total[part]))
-            head.subtract_labels_(part, logits, log_probs_N[part])
+            logits = buffer[: part.stop - part.start]
+            if kept is None:
+                normalise_(head.logits(part, buffer), RowSums(peak[part], total[part]))
+                head.subtract_labels_(part, logits, log_probs_N[part])
             if grad_hidden is not None:
-                share = logits @ head.rows_VH
-                grad_hidden[part] = share * token_weights_N[part].unsqueeze(-1)
+                grad_hidden[part] = (logits @ head.rows_VH) * token_weights_N[part].unsqueeze(-1)
             if grad_weight is not None:
-                grad_weight.add(logits, hidden_NH[part], token_weights_N[part] / unit)
-        return grad_hidden, grad_weight and scaled(grad_weight.total, unit, weight.dtype), None
+                grad_weight.add(part, logits, hidden_NH[part])
+        if grad_weight is None or grad_weight.unit is None:
+            return grad_hidden, grad_weight and grad_weight.total, None, None
+        return grad_hidden, scaled(grad_weight.total, grad_weight.unit, weight.dtype), None, None
 
 
-def _largest(token_weights_N: Tensor) -> Tensor:
-    """Return the largest absolute weight, by which weights are divided before they are rounded to 16 bits.
-
-    The equal weights of pretraining become 1 and lose nothing. float16 could not hold one token's share of a large
-    batch, whose loss scale is known only in backward.
-    """
-    tiny = torch.finfo(token_weights_N.dtype).tiny  # where no token counts
-    if not token_weights_N.numel():
-        return token_weights_N.new_ones(())
-    return token_weights_N.abs().amax().clamp(min=tiny)
+def _weighted_sum(log_probs_N: Tensor, token_weights_N: Tensor) -> Tensor:
+    """Return the sum of weighted losses. A token of weight 0 counts for nothing, whatever its label is."""
+    return -torch.where(token_weights_N == 0, 0.0, log_probs_N * token_weights_N).sum()
 
 
 def linear_cross_entropy(
@@ -192,22 +187,28 @@ def linear_cross_entropy(
     hidden is the residual stream [S, B, H] ([S/tp, B, H] under sequence parallelism); weight this rank's rows of the
     vocabulary; labels [B, S] int64; token_weights [B, S] (the loss mask times whatever normalises the sum). A token of
     weight 0 may have any label; a label outside the vocabulary with another weight makes the sum infinite.
-    Holds the logits of one chunk of tokens at a time (megatron/parallel/loss_chunks.py).
+    The weights take no gradient. Holds the logits of one chunk of tokens at a time (megatron/parallel/loss_chunks.py).
     """
+    if token_weights_BS.requires_grad:
+        raise ValueError("token weights take no gradient here; multiply the result of token_log_probs by them instead")
     head = _head(hidden, weight, labels_BS, ctx)
-    token_weights_N = token_weights_BS.t().flatten()
-    return _LinearCrossEntropy.apply(head.hidden_NH, weight, token_weights_N, head, torch.is_grad_enabled())
+    token_weights_N = token_weights_BS.t().flatten().to(sum_dtype(hidden.dtype))
+    arguments = head, torch.is_grad_enabled()
+    if len(head.slices()) == 1:
+        return _weighted_sum(_TokenLogProbs.apply(head.hidden_NH, weight, *arguments), token_weights_N)
+    return _ChunkedCrossEntropy.apply(head.hidden_NH, weight, token_weights_N, *arguments)
 
 
 def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext) -> Tensor:
     """Log-probability of each label [B, S], float32, equal on all ranks.
 
     hidden, weight and labels are those of `linear_cross_entropy`. A negative label has log-probability 0 and no
-    gradient, a label beyond the vocabulary -inf. Backward computes the logits a second time: where a weighted sum is
-    all that is needed, `linear_cross_entropy` does three matrix products instead of four.
+    gradient, a label beyond the vocabulary -inf. Backward of several chunks computes their logits a second time: where
+    a weighted sum is all that is needed, `linear_cross_entropy` does three matrix products instead of four.
     """
     head = _head(hidden, weight, labels_BS, ctx)
-    return _TokenLogProbs.apply(head.hidden_NH, weight, head).view(labels_BS.shape[::-1]).t()
+    log_probs_N = _TokenLogProbs.apply(head.hidden_NH, weight, head, torch.is_grad_enabled())
+    return torch.where(head.labels_N < 0, 0.0, log_probs_N).view(labels_BS.shape[::-1]).t()
 
 
 def _head(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext) -> _Head:

@@ -70,7 +70,7 @@ def _run_blocks(logits: Tensor, given: RowSums | None, *, write: bool) -> RowSum
     dtype = sum_dtype(logits.dtype)
     sums = given or RowSums(*(torch.empty(tokens, dtype=dtype, device=logits.device) for _ in range(2)))
     size = BLOCK_LOGITS if logits.device.type == "cpu" else BLOCK_LOGITS_OF_A_DEVICE
-    rows = min(tokens, max(1, size // columns))
+    rows = max(1, min(tokens, size // columns))
     # allocated once: memory that is new to the process costs more than the arithmetic
     wide = torch.empty((0 if logits.dtype == dtype else rows, columns), dtype=dtype, device=logits.device)
     softmax = torch.empty((rows, columns), dtype=dtype, device=logits.device)

@@ -11,25 +11,26 @@ from megatron.parallel.loss_chunks import BLOCK_NUMBERS
 
 
 class WeightGradient:
-    """Sum over chunks of tokens of weight x gradient of the outputs [C, V] x inputs [C, H], as `total` [rows, H].
+    """Sum over tokens of weight x gradient of the outputs [V] x inputs [H], chunk by chunk, as `total` [rows, H].
 
-    In float32, because rounding the sum after each chunk would lose the shares of the later ones. A single chunk is
-    rounded once by the product itself, so it needs no float32 sum; float16 could not hold it.
+    Several chunks are summed in float32, because rounding the sum after each would lose the shares of the later ones. A
+    single chunk is rounded once by the product itself, so it needs no float32 sum; float16 could not hold it.
     """
 
-    def __init__(self, weight: Tensor, num_rows: int, num_chunks: int) -> None:
+    def __init__(self, weight: Tensor, num_rows: int, num_chunks: int, token_weights_N: Tensor) -> None:
         """Only the first `num_rows` rows of the weight have outputs; the gradient of the others is 0."""
-        exact = num_chunks == 1 and weight.dtype != torch.float16
-        self.total = torch.empty_like(
-            weight, dtype=weight.dtype if exact else torch.promote_types(weight.dtype, torch.float32)
-        )
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        is_rounded = num_chunks == 1 and weight.dtype != torch.float16
+        self.total = torch.empty_like(weight, dtype=weight.dtype if is_rounded else wide)
         self.total[num_rows:] = 0
-        self._rows = self.total[:num_rows]
-        self._beta = 0
+        self.unit = None if self.total.dtype == weight.dtype else _largest(token_weights_N)
+        """Factor by which `total` is still to be multiplied; None: there is none."""
+        self._rows, self._beta = self.total[:num_rows], 0
+        self._token_weights_N1 = (token_weights_N if self.unit is None else token_weights_N / self.unit).unsqueeze(-1)
 
-    def add(self, grad_outputs_CV: Tensor, inputs_CH: Tensor, token_weights_C: Tensor) -> None:
-        """Add a chunk."""
-        inputs = (inputs_CH * token_weights_C.unsqueeze(-1)).to(inputs_CH.dtype)
+    def add(self, part: slice, grad_outputs_CV: Tensor, inputs_CH: Tensor) -> None:
+        """Add the tokens `part`."""
+        inputs = (inputs_CH * self._token_weights_N1[part]).to(inputs_CH.dtype)
         outputs = grad_outputs_CV.t()
         if self.total.dtype == inputs.dtype:
             torch.addmm(self._rows, outputs, inputs, beta=self._beta, out=self._rows)
@@ -60,10 +61,22 @@ def adds_products_in_float32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.cuda is not None and version >= (2, 10)
 
 
+def _largest(token_weights_N: Tensor) -> Tensor:
+    """Return the largest absolute weight, by which weights are divided before they are rounded to 16 bits.
+
+    The equal weights of pretraining become 1 and lose nothing. float16 could not hold one token's share of a large
+    batch, whose loss scale is known only in backward.
+    """
+    if not token_weights_N.numel():
+        return token_weights_N.new_ones(())
+    return token_weights_N.abs().amax().clamp(min=torch.finfo(token_weights_N.dtype).tiny)  # tiny: no token counts
+
+
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x [rows, H] times a float32 scalar, rounded once to `dtype`, without a float32 temporary of its size."""
     result = torch.empty_like(x, dtype=dtype)
-    step = max(1, BLOCK_NUMBERS // max(1, x.shape[1]))
+    # CUDA converts as it writes; elsewhere the product is a temporary
+    step = max(1, len(x) if x.is_cuda else BLOCK_NUMBERS // max(1, x.shape[1]))
     for begin in range(0, len(x), step):
         block = slice(begin, begin + step)
         # of one dimension: a factor of none would be rounded to the dtype of x before the product

@@ -118,7 +118,10 @@ def mask_bytes(config: Config) -> int:
 
 
 def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
-    """Return what linear_cross_entropy of one microbatch needs: logits in chunks, both gradients made in forward."""
+    """Return what linear_cross_entropy of one microbatch needs.
+
+    A single chunk keeps the gradient of its logits for the backward pass; several have made both gradients in forward.
+    """
     number, tokens, hidden = number_size(config), num_tokens(config), config.model.hidden_size
     t = config.parallel.tensor_model_parallel_size
     rows = config.model.padded_vocab_size(t) // t
@@ -126,18 +129,20 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     is_trained = any(shard.vocabulary and shard.trained for shard in output.shards.values())
     # the gradient of the weight is summed over chunks in float32; float16 could not hold even one
     wide = 4 if chunk < tokens or config.training.fp16 else number
-    kept = tokens * hidden * number + (rows * hidden * wide if is_trained else 0)
+    gradients = tokens * hidden * number + (rows * hidden * wide if is_trained else 0)
     gathered = tokens * hidden * number if config.parallel.sequence_parallel else 0
+    logits = chunk * rows * number
     # inputs times the weights of tokens, in float32 and rounded; torch's softmax, and products of blocks
     weighted = chunk * hidden * (4 + (number if number == 2 else 0))
     block = min(chunk, max(1, BLOCK_LOGITS // rows)) * rows * (8 if number == 2 else 4) if on_cpu else 0
     product = min(rows * hidden, BLOCK_NUMBERS) * number if on_cpu and wide != number else 0
-    work = max(block, weighted, chunk * hidden * number + product)
-    scaled = tokens * hidden * number
-    backward = max(
-        scaled + (4 * tokens * hidden if number == 2 else 0), scaled + (rows * hidden * number if is_trained else 0)
-    )
-    return LossMemory(kept + gathered + chunk * rows * number + work, kept + backward)
+    work = max(weighted, chunk * hidden * number + product)
+    result = rows * hidden * number if is_trained else 0
+    if chunk == tokens:
+        rounded = result if wide != number else 0
+        return LossMemory(gathered + logits + block, gathered + logits + gradients + max(work, rounded))
+    backward = tokens * hidden * number + max(4 * tokens * hidden if number == 2 else 0, result)
+    return LossMemory(gradients + gathered + logits + max(block, work), gradients + backward)
 
 
 def kernels_form(config: Config) -> str:

@@ -331,12 +331,42 @@ def test_the_gradient_of_the_weight_is_summed_in_place(monkeypatch: pytest.Monke
 def test_no_gradients_are_computed_where_none_are_wanted() -> None:
     batch = Batch()
     with Recorder() as training:
-        batch.ours()
+        batch.ours()[2].backward()
     with torch.no_grad(), Recorder() as evaluation:
         _, _, loss = batch.ours()
     assert not loss.requires_grad
     assert sum("mm" in name for name in training.operators) == 3
     assert sum("mm" in name for name in evaluation.operators) == 1
+
+
+def test_several_chunks_take_three_products_each_and_log_probs_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch()
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 12)
+    with Recorder() as summed:
+        hidden, weight, loss = batch.ours()
+        loss.backward()
+    with Recorder() as single:
+        token_log_probs(hidden, weight, torch.from_numpy(batch.labels), SINGLE).sum().backward()
+    assert sum("mm" in name for name in summed.operators) == 2 * 3
+    assert sum("mm" in name for name in single.operators) == 2 * 4
+
+
+def test_token_weights_with_a_gradient_are_refused() -> None:
+    batch = Batch()
+    hidden, weight, _ = batch.ours()
+    weights = torch.from_numpy(batch.token_weights).requires_grad_()
+    with pytest.raises(ValueError, match="token_log_probs"):
+        linear_cross_entropy(hidden, weight, torch.from_numpy(batch.labels), weights, SINGLE)
+
+
+def test_no_tokens_give_zero() -> None:
+    hidden = torch.zeros(0, 2, H, requires_grad=True)
+    weight = on_ranks.vocabulary_weight(Batch().weight, VOCABULARY, SINGLE)
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0), SINGLE)
+    loss.backward()
+    assert not loss.any()
+    assert weight.grad is not None
+    assert not weight.grad.any()
 
 
 def test_frozen_inputs_get_no_gradient() -> None:
