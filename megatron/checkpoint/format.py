@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.errors import CheckpointError as CheckpointError
+from megatron.checkpoint.errors import SaveError as SaveError
 from megatron.parallel.shards import LayoutError, Shard
 
 FORMAT = "megatron-3d"
@@ -60,14 +62,6 @@ HEAD_LINES = 8
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 _SAVE_AGAIN = "save the checkpoint again, or load another"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, of another model, or cannot be written. The message names the file."""
-
-
-class SaveError(CheckpointError):
-    """A checkpoint or an export could not be written; earlier ones are as they were. Another attempt may succeed."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from megatron.command_names import command_name
 
 if TYPE_CHECKING:
     from megatron.interop.conversion import ModelWeights
-    from megatron.interop.huggingface_files import Precision
+    from megatron.interop.folder_files import Precision
 
 NAMES = {
     "hf": "Hugging Face",

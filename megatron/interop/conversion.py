@@ -23,8 +23,9 @@ from megatron.config.options import Config
 from megatron.files import appearing
 from megatron.interop import deepspeed_checkpoint, universal
 from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
+from megatron.interop.folder_files import Precision
 from megatron.interop.huggingface import export_huggingface, import_huggingface, parameters_of, tokenizer_files
-from megatron.interop.huggingface_files import DTYPES, Precision
+from megatron.interop.huggingface_files import DTYPES
 from megatron.interop.native import count, native_model, source_of
 from megatron.planning.progress import Progress
 

@@ -25,6 +25,7 @@ from isal import isal_zlib
 from safetensors import SafetensorError, safe_open
 
 from megatron.checkpoint.format import PIECE_BYTES, CheckpointError, open_file
+from megatron.interop.folder_files import real_path
 from megatron.interop.torch_zip import ZipEntry, zip_entries
 
 log = logging.getLogger(__name__)
@@ -72,20 +73,6 @@ class Inert:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Names
-
-
-def real_path(path: Path) -> Path:
-    """Return the file itself. Raises CheckpointError for a link.
-
-    The links of Hugging Face's cache, from snapshots/<commit>/ to blobs/ beside, are its way to store files.
-    """
-    if not path.is_symlink():
-        return path
-    snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)
-    target = path.resolve()
-    if snapshots is None or target.parent != (snapshots.parent / "blobs").resolve():
-        raise CheckpointError(f"{path} is a link; links are not followed, put the file itself there")
-    return target
 
 
 # ---------------------------------------------------------------------------------------------------------------------

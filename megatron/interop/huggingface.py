@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import Config
 from megatron.files import sync_folder
+from megatron.interop.folder_files import own_file, read_json
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_config import (
     OUTPUT,
@@ -40,8 +41,6 @@ from megatron.interop.huggingface_files import (
     StoredTensor,
     WeightsWriter,
     open_weights,
-    own_file,
-    read_json,
     some,
     write_json,
 )

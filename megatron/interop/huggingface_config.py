@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import differing
 from megatron.config.options import Config, ModelConfig, TrainingConfig
 from megatron.config.plugins import known_plugins, load_plugin
-from megatron.interop.huggingface_files import DTYPES, Precision, own_file, read_json
+from megatron.interop.folder_files import Precision, own_file, read_json
 from megatron.models.family import Family, HuggingFaceForm
 
 log = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ def their_config(config: Config, precision: Precision, special_tokens: Mapping[s
         "initializer_range": model.init_method_std,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
-        "torch_dtype": str(DTYPES[precision]).removeprefix("torch."),
+        "torch_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision],
         # null too: transformers' defaults are ids of other vocabularies
         **{name: special_tokens.get(name) for name in SPECIAL_TOKENS},
         **form.config_fields(config),

@@ -9,59 +9,24 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.files import write_durably
-from megatron.interop.foreign_files import ForeignFiles, real_path
+from megatron.interop.folder_files import Precision, json_object, own_file, read_json
+from megatron.interop.foreign_files import ForeignFiles
 
-Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By safetensors' names."""
 SHOWN_NAMES = 5
-
-
-def own_file(folder: Path, name: str) -> Path:
-    """Return the file of that plain name in `folder`. Raises CheckpointError for a path, a link or no file."""
-    if not name or name != os.path.basename(name) or name in (".", "..") or "\\" in name or "\0" in name:
-        raise CheckpointError(f"{folder} names {name!r} as a file of its own; only plain file names in it are read")
-    path = folder / name
-    if not real_path(path).is_file():
-        raise CheckpointError(f"{path} is missing, or no file; copy the whole folder")
-    return path
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object without a key twice. Raises CheckpointError."""
-    return _json_object(path.read_bytes(), path)
-
-
-def _json_object(text: bytes, path: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        if twice:
-            raise ValueError(f"{twice[0]!r} is there twice")
-        return dict(pairs)
-
-    def finite(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        content = json.loads(text, object_pairs_hook=unique, parse_constant=finite)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); copy it again") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a JSON object")
-    return content
 
 
 @dataclass(frozen=True)
@@ -77,7 +42,7 @@ class StoredTensor:
 
 def _open_safetensors(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
     text, data_start = files.safetensors_header(path)
-    header = _json_object(text, path)
+    header = json_object(text, path)
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():

@@ -10,8 +10,9 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import Config, TrainingConfig
 from megatron.interop.conversion import ModelWeights, ReportNumel
+from megatron.interop.folder_files import Precision
 from megatron.interop.huggingface_config import form_of
-from megatron.interop.huggingface_files import DTYPES, Precision
+from megatron.interop.huggingface_files import DTYPES
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.command_line import ALTERNATIVES, read_preset
 from megatron.config.options import ConfigError, flag
 from megatron.config.parser import build_parser
+from megatron.interop.huggingface_config import preset_of
 from megatron.launch.hl_help import covers
 from megatron.launch.hl_variables import (
     LLAMA_PRESETS,
@@ -256,9 +258,6 @@ def _fine_tuning(given: Mapping[str, str], reader: _VariableReader) -> None:
         reader.fault("HL_MODEL is not set; set it to the folder of a model that transformers wrote")
         request.unread.add("config")
         return
-    from megatron.checkpoint.format import CheckpointError
-    from megatron.interop.huggingface_config import preset_of  # it imports torch
-
     try:
         options = preset_of(Path(model))["model"]
     except CheckpointError as error:

@@ -1,0 +1,64 @@
+"""Plain files of a folder that others have written: no name leads out of it, no link is followed, no JSON is trusted.
+
+Imports no torch, so that a launcher can read a model's config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.checkpoint.errors import CheckpointError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def real_path(path: Path) -> Path:
+    """Return the file itself. Raises CheckpointError for a link.
+
+    The links of Hugging Face's cache, from snapshots/<commit>/ to blobs/ beside, are its way to store files.
+    """
+    if not path.is_symlink():
+        return path
+    snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)
+    target = path.resolve()
+    if snapshots is None or target.parent != (snapshots.parent / "blobs").resolve():
+        raise CheckpointError(f"{path} is a link; links are not followed, put the file itself there")
+    return target
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """Return the file of that plain name in `folder`. Raises CheckpointError for a path, a link or no file."""
+    if not name or name != os.path.basename(name) or name in (".", "..") or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{folder} names {name!r} as a file of its own; only plain file names in it are read")
+    path = folder / name
+    if not real_path(path).is_file():
+        raise CheckpointError(f"{path} is missing, or no file; copy the whole folder")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object without a key twice. Raises CheckpointError."""
+    return json_object(path.read_bytes(), path)
+
+
+def json_object(text: bytes, path: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r} is there twice")
+        return dict(pairs)
+
+    def finite(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        content = json.loads(text, object_pairs_hook=unique, parse_constant=finite)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); copy it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a JSON object")
+    return content
