@@ -16,6 +16,8 @@ import logging
 import os
 import re
 import resource
+import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -170,6 +172,24 @@ def count_devices(device: str) -> int:
         return len(nvidia) or len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")))
     accelerators = [path for path in Path("/dev/accel").glob("accel[0-9]*") if path.name[5:].isdecimal()]
     return len(accelerators) or len([path for path in Path("/dev").glob("hl[0-9]*") if path.name[2:].isdecimal()])
+
+
+_MEMORY_QUERIES = {
+    "cuda": ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),
+    "hpu": ("hl-smi", "--query-aip=memory.total", "--format=csv,noheader,nounits"),
+}
+
+
+def device_memory_bytes(device: str) -> int | None:
+    """Return the memory of this machine's smallest device of a kind, from its driver's tool; None where that fails."""
+    query = _MEMORY_QUERIES.get(device)
+    if query is None or shutil.which(query[0]) is None:
+        return None
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
+        return min(int(line) for line in answer.split("\n") if line.strip()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):  # a plan without a verdict is better than none
+        return None
 
 
 def _torch_has_cuda() -> bool:

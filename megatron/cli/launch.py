@@ -33,6 +33,7 @@ from megatron.launch.hosts import launch
 from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
 from megatron.launch.preflight import preflight
 from megatron.planning.describe import describe
+from megatron.planning.fit import memory_warning
 
 DERIVED = ("DS_ACCELERATOR", "OMP_NUM_THREADS")
 """Variables of the ranks that the launcher derives from the other options."""
@@ -235,7 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     for note in plan.notes:
         print(f"note: {note}", file=sys.stderr)
-    for warning in plan.warnings:
+    too_large = memory_warning(plan.config, plan.nodes * plan.devices_per_node, plan.devices_per_node)
+    for warning in (*plan.warnings, *([too_large] if too_large else [])):
         print(f"warning: {warning}", file=sys.stderr)
     sys.stdout.flush()
     if plan.fine_tuning is not None:

@@ -1,6 +1,6 @@
 """Print the plan of a run on a number of devices: layout, parameters, pipeline bubble, memory of each rank.
 
-    python tools/plan.py --config llama31_8b --num-devices 64 --tensor-model-parallel-size 8
+    python tools/plan.py --config llama31_8b --num-devices 64 --tensor-model-parallel-size 8 --device-memory gaudi2
 
 Starts nothing, reads no data, imports neither torch nor deepspeed.
 """
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=command_name("plan"),
         usage="%(prog)s [--num-devices N] [--devices-per-node N] --config PRESET [--flag VALUE ...]",
         description=(__doc__ or "").split("\n")[0],
-        epilog="All other flags are those of megatron.train. --device cpu estimates the memory of its attention.",
+        epilog="All other flags are those of megatron.train. --device and --device-memory say what the plan is for.",
         allow_abbrev=False,
     )
     parser.add_argument("--num-devices", type=int, metavar="N", help="default: tensor-parallel size x pipeline stages")

@@ -26,6 +26,9 @@ class ParallelConfig:
     """Balance pipeline stages by number of parameters, number of layers, or number of transformer layers."""
     device: Literal["auto", "hpu", "cuda", "cpu"] = "auto"
     """Device type. `auto`: the first available of hpu, cuda, cpu."""
+    device_memory: str | None = None
+    """Memory of one device, for the plan: gaudi2, gaudi3, a100, h100, h200, or a number of GiB. Unset: that of this
+    machine's devices."""
     distributed_timeout_minutes: PositiveFloat = 30.0
     """Timeout of collectives; one that waits longer fails the run."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from megatron.config.data import parse_data_path, parse_split
+from megatron.config.devices import KNOWN_DEVICES, parse_memory_gib
 from megatron.config.options import Config, ConfigError, batch_sizes, options, samples_after, sections
 from megatron.config.plugins import known_plugins, load_plugin, load_task
 
@@ -217,6 +218,17 @@ def check_device(config: Config) -> Iterator[str]:
     needs = {"flex": "cuda", "fused_hpu": "hpu"}.get(model.attention_backend, device)
     if device not in ("auto", needs):
         yield f"attention_backend={model.attention_backend} runs on {needs} only, but device={device}; use auto or sdpa"
+    memory = config.parallel.device_memory
+    if memory is None:
+        return
+    if parse_memory_gib(memory) is None:
+        yield (
+            f"device_memory={memory!r} is neither a known device nor a number of GiB; use {', '.join(KNOWN_DEVICES)}, "
+            "or a number such as 80"
+        )
+    elif memory in KNOWN_DEVICES and device not in ("auto", KNOWN_DEVICES[memory].kind):
+        kind = KNOWN_DEVICES[memory].kind
+        yield f"device_memory={memory} is that of a {kind} device, but device={device}; use device={kind}, or give GiB"
 
 
 _FAST = "works with the causal mask alone"

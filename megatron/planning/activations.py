@@ -169,6 +169,8 @@ def _attention_core(config: Config) -> int:
     kept = tokens * (inputs + query) * number + tokens * heads * 4
     if load_task(config).packs_documents and on_cpu:
         kept += tokens * query * number  # the outputs of documents, concatenated
+    if config.parallel.device in ("auto", "cuda") and number == 4 and config.training.micro_batch_size > 1:
+        kept += tokens * query * number  # no flash kernel: the output comes by sample, and is copied by position
     if not stores_attention_scores(config):
         return kept
     if on_cpu:  # torch's plain attention, in float32: probabilities, dropout mask, product; q, k, v; output twice

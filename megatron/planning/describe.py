@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
+from megatron.config.devices import GIB, KNOWN_DEVICES
 from megatron.config.options import Config, ModelConfig, batch_sizes, samples_after
 from megatron.config.plugins import load_task
+from megatron.planning.fit import MOST_DEVICES, capacity, fit_text, for_device, needed_bytes, propose
 from megatron.planning.memory import Stage, StageMemory, memory_by_stage
 from megatron.planning.pipeline import bubble_fraction, stage_text
 from megatron.planning.sizes import count_parameters, declared_layers, flops_per_token
 
-GIB = 2**30
+_INDENT: Any = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
 
 
 def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -> str:
-    """Layout, batches, parameters, pipeline bubble and memory by rank, at most 80 columns wide."""
+    """Layout, batches, parameters, pipeline bubble, and memory by rank with what fits, at most 80 columns wide."""
+    config = for_device(config)
     model, parallel, training = config.model, config.parallel, config.training
     t, p = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     world_size = nodes * devices_per_node
@@ -55,6 +60,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
     lines += ["", f"  memory per rank, GiB, at the peak of a step (1F1B{'' if p > 1 else ', one stage'})"]
     lines += ["  " + line for line in _memory_table(config, stages)]
+    lines += ["", *_fit_lines(config, stages, world_size, devices_per_node)]
     return "\n".join(lines) + "\n"
 
 
@@ -119,6 +125,33 @@ def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
         lines.append(" ".join([*cells, stage_text(layers, stage.start, stage.stop)]))
     if len(stages) > 1:
         lines.append("   * the stage that needs most")
+    return lines
+
+
+def _fit_lines(config: Config, stages: Sequence[Stage], num_devices: int, devices_per_node: int) -> list[str]:
+    """The comparison with the memory of the device, and the nearest layouts that fit if this one does not."""
+    room, size = capacity(config, devices_per_node), max(needed_bytes(config, stage) for stage in stages)
+    if room is None:
+        known = ", ".join(KNOWN_DEVICES)
+        return textwrap.wrap(f"the device is unknown; --device-memory {known}, or GiB, says if it fits", 78, **_INDENT)
+    lines = textwrap.wrap(fit_text(room, size), 78, **_INDENT)
+    if room.is_enough_for(size):
+        return lines
+    found = propose(config, num_devices, devices_per_node, room)
+    if not found:
+        return [
+            *lines,
+            f"  nothing fits on up to {num_devices * MOST_DEVICES} devices by layout, recomputation and ZeRO",
+        ]
+    more = "" if found[0].num_devices == num_devices else f" on {found[0].num_devices} devices, as none does on fewer"
+    lines.append(f"  nearest layouts that fit{more}, by estimated cost:")
+    for proposal in found:
+        label = f"  {proposal.size_bytes / GIB:>7.1f} GiB  "
+        whole = " ".join(text.replace(" ", "\0") for text in proposal.flags)  # a flag stays beside its value
+        wrapped = textwrap.wrap(
+            whole or "this layout", 78, **_INDENT | {"initial_indent": label, "subsequent_indent": " " * len(label)}
+        )
+        lines += [line.replace("\0", " ") for line in wrapped]
     return lines
 
 

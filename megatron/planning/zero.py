@@ -82,7 +82,7 @@ class SharedState:
     at_update: int
     """Allocated for a moment when the optimizer updates, instead of `microbatch_gradients`."""
     gathered: int
-    """Weights of other ranks that are gathered at the end of the forward pass (ZeRO-3)."""
+    """Weights gathered, from other ranks or the host, at the end of the forward pass (ZeRO-3)."""
     host: int = 0
     """Offloaded to the host's memory."""
 
@@ -205,16 +205,17 @@ def _zero_3(
     sent = 4 if (config.training.grad_reduce_dtype or config.training.grad_accum_dtype) == "fp32" else 2
     accumulated = 4 if config.training.grad_accum_dtype == "fp32" else 2
     full = sent * min(bucket, parameters)
-    scattered = full // dp if dp == 1 else full if config.parallel.device == "cpu" else 0  # gloo copies its input
+    copied = full if config.parallel.device == "cpu" else 0  # gloo copies what it reduces
+    gathers = dp > 1 or (config.optimizer.offload_param and config.parallel.device != "cpu")
     return replace(
         bare,
         weights=(-(-parameters // dp) + (persistent if dp > 1 else 0)) * number,
         gradients=sent * bucket + accumulated * share,
         bucket=bucket,
         keeps_gradients=False,
-        at_reduction=full + scattered + (first * number if dp > 1 else 0),
+        at_reduction=full + copied + (first * number if gathers else 0),
         at_update=0,
-        gathered=min(parameters, REUSE_DISTANCE // 2) * number if dp > 1 else 0,
+        gathered=min(parameters, REUSE_DISTANCE // 2) * number if gathers else 0,
     )
 
 
