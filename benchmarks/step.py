@@ -12,7 +12,8 @@ Sections: rate (tokens/s, ratio, MFU, peak memory, first and last loss), profile
 side), counts (waits and collectives of one of our steps), flat (time of a microbatch among 8 and among 64, and of a
 step after 10 and after 1,000 steps). MFU is 6 N + 12 L A D S FLOPs a token (megatron/planning/sizes.py), over the
 device's published bfloat16 peak; on a CPU over a matrix product measured here. Peak memory is what a side adds to the
-process. litgpt and transformers are used where they are installed; transformers is in the extra `convert`:
+process. Exit status 1 if ours has less than 1.2 times the tokens/s of transformers or 1.05 times litgpt's, on CUDA 1.1
+and 1.05 times. litgpt and transformers are used where they are installed; transformers is in the extra `convert`:
 
     pip install litgpt==0.5.13
 """
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from benchmarks.step_sides import Side, Workload
 
 PEER_NAMES = ("transformers", "litgpt")
+CPU_AIMS = {"transformers": 1.2, "litgpt": 1.05}
+CUDA_AIMS = {"transformers": 1.1, "litgpt": 1.05}
 SECTIONS = ("rate", "profile", "counts", "flat")
 SMALL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --vocab-size 16384 "
@@ -76,15 +79,17 @@ def main() -> int:
     peak_tflops = {p: _peak_tflops(ctx.device, p) for p in options.precisions}
     peaks = ", ".join(f"{p} {peak:.3g}" for p, peak in peak_tflops.items())
     print(f"torch {torch.__version__}, {threads}; peak for MFU, TFLOP/s: {peaks}", flush=True)
+    reached = True
     for model in options.models:
         for precision in options.precisions:
             work = workload(model, device, precision, flags)
             peers = _peers(options.peers, model)
-            _compare(work, ctx, peers, f"{model} {precision}", options, peak_tflops[precision])
+            title = f"{model} {precision}"
+            reached &= _compare(work, ctx, peers, title, options, peak_tflops[precision])
     if "flat" in options.sections:
         _flat(ctx, device)
     torch.distributed.destroy_process_group()
-    return 0
+    return 0 if reached else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,8 +148,8 @@ def _peers(wanted: list[str], model: str) -> list[str]:
     return found
 
 
-def _compare(work: Workload, ctx: Any, peers: list[str], title: str, options: Any, peak_tflops: float) -> None:
-    """Measure ours and its peers, and print all sections."""
+def _compare(work: Workload, ctx: Any, peers: list[str], title: str, options: Any, peak_tflops: float) -> bool:
+    """Measure ours and its peers, and print all sections; return True if the aims are reached."""
     from benchmarks.step_sides import PEERS, Ours
 
     on_cuda = ctx.device.type == "cuda"
@@ -172,8 +177,7 @@ def _compare(work: Workload, ctx: Any, peers: list[str], title: str, options: An
         for name, side in live.items():
             _show_details(name, side, options)
             side.close()
-    if measured:
-        _show_rates(work, sides, measured, peak_tflops)
+    return not measured or _show_rates(work, sides, measured, peak_tflops, on_cuda)
 
 
 class MeasuredSide:
@@ -243,10 +247,11 @@ def _show_details(name: str, side: MeasuredSide, options: Any) -> None:
             print(f"  {milliseconds:9.2f} ms {share:6.1%} {calls:6d} x  {key[:70]}")
 
 
-def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float) -> None:
+def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float, on_cuda: bool) -> bool:
+    """Print the table; return True if ours is as much faster than each peer as is aimed at."""
     from megatron.planning.sizes import count_parameters, flops_per_token
 
-    flops = flops_per_token(work.config)
+    flops, reached = flops_per_token(work.config), True
     training = work.config.training
     print(
         f"{count_parameters(work.config) / 1e6:.4g}M parameters, sequence {training.seq_length}, "
@@ -267,6 +272,9 @@ def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float) -
         in_cpu = spread(quotients(sides[name].cpu_s, sides["ours"].cpu_s))
         ratio = spread(quotients(measured[name], measured["ours"]))
         print(f"ours / {name}: {ratio} times the tokens/s; by processor time {in_cpu}", flush=True)
+        aim = CUDA_AIMS if on_cuda else CPU_AIMS
+        reached &= statistics.median(quotients(measured[name], measured["ours"])) >= aim[name]
+    return reached
 
 
 def _flat(ctx: Any, device: str) -> None:

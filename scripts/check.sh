@@ -10,7 +10,7 @@ check() {
 }
 check .venv/bin/python -m ruff check --quiet .
 check .venv/bin/python -m ruff format --quiet --check .
-check .venv/bin/shellcheck .ci/run scripts/*.sh scripts/*.sbatch
+check .venv/bin/shellcheck .ci/run scripts/*.sh scripts/*.sbatch benchmarks/*.sh
 check .venv/bin/python -m mypy --no-error-summary
 
 if (( ${#failed[@]} )); then
