@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 from megatron.data.contents import ContentReader, Damage, open_source
 from megatron.data.document_blocks import Block, Fault, Position, ReadingRules, after_source, delimited_blocks
-from megatron.data.sources import UNCOMPRESSED_ONLY, InputRules, SourceFile, empty_file
+from megatron.data.sources import UNCOMPRESSED_ONLY, InputRules, SourceFile
 
 PIECE_BYTES = 1 << 16
 """Read at a time: tarfile copies what is left of a piece at every header."""
@@ -103,15 +103,12 @@ def _reasons(entry: tarfile.TarInfo, names: InputRules) -> tuple[str | None, str
         return "a link in an archive", None
     if not entry.isreg():
         return "a device or pipe in an archive", None
-    if skipped := names.reason_to_pass_over(name, entry.name):
-        return skipped, None
-    refusal = names.refusal(name)
     form = names.form(name)
-    if refusal is None and form is not None:
-        if form[0] in (*UNCOMPRESSED_ONLY, "tar"):
-            refusal = f"is a .{form[0]} file in an archive, which cannot be read as a stream; extract it"
-        elif entry.size == 0:
-            refusal = empty_file(*form)
+    if skipped := names.reason_to_pass_over(name, entry.name, form):
+        return skipped, None
+    refusal = names.refusal(name, form, entry.size)
+    if refusal is None and form is not None and form[0] in (*UNCOMPRESSED_ONLY, "tar"):
+        refusal = f"is a .{form[0]} file in an archive, which cannot be read as a stream; extract it"
     return None, refusal
 
 

@@ -227,7 +227,8 @@ class _DelimitedFile:
     def _drop_byte_order_mark(self) -> None:
         if self._source.kind == "jsonl" and self._held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise Damage("the file is UTF-16; convert it to UTF-8")
-        self._drop(len(BOM) if self._held.startswith(BOM) else 0)
+        if self._held.startswith(BOM):
+            self._drop(len(BOM))
 
 
 def _last_end(content: bytearray, delimiter: bytes, start: int) -> tuple[int, int]:

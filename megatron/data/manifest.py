@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import orjson
+
 from megatron.data.document_blocks import Block
 from megatron.data.indexed import DataError, IndexedDataset
 from megatron.data.input_shards import InputShard
@@ -125,7 +127,7 @@ class ManifestLog:
     def _write(self, entry: _Entry) -> None:
         line = entry.line()
         _count(self.counts, line)
-        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.write(_json(line) + b"\n")
 
     def save_state(self) -> dict[str, Any]:
         """Flush to disk, and return how much that is."""
@@ -151,6 +153,13 @@ class ManifestLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _json(line: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(line)
+    except TypeError:  # a file name that is not UTF-8
+        return json.dumps(line).encode()
 
 
 def _count(counts: Counter[str], line: dict[str, Any]) -> None:
@@ -183,7 +192,7 @@ def manifest_writer(
             "options": options,
             "shard": {"number": shard.number, "count": shard.count, "input": input_digest} if shard else None,
         }
-        lines = (json.dumps(line).encode() for line in skipped)
+        lines = (_json(line) for line in skipped)
         _write(file, dataset, header, counts, [lines, log.lines()])
 
     return write
@@ -322,7 +331,7 @@ def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]
             },
             "shard": None,
         }
-        _write(file, dataset, header, counts, [(json.dumps(line).encode() for line in lines)])
+        _write(file, dataset, header, counts, [(_json(line) for line in lines)])
 
     return write
 

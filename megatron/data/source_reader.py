@@ -10,7 +10,7 @@ from megatron.data.contents import open_source
 from megatron.data.document_blocks import Block, Position, ReadingRules, delimited_blocks
 from megatron.data.sources import UNCOMPRESSED_ONLY, SourceFile
 
-MOST_BLOCKS_OF_A_BATCH = 1 << 13
+MOST_BLOCKS_OF_A_BATCH = 1 << 10
 
 
 def read_blocks(

@@ -65,6 +65,9 @@ STDIN_FILENAME = "stdin.jsonl"
 SHOWN_REFUSALS = 10
 
 
+FileForm = tuple[Kind, Compression]
+
+
 class SourceFile(NamedTuple):
     """A file of documents."""
 
@@ -110,7 +113,7 @@ class InputRules:
     kinds: tuple[Kind, ...] = tuple(dict.fromkeys(KINDS.values()))
     """Kinds that the reader can use."""
 
-    def form(self, name: str) -> tuple[Kind, Compression] | None:
+    def form(self, name: str) -> FileForm | None:
         """Return what a file holds by its name, in capitals or not. None: unknown."""
         lower = name.lower()
         stem, ending = os.path.splitext(lower)
@@ -123,7 +126,7 @@ class InputRules:
         kind = KINDS.get(os.path.splitext(stem)[1] if compression else ending)
         return None if kind is None or (compression and kind in UNCOMPRESSED_ONLY) else (kind, compression)
 
-    def reason_to_pass_over(self, name: str, relative_name: str) -> str | None:
+    def reason_to_pass_over(self, name: str, relative_name: str, form: FileForm | None) -> str | None:
         """Return why a file in a folder or an archive is passed over; None if it is to be read, or refused."""
         if any(part.startswith(".") for part in relative_name.split("/") if part not in ("", ".", "..")):
             return "hidden"
@@ -131,7 +134,7 @@ class InputRules:
             return "--exclude"
         if self.text_files is not None and not self._is_text_file(name):
             return "does not match --text-files"
-        if self.form(name) is None:
+        if form is None:
             for reason, patterns in COMPANIONS.items():
                 if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                     return reason
@@ -140,9 +143,8 @@ class InputRules:
     def excludes(self, name: str, relative_name: str) -> bool:
         return any(fnmatch.fnmatch(name, p) or fnmatch.fnmatch(relative_name, p) for p in self.exclude)
 
-    def refusal(self, name: str) -> str | None:
-        """Return why a file cannot be read, by its name alone, with the remedy; None if it can."""
-        form = self.form(name)
+    def refusal(self, name: str, form: FileForm | None, num_bytes: int | None) -> str | None:
+        """Return why a file cannot be read, by its name and size, with the remedy; None if it can."""
         if form is None:
             ending = os.path.splitext(name)[1]
             pattern = "*" + ending if ending else name
@@ -153,7 +155,7 @@ class InputRules:
         if form[0] not in self.kinds:
             known = [suffix for suffix, kind in KINDS.items() if kind in self.kinds]
             return f"is not JSONL; chats are a JSON object a line in {', '.join(known)}, also compressed; convert it"
-        return None
+        return empty_file(*form) if num_bytes == 0 else None
 
     def _is_text_file(self, name: str) -> bool:
         if self.text_files is None:
@@ -250,7 +252,8 @@ class _Finder:
         elif stat.S_ISFIFO(status.st_mode):
             self._add_pipe(given, given)
         else:
-            self._add_file(given, os.path.basename(given), status)
+            name = os.path.basename(given)
+            self._add_file(given, name, name, status, self._rules.form(name))
 
     def _add_matches(self, pattern: str) -> None:
         matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else []
@@ -327,7 +330,8 @@ class _Finder:
 
     def _add_entry(self, path: str, name: str, relative_name: str) -> None:
         """Add a file that was found, not named by the user."""
-        if reason := self._rules.reason_to_pass_over(name, relative_name):
+        form = self._rules.form(name)
+        if reason := self._rules.reason_to_pass_over(name, relative_name, form):
             self.listing.passed_over.append(PassedOver(path, reason))
             return
         try:
@@ -337,10 +341,11 @@ class _Finder:
             why = f"is a broken link to {os.readlink(path)}" if broken else f"cannot be read: {error.strerror}"
             self.refused.append((path, f"{why}; repair it, or leave it out with --exclude '{name}'"))
             return
-        self._add_file(path, relative_name, status, is_named=False)
+        self._add_file(path, name, relative_name, status, form)
 
-    def _add_file(self, path: str, relative_name: str, status: os.stat_result, *, is_named: bool = True) -> None:
-        name = os.path.basename(path)
+    def _add_file(
+        self, path: str, name: str, relative_name: str, status: os.stat_result, form: FileForm | None
+    ) -> None:
         identity = (status.st_dev, status.st_ino)
         known = self._found.get(identity)
         if known is not None:
@@ -349,34 +354,28 @@ class _Finder:
             else:
                 self.refused.append((path, f"is named twice by --input, as {known[0]} too; name it once"))
             return
-        reason = self._refusal(path, name, status)
+        if not stat.S_ISREG(status.st_mode):
+            reason: str | None = (
+                "is a pipe, socket or device, which is not read in a folder; leave it out with --exclude"
+            )
+        else:
+            reason = self._rules.refusal(name, form, status.st_size)
         if reason is None and not os.access(path, os.R_OK):
             reason = "cannot be read: Permission denied; correct its permissions, or leave it out"
-        if reason is not None:
-            self.refused.append((path, reason))
+        if reason is not None or form is None:
+            self.refused.append((path, reason or ""))
             return
         self._found[identity] = path, self._given
-        form = self._rules.form(name)
-        assert form is not None
         version = str(status.st_mtime_ns)
         self.listing.sources.append(SourceFile(path, *form, status.st_size, "file", relative_name, version))
-
-    def _refusal(self, path: str, name: str, status: os.stat_result) -> str | None:
-        if not stat.S_ISREG(status.st_mode):
-            return "is a pipe, socket or device, which a folder cannot hold as input; leave it out with --exclude"
-        reason = self._rules.refusal(name)
-        if reason is None and status.st_size == 0:
-            kind, compression = self._rules.form(name) or ("", "")
-            reason = empty_file(kind, compression)
-        return reason
 
     def _add_pipe(self, given: str, name: str) -> None:
         if any(source.transport == "pipe" and source.name == name for source in self.listing.sources):
             self.refused.append((name, "is named twice by --input; name it once"))
             return
         filename = self._rules.stdin_filename
-        reason = self._rules.refusal(filename)
         form = self._rules.form(filename)
+        reason = self._rules.refusal(filename, form, None)
         if reason is not None or form is None or form[0] in UNCOMPRESSED_ONLY:
             known = [suffix for suffix, kind in KINDS.items() if kind not in UNCOMPRESSED_ONLY]
             raise DataError(
@@ -390,13 +389,11 @@ class _Finder:
 
         for found, is_named in find_remote(url):
             name = found.name.rsplit("/", 1)[-1].split("?")[0]
-            if not is_named and (reason := self._rules.reason_to_pass_over(name, found.relative_name)):
+            form = self._rules.form(name)
+            if not is_named and (reason := self._rules.reason_to_pass_over(name, found.relative_name, form)):
                 self.listing.passed_over.append(PassedOver(found.name, reason))
                 continue
-            form = self._rules.form(name)
-            reason = self._rules.refusal(name)
-            if form is not None and reason is None and found.num_bytes == 0:
-                reason = empty_file(*form)
+            reason = self._rules.refusal(name, form, found.num_bytes)
             if reason is not None or form is None:
                 self.refused.append((found.name, reason or ""))
                 continue
