@@ -71,7 +71,7 @@ class _MemberFile:
 def _member(archive: SourceFile, entry: tarfile.TarInfo, names: InputRules) -> SourceFile:
     kind, compression = names.form(_base_name(entry)) or ("text", "")
     return SourceFile(
-        f"{archive.name}!{entry.name}",
+        f"{archive.public_name}!{entry.name}",
         kind,
         compression,
         entry.size,

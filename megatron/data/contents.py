@@ -7,6 +7,7 @@ each file is a sequence of whole streams, or it is damaged.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import lzma
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from isal import isal_zlib
 
 from megatron.data.indexed import DataError
 from megatron.data.remote import lost_connection, open_remote
-from megatron.data.sources import STDIN, SourceFile
+from megatron.data.sources import STDIN, UNCOMPRESSED_ONLY, SourceFile
 
 LARGEST_EXPANSION = 300
 """Decompressed bytes a byte of the file. Ordinary text shrinks to a hundredth at best."""
@@ -90,7 +91,7 @@ _pipes: dict[tuple[int, int], _Pipe] = {}
 def open_source(source: SourceFile) -> Any:
     """Open a file or URL, or read a pipe from its beginning. Raises DataError if it cannot be."""
     if source.transport == "url":
-        return open_remote(source.name)
+        return open_remote(source.name, in_order=source.kind not in UNCOMPRESSED_ONLY)
     if source.transport == "pipe":
         return _open_pipe(source)
     try:
@@ -126,9 +127,10 @@ class ContentReader:
 
     def chunks(self, skip_bytes: int) -> Iterator[bytes]:
         """Yield the content after its first skip_bytes in pieces of about block_bytes. Raises Damage."""
-        if skip_bytes and not self._source.compression and self._source.transport != "pipe" and self._file.seekable():
-            self._file.seek(skip_bytes)
-            skip_bytes = 0
+        if skip_bytes and not self._source.compression and self._source.transport != "pipe":
+            with contextlib.suppress(ValueError, OSError):  # a stream: what is skipped is read
+                self._file.seek(skip_bytes)
+                skip_bytes = 0
         pieces = self._decompressed() if self._source.compression else self._plain()
         for piece in pieces:
             self._content_bytes += len(piece)

@@ -180,7 +180,7 @@ class _DelimitedFile:
 
     def _read(self, goes_on: bool) -> Iterator[Block]:
         held, delimiter = self._held, self._delimiter
-        searched = 0
+        searched, is_whole = 0, True
         for chunk in self._chunks():
             if not chunk:
                 continue
@@ -201,11 +201,19 @@ class _DelimitedFile:
             if self._is_too_long or len(held) > self._largest_bytes:
                 self._is_too_long = True
                 if not goes_on:
+                    is_whole = False
                     break
                 self._drop(searched if delimiter else len(held))
                 searched = 0
         if held or self._is_too_long:
             yield self._take(len(held), 1, self._too_long if self._is_too_long else None)
+        source = self._source
+        is_plain = source.transport == "file" and not source.compression and source.part is None
+        if is_plain and is_whole and self._at.offset != source.num_bytes:
+            raise Damage(
+                f"the file had {source.num_bytes} bytes when it was found, and {self._at.offset} were read: it was "
+                "changed meanwhile; start again when nothing writes to it"
+            )
 
     def _take(self, num_bytes: int, num_documents: int, fault: str | None = None) -> Block:
         """Return a block of the first held bytes, or an empty one with the fault that makes them unusable."""

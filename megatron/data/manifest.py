@@ -98,11 +98,17 @@ class ManifestLog:
         block = found.block
         number, member = block.begin.source, block.begin.member
         entry = self._current
-        if entry is None or (entry.source_number, entry.member, entry.name) != (number, member, block.source.name):
+        if entry is None or (entry.source_number, entry.member, entry.name) != (
+            number,
+            member,
+            block.source.public_name,
+        ):
             self._end_entry()
             self._add_unread(number)
             source = block.source
-            entry = self._current = _Entry(number, member, source.name, source.size, source.part, block.passed_over)
+            entry = self._current = _Entry(
+                number, member, source.public_name, source.size, source.part, block.passed_over
+            )
             self._next_source = number + 1
         entry.documents += found.documents
         entry.blank += found.blank
@@ -116,7 +122,7 @@ class ManifestLog:
         """Add the files before number `end` that gave no block: those without a byte of text."""
         for number in range(self._next_source, end):
             source = self._sources[number]
-            self._write(_Entry(number, 0, source.name, source.size, source.part))
+            self._write(_Entry(number, 0, source.public_name, source.size, source.part))
         self._next_source = max(self._next_source, end)
 
     def _end_entry(self) -> None:

@@ -9,6 +9,7 @@ from typing import IO, Any, NamedTuple
 
 from megatron.data.indexed import DataError
 
+WEB = ("http://", "https://")
 GLOB_CHARACTERS = "*?["
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 """Names of a property that changes with the content, in the file systems of fsspec, the best first."""
@@ -30,7 +31,7 @@ def find_remote(url: str) -> Iterator[tuple[RemoteFile, bool]]:
     """
     with _named_errors(url):
         system, path = _file_system(url)
-        is_web = url.startswith(("http://", "https://"))
+        is_web = url.startswith(WEB)
         if any(character in path for character in GLOB_CHARACTERS) and not is_web:
             found = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
             top = path[: min(path.index(c) for c in GLOB_CHARACTERS if c in path)].rpartition("/")[0]
@@ -38,7 +39,7 @@ def find_remote(url: str) -> Iterator[tuple[RemoteFile, bool]]:
             found = {name: info for name, info in system.find(path, detail=True).items() if info["type"] == "file"}
             top = path.rstrip("/")
         else:
-            yield _remote_file(url, url.rstrip("/").rpartition("/")[2], system.info(path)), True
+            yield _remote_file(url, url.split("?")[0].rpartition("/")[2], system.info(path)), True
             return
         if not found:
             raise DataError(f"{url} holds no files; correct --input")
@@ -47,11 +48,14 @@ def find_remote(url: str) -> Iterator[tuple[RemoteFile, bool]]:
         yield _remote_file(system.unstrip_protocol(name), relative_name, found[name]), False
 
 
-def open_remote(url: str) -> IO[bytes]:
-    """Open a file for reading. Raises DataError."""
+def open_remote(url: str, *, in_order: bool) -> IO[bytes]:
+    """Open a file for reading, `in_order` or at any place. Raises DataError."""
     with _named_errors(url):
         system, path = _file_system(url)
-        file: IO[bytes] = system.open(path, "rb")
+        options = {}
+        if in_order and url.startswith(WEB) and not system.info(path).get("partial"):
+            options["block_size"] = 0  # a stream: the server may not give parts of a file
+        file: IO[bytes] = system.open(path, "rb", **options)
         return file
 
 

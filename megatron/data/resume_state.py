@@ -188,7 +188,7 @@ class UnfinishedWork:
 
 
 def _describe(source: SourceFile) -> list[Any]:
-    name = os.path.abspath(source.name) if source.transport == "file" else source.name
+    name = os.path.abspath(source.name) if source.transport == "file" else source.public_name
     return [name, source.num_bytes, source.version]
 
 

@@ -63,6 +63,7 @@ COMPANIONS = {
 STDIN = "-"
 STDIN_FILENAME = "stdin.jsonl"
 SHOWN_REFUSALS = 10
+UNKNOWN = "has an unknown ending"
 
 
 FileForm = tuple[Kind, Compression]
@@ -86,6 +87,15 @@ class SourceFile(NamedTuple):
     """Read only the lines that begin at these bytes. None: the whole file."""
     archive: str = ""
     """Name of the tar file that holds it."""
+
+    @property
+    def public_name(self) -> str:
+        """The name without a password or the signature of a URL."""
+        if self.transport != "url":
+            return self.name
+        scheme, _, rest = self.name.split("?")[0].partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
     @property
     def size(self) -> int | None:
@@ -149,8 +159,7 @@ class InputRules:
             ending = os.path.splitext(name)[1]
             pattern = "*" + ending if ending else name
             return (
-                f"has an unknown ending; known are {KNOWN_NAMES}: rename or convert it, pass --text-files '{pattern}' "
-                f"to read it as text, or leave it out of a folder with --exclude '{pattern}'"
+                f"{UNKNOWN}; read it as text with --text-files '{pattern}', or leave it out with --exclude '{pattern}'"
             )
         if form[0] not in self.kinds:
             known = [suffix for suffix, kind in KINDS.items() if kind in self.kinds]
@@ -220,11 +229,19 @@ def find_sources(inputs: Sequence[str], rules: InputRules | None = None) -> Inpu
     for given in inputs:
         finder.add(given)
     if finder.refused:
-        shown = [f"{name} {reason}" for name, reason in finder.refused[:SHOWN_REFUSALS]]
-        more = len(finder.refused) - len(shown)
-        head = f"{len(finder.refused)} files of --input cannot be read:\n  " if len(finder.refused) > 1 else ""
-        raise DataError(head + "\n  ".join(shown) + (f"\n  and {more} more" if more else ""))
+        raise _refusal_error(finder.refused)
     return finder.listing
+
+
+def _refusal_error(refused: Sequence[tuple[str, str]]) -> DataError:
+    lines = [f"{name} {reason}" for name, reason in refused[:SHOWN_REFUSALS]]
+    if len(refused) > len(lines):
+        lines.append(f"and {len(refused) - len(lines)} more")
+    if any(UNKNOWN in reason for _, reason in refused):
+        lines.append(f"known endings are {KNOWN_NAMES}")
+    if len(refused) == 1:
+        return DataError("; ".join(lines))
+    return DataError("\n  ".join([f"{len(refused)} files of --input cannot be read:", *lines]))
 
 
 class _Finder:
@@ -355,9 +372,7 @@ class _Finder:
                 self.refused.append((path, f"is named twice by --input, as {known[0]} too; name it once"))
             return
         if not stat.S_ISREG(status.st_mode):
-            reason: str | None = (
-                "is a pipe, socket or device, which is not read in a folder; leave it out with --exclude"
-            )
+            reason: str | None = "is a pipe, socket or device; give files, or leave it out with --exclude"
         else:
             reason = self._rules.refusal(name, form, status.st_size)
         if reason is None and not os.access(path, os.R_OK):

@@ -14,8 +14,10 @@ import pyarrow.parquet
 from megatron.data.contents import open_source
 from megatron.data.document_blocks import Block, Position, rest_is_lost
 from megatron.data.indexed import DataError
+from megatron.data.remote import lost_connection
 from megatron.data.sources import SourceFile
 
+DAMAGE = (pyarrow.ArrowException, OSError, ValueError)
 ARROW_FILE_MAGIC = b"ARROW1"
 """Beginning of an Arrow file. Arrow also has streams, which Hugging Face's datasets are, with the same ending."""
 
@@ -51,7 +53,13 @@ def table_blocks(source: SourceFile, keys: Sequence[str], start: Position, block
                 ),
             )
             yield Block(source, begin, at, num_input_bytes, rows=rows)
-    except (pyarrow.ArrowException, OSError) as error:
+    except DataError:
+        raise
+    except Exception as error:
+        if source.transport == "url":
+            raise lost_connection(source.name, error) from error
+        if not isinstance(error, DAMAGE):
+            raise
         yield rest_is_lost(source, at, 0, f"the file is damaged from here on ({error})")
 
 
@@ -100,7 +108,7 @@ def _arrow_rows(source: SourceFile, keys: Sequence[str], _: int, block_bytes: in
 def _open_parquet(source: SourceFile, keys: Sequence[str]) -> Any:
     try:
         file = pyarrow.parquet.ParquetFile(source.name if source.transport == "file" else open_source(source))
-    except (pyarrow.ArrowException, OSError) as error:
+    except DAMAGE as error:
         raise _not_readable(source, "Parquet", error) from error
     _check_schema(source, file.schema_arrow, keys)
     return file
@@ -113,7 +121,7 @@ def _open_arrow(source: SourceFile, keys: Sequence[str]) -> tuple[Any, Any]:
         magic = file.read(len(ARROW_FILE_MAGIC))
         file.seek(0)
         reader = pyarrow.ipc.open_file(file) if magic == ARROW_FILE_MAGIC else pyarrow.ipc.open_stream(file)
-    except (pyarrow.ArrowException, OSError) as error:
+    except DAMAGE as error:
         raise _not_readable(source, "Arrow", error) from error
     _check_schema(source, reader.schema, keys)
     return reader, file

@@ -27,6 +27,7 @@ import pytest
 import zstandard
 
 from megatron.cli import inspect_dataset, merge_datasets, preprocess_chat, preprocess_data
+from megatron.data import source_reader
 from megatron.data.indexed import DataError, IndexedDataset
 from megatron.data.input_shards import InputShard, shard_of
 from megatron.data.manifest import read_manifest
@@ -439,6 +440,17 @@ def test_remote_files_give_the_same_bytes(odd_folder: Path, tmp_path: Path, serv
     memory.rm("/corpus", recursive=True)
 
 
+def test_a_server_without_ranges_is_read_as_a_stream(tmp_path: Path, server: tuple[str, Path]) -> None:
+    """The file is longer than what is read ahead. The password and signature of its URL are not in the manifest."""
+    pytest.importorskip("aiohttp")
+    url, folder = server
+    rows = [{"text": str(i), "padding": "x" * 100_000} for i in range(70)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert preprocess(f"{url.replace('//', '//user:word@')}/a.jsonl?signature=secret", tmp_path / "out") == 0
+    assert IndexedDataset(tmp_path / "out_text_document").tokens.tolist() == list(range(70))
+    assert set(listed(tmp_path / "out_text_document")) == {f"{url}/a.jsonl"}
+
+
 def test_remote_faults_are_one_sentence(
     tmp_path: Path, server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -459,6 +471,20 @@ def test_remote_faults_are_one_sentence(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Datasets that exist, empty documents, damage
+
+
+def test_a_file_that_changes_while_it_is_read_is_a_fault(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def grow(*arguments: Any) -> Any:
+        corpus.write_bytes(lines(0, 950))
+        return open_source(*arguments)
+
+    open_source = source_reader.open_source
+    monkeypatch.setattr(source_reader, "open_source", grow)
+    size = corpus.stat().st_size
+    assert preprocess(corpus, tmp_path / "out") == 1
+    assert f"the file had {size} bytes when it was found" in capsys.readouterr().err
 
 
 def test_documents_of_several_keys_stay_aligned(tmp_path: Path) -> None:

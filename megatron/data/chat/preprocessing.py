@@ -102,8 +102,9 @@ class _Datasets:
             "exclude": list(job.exclude),
         }
         tokenizer = self._setup.tokenizer.identity
-        self._tokens.seal(manifest_writer(chats.listing, self._log, tokenizer, options, job.shard, chats.whole.digest))
-        self._mask.seal()
+        write_manifest = manifest_writer(chats.listing, self._log, tokenizer, options, job.shard, chats.whole.digest)
+        self._tokens.seal(write_manifest)
+        self._mask.seal(write_manifest)
 
     def publish(self) -> None:
         """Rename both, the tokens last. An older dataset is removed first: the new mask does not fit it."""
