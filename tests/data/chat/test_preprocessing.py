@@ -333,7 +333,7 @@ def test_an_older_dataset_is_replaced_only_when_the_new_one_succeeds(tmp_path: P
 
 def test_a_template_is_found_beside_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     source = rows_of(tmp_path / "in.jsonl", chat("a", "b"))
-    with pytest.raises(DataError, match=r"has no chat template.*--chat-template.*chatml"):
+    with pytest.raises(DataError, match=r"has no chat template.*give a chat template.*chatml"):
         preprocess_chats(job_of(source, tokenizer, chat_template=None))
     written = {"eos_token": "</s>", "chat_template": [{"name": "tools", "template": "x"}]}
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(written))
