@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from megatron.cli.command import command
 from megatron.command_names import command_name
-from megatron.config.command_line import load_config, parse_arguments, presets_of
+from megatron.config.command_line import load_config, presets_of, read_command_line
 from megatron.config.options import ConfigError
 from megatron.config.parser import build_parser
 from megatron.planning.describe import describe
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="default: 8")
     options, flags = parser.parse_known_args(arguments)
     try:
-        config, _ = parse_arguments(flags)
+        config = read_command_line(flags).config  # its faults come with all others below
         parallel = config.parallel
         num_devices = options.num_devices
         if num_devices is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.cli.command import command
 from megatron.command_names import command_name, train_name
-from megatron.config.command_line import load_config, parse_arguments
+from megatron.config.command_line import load_config, read_command_line
 from megatron.config.options import Config, ConfigError
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import SPLITS, build_datasets, cache_folder, open_datasets, samples_needed
@@ -27,7 +27,7 @@ COLUMNS = "{:<6} {:>14} {:>18} {:>7} {:>14} {:>20} {:>8}"
 
 def read_config(flags: Sequence[str]) -> Config:
     """Return the run's config, validated for one data-parallel rank, which changes nothing. Raises ConfigError."""
-    parallel = parse_arguments(flags)[0].parallel
+    parallel = read_command_line(flags).config.parallel
     return load_config(flags, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
 
 

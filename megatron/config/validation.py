@@ -205,6 +205,8 @@ def _check_precision(config: Config) -> Iterator[str]:
             f"grad_reduce_dtype={training.grad_reduce_dtype} must be fp32 or the precision of the run, "
             f"{training.precision}; change it, or unset it"
         )
+    if training.fp16 and math.frexp(training.initial_loss_scale)[0] != 0.5:
+        yield f"initial_loss_scale={training.initial_loss_scale} must be a power of two, such as 65536; change it"
     if training.fp16 and training.min_loss_scale > training.initial_loss_scale:
         yield (
             f"min_loss_scale={training.min_loss_scale} is above initial_loss_scale={training.initial_loss_scale}; "

@@ -12,7 +12,7 @@ from megatron.accelerator import count_devices, cpu_lacks_float16
 from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
 from megatron.config.training import ParallelConfig
-from megatron.config.validation import check
+from megatron.config.validation import check, parallel_batch_size
 from megatron.descriptors import limit_fault
 from megatron.launch.addresses import endpoint_fault
 from megatron.launch.host_environment import deepspeed_env_lines
@@ -101,12 +101,12 @@ def _check_dataset(prefix: str) -> Iterator[str]:
 
 
 def check_deepspeed(config: Config, world_size: int) -> Sequence[str]:
-    """Return the faults of the user's DeepSpeed JSON, which must agree with a valid config."""
-    if config.training.deepspeed_config is None or check(config, world_size):
+    """Return the faults of the user's DeepSpeed JSON, and what it contradicts."""
+    if config.training.deepspeed_config is None:
         return []
-    model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    data_parallel_size, _ = parallel_batch_size(config, world_size)
     try:
-        deepspeed_config(config, world_size // model_ranks)
+        deepspeed_config(config, data_parallel_size)
     except ConfigError as error:
         return error.faults
     return []

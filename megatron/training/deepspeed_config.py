@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from megatron.config.options import Config, ConfigError
+from megatron.config.options import Config
 from megatron.planning.zero import reduce_bucket_size, zero_settings
 from megatron.training.deepspeed_json import merge
 
@@ -54,16 +55,9 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
     }
     if training.fp16:
         made["fp16"] |= {
-            "initial_scale_power": _power_of_two(training.initial_loss_scale),
+            "initial_scale_power": int(math.log2(training.initial_loss_scale)),
             "min_loss_scale": training.min_loss_scale,
             "loss_scale_window": training.loss_scale_window,
             "hysteresis": training.hysteresis,
         }
     return merge(made, config, data_parallel_size)
-
-
-def _power_of_two(scale: float) -> int:
-    power = int(scale).bit_length() - 1
-    if 2.0**power != scale:
-        raise ConfigError([f"initial_loss_scale={scale} must be a power of two, such as 65536"])
-    return power

@@ -141,6 +141,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "passes through 2, which is not a multiple of micro_batch_size x data-parallel size = 1 x 4",
         "use multiples of 4 for start and increment, or a data-parallel size of 1 or 2",
     ),
+    "odd loss scale": (
+        "--fp16 --initial-loss-scale 1000",
+        1,
+        "initial_loss_scale=1000.0 must be a power of two",
+        "change",
+    ),
     "fast softmax with a bias": (
         "--device hpu --use-fast-softmax --position-embedding-type alibi",
         1,

