@@ -68,12 +68,15 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     # those of q, k and v, once the MLP's activations are freed
     scores = 8 * _scores(config) if stores_attention_scores(config) else 0
     attention_work = 2 * tokens * sum(columns[0].pieces or columns[0].shape[:1]) // t * number + scores - mlp_bytes
-    granularity = config.training.recompute_granularity
-    if granularity == "full":
+    if config.training.recompute_granularity == "full":
         return LayerMemory(stream, whole - _kept_input(layer, config) + max(work, attention_work))
-    if granularity == "selective":
-        return LayerMemory(whole - core + inputs, max(work, core - inputs + attention_work))
-    return LayerMemory(whole, max(work, attention_work))
+    parts = config.training.recomputed_modules
+    no_core = core - inputs if "core_attn" in parts else 0
+    activation = tokens * sum(shard.shape[1] for shard in rows[1:]) // t * number
+    no_mlp = mlp_bytes if "mlp" in parts else activation if "mlp_act" in parts else 0
+    no_norms = len(columns) * stream if "layernorm" in parts else 0
+    # what is dropped is back during its own backward pass; the norms' outputs after its peak
+    return LayerMemory(whole - no_core - no_mlp - no_norms, no_mlp + max(work, no_core + attention_work))
 
 
 def _other_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:

@@ -26,6 +26,10 @@ COMPILED = "--num-layers 2 --torch-compile"
     [
         (layouts.MODELS["llama_gqa"], COMPILED),
         (layouts.MODELS["llama_gqa"], "--num-layers 2 --kernels fused"),
+        (
+            f"{layouts.MODELS['llama_gqa']} --tensor-model-parallel-size 2 --sequence-parallel",
+            "--num-layers 2 --kernels fused",
+        ),
         (f"{layouts.MODELS['bloom_alibi']} --reset-position-ids --reset-attention-mask --eod-token-id 7", COMPILED),
         (f"{layouts.MODELS['bloom_learned']} --recompute-granularity selective", COMPILED),
         (
@@ -36,7 +40,17 @@ COMPILED = "--num-layers 2 --torch-compile"
         (f"{layouts.MODELS['llama_gqa']} --tensor-model-parallel-size 2 --sequence-parallel", COMPILED),
         (f"{layouts.MODELS['bloom_learned']} --tensor-model-parallel-size 2 --recompute-granularity full", COMPILED),
     ],
-    ids=["llama", "kernels", "packed", "selective", "parts", "sequential", "sequence_parallel", "tensor_parallel_full"],
+    ids=[
+        "llama",
+        "kernels",
+        "kernels_on_ranks",
+        "packed",
+        "selective",
+        "parts",
+        "sequential",
+        "sequence_parallel",
+        "tensor_parallel_full",
+    ],
 )
 def test_compiled_layers_train_alike(ranks: RankPools, arguments: str, compiled: str) -> None:
     size = 2 if "tensor-model" in arguments else 1

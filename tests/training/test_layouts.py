@@ -18,7 +18,7 @@ STEPS = 12
 LAYOUTS = ["111", "211", "121", "112", "221", "212", "122", "411", "141"]
 """Pipeline, tensor and data-parallel sizes; with an `s`, sequence parallelism too."""
 WITH_SEQUENCE = ["121s", "221s", "122s", "141s"]
-RECOMPUTE = ["none", "selective", "full"]
+RECOMPUTE = ["none", "selective --recompute-modules core_attn layernorm mlp_act", "full"]
 
 
 def arguments(layout: str, recompute: str = "none", zero: int = 0) -> tuple[int, str]:
