@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron.data.tokenizers.training import train_tokenizer, write_tokenizer
 
     rules = ReadingRules(tuple(arguments.json_keys), separator(arguments), names=name_rules(arguments))
-    texts = read_texts(find_input(arguments).sources, rules, arguments.on_bad_line)
+    listing = find_input(arguments)
+    print(listing.describe(), file=sys.stderr)
+    texts = read_texts(listing.sources, rules, arguments.on_bad_line)
     files = train_tokenizer(texts, arguments.vocab_size, arguments.min_frequency)
     write_tokenizer(files, Path(arguments.output_dir))
     num_entries = len(json.loads(files["vocab.json"]))

@@ -228,6 +228,8 @@ def find_sources(inputs: Sequence[str], rules: InputRules | None = None) -> Inpu
     finder = _Finder(rules or InputRules())
     for given in inputs:
         finder.add(given)
+    if not finder.listing.sources and not finder.refused:
+        raise DataError(f"--exclude leaves nothing of --input {' '.join(inputs)}; exclude less")
     if finder.refused:
         raise _refusal_error(finder.refused)
     return finder.listing
@@ -270,7 +272,10 @@ class _Finder:
             self._add_pipe(given, given)
         else:
             name = os.path.basename(given)
-            self._add_file(given, name, name, status, self._rules.form(name))
+            if self._rules.excludes(name, name):  # a shell wrote the names of a pattern out
+                self.listing.passed_over.append(PassedOver(given, "--exclude"))
+            else:
+                self._add_file(given, name, name, status, self._rules.form(name))
 
     def _add_matches(self, pattern: str) -> None:
         matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else []

@@ -181,6 +181,20 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(odd_folder: Path, capsys:
     assert "--exclude '*.pdf'" in said
 
 
+def test_files_named_one_by_one_can_be_excluded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As after a pattern that the shell has expanded."""
+    (tmp_path / "a.jsonl").write_bytes(lines(0))
+    (tmp_path / "x.pdf").write_bytes(b"no")
+    assert run(preprocess_data, "--input", *sorted(tmp_path.iterdir()), "--output-prefix", tmp_path / "out", *NULL) == 1
+    assert "or leave it out with --exclude '*.pdf'" in capsys.readouterr().err
+    assert preprocess(tmp_path / "a.jsonl", tmp_path / "out", "--exclude", "*.jsonl") == 1
+    assert "--exclude leaves nothing of --input" in capsys.readouterr().err
+    inputs = sorted(tmp_path.iterdir())
+    arguments = ("--exclude", "*.pdf", "--output-prefix", tmp_path / "out", *NULL)
+    assert run(preprocess_data, "--input", *inputs, *arguments) == 0
+    assert listed(tmp_path / "out_text_document")[str(tmp_path / "x.pdf")]["passed_over"] == "--exclude"
+
+
 def test_the_manifest_lists_every_file(odd_folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = f"{whole}_text_document"
     found = listed(prefix)
