@@ -97,8 +97,8 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
     from megatron.training.spikes import SpikeDetector
 
     class Turnstile(Shutdown):
-        def decide(self, progress: Progress | None = None) -> bool:
-            stops = super().decide(progress)
+        def decide(self, progress: Progress | None = None, *, is_reason_seen: bool | None = None) -> bool:
+            stops = super().decide(progress, is_reason_seen=is_reason_seen)
             if progress is not None:
                 turns.after_step(name, progress.iteration)
             return stops

@@ -53,7 +53,9 @@ SHAPES = {
     ("llama", "cpu"): f"--config tiny_llama {SMALL} --ffn-hidden-size 1536 --num-query-groups 4 {TIED}",
     ("bloom", "cpu"): f"--config tiny_bloom {SMALL}",
     ("llama", "cuda"): "--config llama32_1b --seq-length 4096 --micro-batch-size 2 --global-batch-size 8",
-    ("bloom", "cuda"): "--config bloom_1b7 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8",
+    # without dropout, as the published model
+    ("bloom", "cuda"): "--config bloom_1b7 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8 "
+    "--hidden-dropout 0 --attention-dropout 0",
 }
 FLAT = "--config tiny_llama --num-layers 2 --seq-length 64 --micro-batch-size 1"
 

@@ -35,6 +35,13 @@ def test_a_step_waits_for_the_device_once(ranks: RankPools, flags: str) -> None:
     assert by_file == CASES[flags]
 
 
+@pytest.mark.parametrize(("flags", "weights"), [("", {}), ("--bf16", {"_allgather_base": 2})])
+def test_loss_check_and_stop_share_a_collective(ranks: RankPools, flags: str, weights: dict[str, int]) -> None:
+    """`weights`: those that gather the updated weights, one a parameter group."""
+    _, collectives = ranks(2)(step_counts, flags)[0]
+    assert collectives == {"allreduce": 2} | weights, "one of the gradients, and one for the rest"
+
+
 def step_counts(flags: str) -> tuple[dict[str, int], dict[str, int]]:
     """Waits and collectives of a rank's third step, of four microbatches."""
     from benchmarks.step_counts import counted
