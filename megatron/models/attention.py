@@ -6,6 +6,7 @@ Shapes: S sequence, B batch, n query heads and k key/value heads of this rank, d
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from megatron.parallel.kernels import choose_kernels
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mappings import gather_channels
 from megatron.parallel.shards import Shards
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,9 +320,15 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
     if backend == "auto" and model.kernels == "plain":
         backend = "sdpa"
     if backend == "auto":
-        wants_mask = slopes is not None or packed
-        on_cuda = device == "cuda" and wants_mask and model.attention_dropout == 0
-        backend = "fused_hpu" if device == "hpu" else "flex" if on_cuda else "sdpa"
+        wants_flex = device == "cuda" and (slopes is not None or packed)
+        on_flex = wants_flex and model.attention_dropout == 0
+        backend = "fused_hpu" if device == "hpu" else "flex" if on_flex else "sdpa"
+        if wants_flex and not on_flex and ctx.rank == 0:
+            log.warning(
+                "attention_dropout=%g takes SDPA with a mask in memory, since flex_attention, the faster kernel for "
+                "ALiBi and documents, has no dropout; set attention_dropout=0 for that",
+                model.attention_dropout,
+            )
     if backend == "flex" and model.attention_dropout > 0:
         raise ConfigError(
             [

@@ -325,11 +325,13 @@ def test_dropout_reaches_the_kernel_of_sdpa() -> None:
     ],
 )
 def test_kernel_is_chosen_by_device_and_need(
-    device: str, position: Any, packed: bool, dropout: float, kernel: str
+    device: str, position: Any, packed: bool, dropout: float, kernel: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = ModelConfig(position_embedding_type=position, attention_dropout=dropout)
     ctx = ParallelContext(device=torch.device(device))
     assert type(build_kernel(model, ctx, packed=packed)).__name__ == kernel
+    slower = device == "cuda" and dropout > 0 and position == "alibi"
+    assert ("set attention_dropout=0" in caplog.text) == slower
 
 
 def test_kernel_asked_for_is_taken() -> None:
