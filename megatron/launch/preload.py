@@ -17,4 +17,6 @@ if set_death_signal := end_with_parent():
 import torch.distributed  # noqa: F401
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # importing deepspeed elsewhere selects a device
-    import deepspeed  # noqa: F401
+    import megatron.train
+    import megatron.training.engine
+    import megatron.training.loop  # noqa: F401

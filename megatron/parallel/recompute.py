@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 # torch.compile cannot trace the hooks; what is inside `function` and `reader` it still compiles
-@torch.compiler.disable(recursive=False)
+@torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
 def discard_output(function: Callable[[Tensor], Tensor], reader: Callable[[Tensor], Any], x: Tensor) -> Any:
     """Return reader(function(x)), where the backward pass of `reader` computes function(x) again instead of keeping it.
 

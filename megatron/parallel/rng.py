@@ -63,7 +63,8 @@ class RandomStreams:
             self._sharded = present
 
     # torch.compile cannot trace checkpoint's contexts; what is inside `function` it still compiles
-    @torch.compiler.disable(recursive=False)
+    # (torch.compiler.disable would do so at import, and import the whole compiler for it: 2 s)
+    @torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
     def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """function(*inputs), whose activations are dropped and computed again in the backward pass.
 

@@ -119,7 +119,7 @@ def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> t
     ]
     groups = [group for group in groups if group["params"]]
     cls, arguments = _choose(config, ctx)
-    gated = _gated(cls)
+    gated = _gated(_without_compiler(cls))
     if config.effective_zero_stage == 0:
         return _clipping(gated)(groups, lr=options.lr, ctx=ctx, max_norm=options.clip_grad, **arguments)
     return gated(groups, lr=options.lr, **arguments)
@@ -140,6 +140,25 @@ def _choose(config: Config, ctx: ParallelContext) -> tuple[Callable[..., torch.o
         return FusedAdamW, arguments
     arguments["fused"] = ctx.device.type in ("cpu", "cuda")
     return (torch.optim.AdamW if options.decoupled_weight_decay else torch.optim.Adam), arguments
+
+
+def _without_compiler(cls: Any) -> Any:
+    """Return a subclass of an optimizer of torch's whose methods do not import torch's compiler.
+
+    torch marks them as not to be compiled, and imports the compiler for that at the first call: 2 s of each start.
+    """
+    if not cls.__module__.startswith("torch.optim"):
+        return cls
+    step = inspect.unwrap(cls.step)
+
+    class Plain(cls):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                return step(self, closure)
+
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        setattr(Plain, name, inspect.unwrap(getattr(cls, name)))
+    return _named_as(Plain, cls)
 
 
 def _gated(cls: Any) -> Any:

@@ -1,0 +1,77 @@
+"""The start of a run: it imports what it needs, and the optimizer that does so is torch's bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.optimizer import _gated, _without_compiler
+from tests import runs
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+UNNEEDED = (
+    *("torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.fsdp", "sympy", "triton.compiler"),
+    *("matplotlib", "pandas", "tokenizers", "transformers", "pyarrow", "wandb", "tensorboard", "fsspec"),
+)
+
+# Imports as a fork server does, then runs as a rank does.
+RUN = """
+import os, sys, threading
+import megatron.launch.preload
+assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, "a fork would lose threads"
+from megatron import train
+status = train.start()
+print("imported:", *(name for name in sys.argv[0].split(",") if name in sys.modules))
+train.leave(status)
+"""
+
+
+def test_a_run_imports_nothing_that_it_does_not_need(tmp_path: Path) -> None:
+    runs.write_dataset(tmp_path / "text")
+    flags = f"{runs.TINY} --config tiny_bloom --train-samples 80 --lr-warmup-samples 0 --exit-interval 2 --bf16"
+    script = f"import sys; sys.argv[0] = {','.join(UNNEEDED)!r}\n{RUN}"
+    result = subprocess.run(
+        [sys.executable, "-c", script, *flags.split(), "--data-path", str(tmp_path / "text")],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "imported:", result.stdout
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_an_optimizer_without_the_compiler_is_torchs(cls: Any, arguments: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(64, generator=generator)
+    gradients = [torch.randn(64, generator=generator) for _ in range(3)]
+    found = []
+    for make in (cls, _gated(_without_compiler(cls))):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = make([parameter], lr=0.1, **arguments)
+        optimizer.load_state_dict(optimizer.state_dict())
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not parameter.grad
+        found.append((type(optimizer).__name__, parameter.detach(), optimizer.state_dict()))
+    (name, expected, state), (own_name, weights, own_state) = found
+    assert name == own_name
+    assert torch.equal(weights, expected)
+    assert own_state["param_groups"] == state["param_groups"]
+    for key, value in state["state"][0].items():
+        assert own_state["state"][0][key] is value is None or torch.equal(own_state["state"][0][key], value)
