@@ -14,7 +14,7 @@ from megatron.config.options import Config, ConfigError
 from megatron.config.training import ParallelConfig
 from megatron.config.validation import check, parallel_batch_size
 from megatron.descriptors import limit_fault
-from megatron.launch.addresses import endpoint_fault
+from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import deepspeed_env_lines
 from megatron.launch.plan import Request
 from megatron.launch.run_secret import MissingSecretError, run_secret
@@ -51,6 +51,16 @@ def check_restarts(request: Request, config: Config, devices_per_node: int) -> I
                     f"with {nodes} of {request.nodes} nodes the run could not continue: {fault}; or set HL_MIN_NODES "
                     f"(--min-nodes) to {nodes + 1} or more"
                 )
+
+
+def warn_of_rendezvous(request: Request) -> Iterator[str]:
+    """Yield a warning if every node would take itself for the first one."""
+    endpoint = request.rendezvous
+    if request.nodes > 1 and endpoint and not endpoint_fault(endpoint) and is_own(split_endpoint(endpoint)[0]):
+        yield (
+            f"rendezvous={endpoint} is another machine on every node; the agents meet only if all of them run on this "
+            "one. Otherwise give the address of the first node that the others reach"
+        )
 
 
 def check_layout(request: Request, parallel: ParallelConfig, devices_per_node: int) -> Iterator[str]:

@@ -74,6 +74,17 @@ def test_what_cannot_be_sent_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert planned(tmp_path, "cpu").environment["HABANA_VISIBLE_MODULES"] == "0,1,1"
 
 
+@pytest.mark.parametrize(("endpoint", "is_warned_of"), [("127.0.1.1:29500", True), ("node0:29500", False)])
+def test_a_rendezvous_on_every_machine_itself_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, is_warned_of: bool
+) -> None:
+    flags = ["--config", "tiny_bloom", "--global-batch-size", "64", "--results-dir", str(tmp_path)]
+    plan = preflight(
+        Request(nodes=2, devices_per_node=4, device="cpu", rendezvous=endpoint, dry_run=True, train_flags=flags)
+    )
+    assert any(f"rendezvous={endpoint} is another machine on every node" in w for w in plan.warnings) is is_warned_of
+
+
 def test_no_requirement_names_what_only_the_vendor_ships() -> None:
     """The public index has no such package, so anyone may take its name."""
     for path in (*ROOT.glob("requirements*.txt"), ROOT / "constraints.txt", ROOT / "pyproject.toml"):
