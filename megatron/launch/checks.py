@@ -18,6 +18,7 @@ from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import deepspeed_env_lines
 from megatron.launch.plan import Request
 from megatron.launch.run_secret import MissingSecretError, run_secret
+from megatron.parallel.shards import LayoutError
 from megatron.training.deepspeed_config import deepspeed_config
 
 
@@ -119,6 +120,10 @@ def check_deepspeed(config: Config, world_size: int) -> Sequence[str]:
         deepspeed_config(config, data_parallel_size)
     except ConfigError as error:
         return error.faults
+    except (LayoutError, ArithmeticError):
+        if not check(config, world_size):
+            raise
+        # sizes that break a rule, which is reported, have no buckets to compare
     return []
 
 
