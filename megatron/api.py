@@ -36,9 +36,11 @@ from megatron.instructlab.arguments import (
     TorchrunArgs,
     TrainingArgs,
 )
+from megatron.instructlab.callbacks import write_callbacks
 from megatron.instructlab.data_process import Samples
 from megatron.instructlab.launch import agent_command, environment_of_ranks, run_to_the_end
 from megatron.instructlab.mapping import Setting, build_config, refusals, remarks
+from megatron.training.callbacks import TrainerCallback, TrainingContext
 
 __all__ = [
     "DataProcessArgs",
@@ -51,7 +53,9 @@ __all__ = [
     "QuantizeDataType",
     "ShardingStrategies",
     "TorchrunArgs",
+    "TrainerCallback",
     "TrainingArgs",
+    "TrainingContext",
     "data_process",
     "run_training",
 ]
@@ -126,6 +130,7 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
     if faults:
         raise ConfigError(faults)
     _make_folder(Path(args.ckpt_output_dir))
+    callbacks = write_callbacks(args.callbacks or (), Path(args.ckpt_output_dir))
     samples = _samples(args, model_folder, setting.model["vocab_size"])
     vocab_size = max(setting.model["vocab_size"], samples.vocab_size or 0)
     setting = dataclasses.replace(
@@ -134,6 +139,7 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
         data_prefix=samples.prefix,
         num_samples=samples.num_samples,
         tokenizer=samples.tokenizer,
+        callbacks=callbacks,
     )
     config = build_config(args, setting)
     for remark in remarks(args, setting, config):

@@ -62,6 +62,7 @@ def test_defaults_are_those_of_instructlabs_library() -> None:
         "validation_split": 0.0,
         "validation_frequency": None,
         "on_demand_checkpointing": False,
+        "callbacks": None,
     }
     assert {name: getattr(args, name) for name in expected} == expected
     groups = {"deepspeed_options", "fsdp_options", "distributed_backend", "engine_options"}

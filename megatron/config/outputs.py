@@ -109,5 +109,8 @@ class LoggingConfig:
     """wandb: name of the run. Unset: the name of the results folder."""
     wandb_save_dir: str | None = None
     """wandb: folder of its own files. Unset: results_dir."""
+    callbacks: tuple[str, ...] = ()
+    """package.module:CLASS or FILE.py:CLASS ...: subclasses of megatron.training.callbacks.TrainerCallback, whose hooks
+    are called at each step, evaluation, export and epoch."""
     log_straggler: bool = False
     """Measure the time that each rank spends on its own work, and log the spread and the slowest rank."""

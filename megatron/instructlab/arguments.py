@@ -255,6 +255,9 @@ class TrainingArgs(Arguments):
     mlflow_run_name: str | None = None
     """Refused: there is no MLflow here."""
 
+    callbacks: list[Any] | None = Field(default=None, exclude=True)
+    """Objects of subclasses of TrainerCallback, whose hooks are called during the training."""
+
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Ours alone: options of docs/configuration.md, which win over all of the above. {"tensor_model_parallel_size": 2}
     cuts each layer over two ranks."""

@@ -13,6 +13,7 @@ from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError, options
 from megatron.config.validation import check
 from megatron.instructlab.arguments import DistributedBackend, ShardingStrategies, TorchrunArgs, TrainingArgs
+from megatron.instructlab.callbacks import callback_faults
 from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_fault, endpoint_of
 from megatron.launch.run_secret import MissingSecretError, run_secret
 
@@ -42,6 +43,8 @@ class Setting:
     """In the processed data; None before it has been processed."""
     tokenizer: str | None
     """Folder of the tokenizer that the model goes with from now on. None: the model's own."""
+    callbacks: tuple[str, ...] = ()
+    """Names of the callbacks' classes, for `--callbacks`."""
 
 
 def refusals(torch_args: TorchrunArgs, args: TrainingArgs) -> Iterator[str]:
@@ -79,6 +82,7 @@ def refusals(torch_args: TorchrunArgs, args: TrainingArgs) -> Iterator[str]:
         yield f"mock_data_len={args.mock_data_len} has no effect without mock_data; turn it on, or leave this out"
     if args.mock_data_len > args.max_seq_len:
         yield f"mock_data_len={args.mock_data_len} is above max_seq_len={args.max_seq_len}; lower it"
+    yield from callback_faults(args.callbacks or ())
     yield from _of_backends(args)
 
 
@@ -167,7 +171,7 @@ def build_config(args: TrainingArgs, setting: Setting) -> Config:
         "data": _data(args, setting),
         "sft": {"packing": "step", "max_batch_len": args.max_batch_len},
         "checkpoint": _checkpoint(args, setting),
-        "logging": _logging(args),
+        "logging": _logging(args) | {"callbacks": setting.callbacks},
     }
     for name, value in args.engine_options.items():
         if name not in options():

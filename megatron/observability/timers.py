@@ -125,6 +125,20 @@ class StepTimers:
         return {name + TIMER_SUFFIX: spread for name, spread in gather_stats(mine, ctx).items()}
 
 
+def around(
+    function: Callable[..., Any], before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
+    """Return the function with a call before and after it."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        before()
+        result = function(*arguments, **options)
+        after()
+        return result
+
+    return call
+
+
 # phases by the names of the instructions of DeepSpeed's pipeline schedule (deepspeed.runtime.pipe.schedule)
 _PHASES = {
     "LoadMicroBatch": "batch-generator",

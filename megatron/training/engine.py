@@ -27,7 +27,7 @@ from megatron.accelerator import marked, quiet
 from megatron.config.options import Config, ConfigError
 from megatron.models.sequential import SequentialModel, build_layers, compute_dtype
 from megatron.observability.profiling import is_profiled
-from megatron.observability.timers import StepTimers
+from megatron.observability.timers import StepTimers, around
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import initialise, named_parameters
 from megatron.planning.progress import Progress
@@ -49,6 +49,8 @@ class StepResult:
     grad_norm: Tensor | float
     skipped: bool
     """Weights and optimizer are as they were before."""
+    normaliser: float = 0.0
+    """Sum over the global batch, for language models its loss tokens; right on the ranks that read data."""
     observation: Observation | None = None
     """Basis of the decision to update; None if DeepSpeed's ZeRO itself refused a norm that is not finite."""
     microbatch_losses: Sequence[Tensor] = ()
@@ -153,7 +155,7 @@ class Engine(ABC):
                 group["weight_decay"] = weight_decay * group["wd_mult"]
         if self._draws:
             ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
-        self._begin(microbatches)
+        normaliser = self._begin(microbatches)
         self._gate.begin_step()
         skipped_before = self.deepspeed.skipped_steps
         self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
@@ -164,6 +166,7 @@ class Engine(ABC):
             observation.loss if observation is not None else float(self._mean_loss()),
             self.deepspeed.get_global_grad_norm(),
             skipped=refused or self.deepspeed.skipped_steps > skipped_before,
+            normaliser=normaliser,
             observation=observation,
             microbatch_losses=self._losses.values,
             metrics=self._losses.metrics,
@@ -174,6 +177,18 @@ class Engine(ABC):
         normaliser = self._begin(microbatches)
         loss = self._evaluate([(batch.inputs, batch.targets) for batch in microbatches], num_microbatches)
         return Evaluation(loss, normaliser, self._losses.metrics)
+
+    def watch(self, fire: Callable[[str, float | None], None]) -> None:
+        """Call `fire` with the name of a hook and the loss, where it is known, at the events within training steps."""
+        self._gate.before_update = lambda seen: fire("on_pre_optimizer_step", seen.loss)
+        self._watch_microbatches(
+            lambda: fire("on_before_forward", None) if self.module.training else None,
+            lambda: fire("on_after_backward", None),
+        )
+
+    @abstractmethod
+    def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
+        """Have these called before the forward and after the backward pass of each microbatch."""
 
     @abstractmethod
     def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
@@ -248,6 +263,13 @@ class PipelineEngine(Engine):
     def called_module(self) -> nn.Module:
         return self.module  # the pipeline engine calls it itself
 
+    def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
+        table = self.deepspeed._INSTRUCTION_MAP
+        self.deepspeed._INSTRUCTION_MAP = table | {
+            ForwardPass: around(table[ForwardPass], before=before_forward),
+            BackwardPass: around(table[BackwardPass], after=after_backward),
+        }
+
     def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
         self.deepspeed.train_batch(self._on_device(batches))
 
@@ -290,6 +312,10 @@ class SequentialEngine(Engine):
     @property
     def called_module(self) -> nn.Module:
         return self.deepspeed  # type: ignore[no-any-return]  # called itself
+
+    def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
+        self._forward = around(self._forward, before=before_forward)
+        self._backward = around(self._backward, after=after_backward)
 
     def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
         engine, steps = self.deepspeed, self.deepspeed.gradient_accumulation_steps()

@@ -27,16 +27,16 @@ class Evaluator:
     shutdown: Shutdown
     watchdog: Watchdog
 
-    def run(self, split: Literal["valid", "test"]) -> None:
-        """Log the loss over the first eval_iters global batches of the split: the same samples each time.
+    def run(self, split: Literal["valid", "test"]) -> tuple[float, int, dict[str, float]] | None:
+        """Log and return loss, its tokens, and metrics over the first eval_iters global batches: the same each time.
 
-        Nothing is logged once a shutdown is requested, which is queried before each batch: an evaluation may take
-        longer than the time that a signal leaves.
+        None, and nothing is logged, once a shutdown is requested, which is queried before each batch: an evaluation may
+        take longer than the time that a signal leaves.
         """
         dataset = self.datasets[("train", "valid", "test").index(split)]
         num_batches = self.engine.config.data.eval_iters
         if num_batches == 0 or dataset is None:
-            return
+            return None
 
         def stops() -> bool:
             self.watchdog.beat()
@@ -45,10 +45,12 @@ class Evaluator:
         self.watchdog.phase("evaluation", self.progress.iteration)
         with self.engine.timers.on_host("evaluate"):
             evaluated = evaluate(self.engine, num_batches, self.task, dataset, stops)
-        if evaluated is not None:
-            loss, normaliser, metrics = evaluated
-            iteration, consumed_samples = self.progress.iteration, self.progress.consumed_samples
-            self.log.log_validation(iteration, consumed_samples, loss, int(normaliser), split, metrics)
+        if evaluated is None:
+            return None
+        loss, normaliser, metrics = evaluated
+        iteration, consumed_samples = self.progress.iteration, self.progress.consumed_samples
+        self.log.log_validation(iteration, consumed_samples, loss, int(normaliser), split, metrics)
+        return loss, int(normaliser), metrics
 
 
 def evaluate(

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from megatron.planning.schedule import Schedule
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.task import Microbatch, Task
+from megatron.training.callbacks import Events
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult, pinned
 from megatron.training.evaluation import Evaluator
@@ -121,6 +123,8 @@ class Loop:
         self._evaluator = Evaluator(
             self.engine, self.task, self.datasets, self.progress, self.log, self.shutdown, self.watchdog
         )
+        tokens = partial(self.task.consumed_tokens, self.datasets[0])
+        self._events = Events(config, self.engine, self.progress, self.schedule, tokens)
         self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
 
     def _read(self, key: Any) -> Microbatch:
@@ -139,9 +143,11 @@ class Loop:
             self._evaluator.run("valid")
             self._interval.restart()
         profile = Profile(config.logging, rank=self.engine.ctx.rank, iteration=progress.iteration)
+        self._events.begin()
         with self._batches, profile:
             while shutdown.reason is None and not self._is_complete():
                 consumed_before = progress.consumed_samples
+                self._events.step_begins()
                 with profile.mark(progress.iteration + 1):
                     is_rolled_back = self._step()
                 if is_rolled_back:
@@ -154,12 +160,17 @@ class Loop:
                 shutdown.decide(progress, is_reason_seen=self._is_stop_seen)
                 paused_s = time.perf_counter()
                 if progress.iteration % config.data.eval_interval == 0:
-                    self._evaluator.run("valid")
+                    self._validate()
                 self._save_where_due(consumed_before)
+                self._events.step_ends()
                 self._interval.pause(time.perf_counter() - paused_s)
                 if not self._is_complete():
                     shutdown.check_exit_interval(progress)
         self._end()
+
+    def _validate(self) -> None:
+        if evaluated := self._evaluator.run("valid"):
+            self._events.evaluated(*evaluated)
 
     def _is_complete(self) -> bool:
         return self.schedule.is_complete(self.progress.consumed_samples)
@@ -192,6 +203,7 @@ class Loop:
         progress.skipped_iterations += result is None or result.skipped
         observation = None if result is None else result.observation
         self._is_stop_seen = None if observation is None else observation.is_stop_seen
+        self._events.step_done(result, lr, size, 0 if result is None else num_microbatches)
         self.watchdog.phase("log", step)
         if result is not None:
             interval.add(result)
@@ -287,6 +299,7 @@ class Loop:
         """Export, in the phase of the save, which it waits for first."""
         assert self.checkpoints is not None
         self.checkpoints.export(self.progress, self.log.message, self.watchdog.beat)
+        self._events.exported()
 
     def _end(self) -> None:
         """Log the reason, save and export what is not yet, and evaluate a run that is complete."""
@@ -306,7 +319,8 @@ class Loop:
             self.checkpoints.finish(self.log.message)
         if self.shutdown.reason is None:
             if progress.iteration % self.engine.config.data.eval_interval:
-                self._evaluator.run("valid")
+                self._validate()
             self._evaluator.run("test")
+        self._events.end()
         if self.checkpoints is not None:
             self.checkpoints.finish_exports()

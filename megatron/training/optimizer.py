@@ -55,6 +55,8 @@ class UpdateGate:
         """The one of this step; None until the optimizer steps."""
         self.sees_stop: Callable[[], bool] = lambda: False
         """Returns True if this rank sees a reason to stop the run, which is reduced with the rest."""
+        self.before_update: Callable[[Observation], None] | None = None
+        """Called once a step, before the optimizer updates."""
 
     def begin_step(self) -> None:
         self.observation = None
@@ -63,6 +65,8 @@ class UpdateGate:
         """Return the decision. Collective over all ranks at the first call of a step."""
         if self.observation is None:
             self.observation = self._observe()
+            if self.before_update is not None and self.observation.is_applied:
+                self.before_update(self.observation)
         return self.observation.is_applied
 
     @torch.no_grad()

@@ -140,6 +140,7 @@ READ_BY_OTHERS = {
     "log_level": "DEBUG",
     "data_output_dir": "x",
     "model_path": "x",
+    "callbacks": [3],
 }
 CHANGED: dict[str, Any] = {
     "ckpt_output_dir": "x",
