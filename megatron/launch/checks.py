@@ -59,8 +59,8 @@ def warn_of_rendezvous(request: Request) -> Iterator[str]:
     endpoint = request.rendezvous
     if request.nodes > 1 and endpoint and not endpoint_fault(endpoint) and is_own(split_endpoint(endpoint)[0]):
         yield (
-            f"rendezvous={endpoint} is another machine on every node; the agents meet only if all of them run on this "
-            "one. Otherwise give the address of the first node that the others reach"
+            f"rendezvous={endpoint} is another machine on every node; the agents find each other only if all run "
+            "on this one. Otherwise give the address of the first node that the others reach"
         )
 
 
