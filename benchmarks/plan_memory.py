@@ -66,12 +66,15 @@ SMALL = (
     "--micro-batch-size 2 --global-batch-size 4"
 )
 SMALL_LLAMA = f"{SMALL} {LLAMA} --ffn-hidden-size 5632 --num-query-groups 4"
+PARTS = "--recompute-granularity selective --recompute-modules"
 OFFLOAD = "--offload-optimizer --offload-param"
 
 CPU_CASES = [
     Case("Llama, bf16", f"{TINY_LLAMA} --bf16"),
     Case("Llama GQA, fp32, one microbatch", f"{TINY_GQA} --global-batch-size 2"),
     Case("Llama GQA, bf16, selective", f"{TINY_GQA} --bf16 --recompute-granularity selective"),
+    Case("Llama GQA, bf16, layernorm, mlp_act", f"{TINY_GQA} --bf16 {PARTS} layernorm,mlp_act"),
+    Case("Bloom, fp32, core_attn, mlp", f"{TINY_BLOOM} {PARTS} core_attn,mlp"),
     Case("Llama GQA, bf16, full", f"{TINY_GQA} --bf16 --recompute-granularity full"),
     Case("Llama GQA, fp32, full", f"{TINY_GQA} --recompute-granularity full"),
     Case("Bloom, bf16", f"{TINY_BLOOM} --bf16"),

@@ -20,6 +20,8 @@ from megatron.planning.pipeline import bubble_fraction
 
 RESERVE = 0.1
 """Share of the memory that allocators, communication libraries and kernels need beyond what a plan counts."""
+PARTS = ("core_attn", "layernorm", "mlp_act")
+"""What proposals of selective recomputation recompute: all that takes no product of matrices."""
 MOST_PROPOSALS = 4
 MOST_DEVICES = 64
 """Times the devices of the run, up to which larger numbers are tried."""
@@ -47,7 +49,8 @@ class Proposal:
 
     @property
     def flags(self) -> list[str]:
-        return [flag(name) if value is True else f"{flag(name)} {value}" for name, value in self.changes]
+        words = {name: " ".join(value) if isinstance(value, tuple) else value for name, value in self.changes}
+        return [flag(name) if value is True else f"{flag(name)} {value}" for name, value in words.items()]
 
 
 def for_device(config: Config) -> Config:
@@ -137,7 +140,8 @@ def _candidates(
     tensor = [size for size in powers if size <= devices_per_node] + [parallel.tensor_model_parallel_size]
     pipeline = [size for size in powers if size <= config.model.num_layers] + [parallel.pipeline_model_parallel_size]
     zero = [config.optimizer.zero_stage, *range(config.effective_zero_stage + 1, 4)]
-    recompute = [training.recompute_granularity, "selective", "full"]
+    own = training.recompute_granularity
+    recompute = [own, "selective", "full"]
     micro = [training.micro_batch_size] + [size for size in powers if size < training.micro_batch_size]
     if load_task(config).num_microbatches(1) is None:
         micro = micro[:1]  # the data decides what a microbatch holds
@@ -154,6 +158,7 @@ def _candidates(
             "sequence_parallel": parallel.sequence_parallel and t > 1,
             "zero_stage": stage,
             "recompute_granularity": granularity,
+            "recompute_modules": PARTS if granularity == "selective" != own else training.recompute_modules,
             "micro_batch_size": size,
         }
         for extra in ({}, {"sequence_parallel": True} if t > 1 else None, {"offload_optimizer": True}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from megatron.config.options import Config
@@ -14,7 +15,8 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
-def balanced_bounds(weights: Sequence[float], num_stages: int) -> list[int]:
+@functools.cache
+def balanced_bounds(weights: tuple[float, ...], num_stages: int) -> list[int]:
     """Return the cuts of DeepSpeed's `partition_balanced`: stage i holds the layers [bounds[i], bounds[i + 1]).
 
     It looks for the least difference between the heaviest and the lightest stage, one stage at a time; of equal cuts
@@ -69,8 +71,9 @@ def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int
         return uniform_bounds(len(layers), num_stages)
     if method == "parameters":
         t = config.parallel.tensor_model_parallel_size
-        return balanced_bounds([parameters_of_layer(layer, t, trained_only=True) for layer in layers], num_stages)
-    return balanced_bounds([0 if layer.number is None else 1 for layer in layers], num_stages)
+        weights = tuple(parameters_of_layer(layer, t, trained_only=True) for layer in layers)
+        return balanced_bounds(weights, num_stages)
+    return balanced_bounds(tuple(0 if layer.number is None else 1 for layer in layers), num_stages)
 
 
 def stage_text(layers: Sequence[LayerDeclaration], start: int, stop: int) -> str:
