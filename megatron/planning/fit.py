@@ -21,7 +21,7 @@ from megatron.planning.pipeline import bubble_fraction
 RESERVE = 0.1
 """Share of the memory that allocators, communication libraries and kernels need beyond what a plan counts."""
 PARTS = ("core_attn", "layernorm", "mlp_act")
-"""What proposals of selective recomputation recompute: all that takes no product of matrices."""
+"""Parts that proposals of selective recomputation name: all but the products of matrices."""
 MOST_PROPOSALS = 4
 MOST_DEVICES = 64
 """Times the devices of the run, up to which larger numbers are tried."""

@@ -23,7 +23,8 @@ def test_bubble_of_bloom_176b() -> None:
 def test_balanced_bounds_equal_deepspeed(weights: list[int], num_stages: int) -> None:
     from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
-    assert balanced_bounds(tuple(weights), num_stages) == [int(bound) for bound in partition_balanced(weights, num_stages)]
+    expected = [int(bound) for bound in partition_balanced(weights, num_stages)]
+    assert balanced_bounds(tuple(weights), num_stages) == expected
     assert uniform_bounds(len(weights), num_stages) == partition_uniform(len(weights), num_stages)
 
 
