@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow
+import pyarrow.compute
 import pyarrow.ipc
 import pyarrow.parquet
 
@@ -85,7 +86,8 @@ def _parquet_rows(
         batch_size = max(1, found.num_rows * block_bytes // max(1, group_bytes))
         for rows in file.iter_batches(batch_size=batch_size, row_groups=[group], columns=list(keys)):
             before, row = row, row + len(rows)
-            yield rows, file_bytes * row // num_rows - file_bytes * max(before, min(skip_rows, row)) // num_rows
+            num_input_bytes = file_bytes * row // num_rows - file_bytes * max(before, min(skip_rows, row)) // num_rows
+            yield _columns(rows, keys), num_input_bytes
 
 
 def _arrow_rows(source: SourceFile, keys: Sequence[str], _: int, block_bytes: int) -> Iterator[tuple[Any, int]]:
@@ -98,7 +100,7 @@ def _arrow_rows(source: SourceFile, keys: Sequence[str], _: int, block_bytes: in
         counted = 0
         for batch in batches:
             position = file.tell()
-            rows = batch.select(list(keys))
+            rows = _columns(batch, keys)
             at_once = max(1, len(rows) * block_bytes // max(1, rows.nbytes))
             for start in range(0, len(rows), at_once):
                 yield rows.slice(start, at_once), max(0, position - counted) if start == 0 else 0
@@ -131,11 +133,61 @@ def _not_readable(source: SourceFile, kind: str, error: Exception) -> DataError:
     return DataError(f"{source.name} is not a readable {kind} file ({error}); copy it again, or leave it out")
 
 
+def _columns(rows: Any, keys: Sequence[str]) -> Any:
+    """Return a record batch of the columns of strings under `keys`."""
+    columns = []
+    for key in keys:
+        first, *inner = _path(rows.schema, key) or ()
+        column = rows.column(first)
+        columns.append(pyarrow.compute.struct_field(column, inner) if inner else column)
+    return pyarrow.RecordBatch.from_arrays(columns, names=list(keys))
+
+
+def _path(fields: Any, key: str) -> tuple[int, ...] | None:
+    """Return the place of a column, and those of the fields within it; None if there is none.
+
+    As in JSON (document_parser.value_at), each dot steps into a struct, unless a name has that dot in it. `fields` is a
+    schema or a struct. Raises ValueError if a name on the way occurs twice.
+    """
+    if places := fields.get_all_field_indices(key):
+        if len(places) > 1:
+            raise ValueError(key)
+        return (places[0],)
+    for dot in (i for i, character in enumerate(key) if character == "."):
+        places = fields.get_all_field_indices(key[:dot])
+        if not any(pyarrow.types.is_struct(fields.field(place).type) for place in places):
+            continue
+        if len(places) > 1:
+            raise ValueError(key[:dot])
+        if (rest := _path(fields.field(places[0]).type, key[dot + 1 :])) is not None:
+            return (places[0], *rest)
+    return None
+
+
+def _names_near(schema: Any, key: str) -> Iterator[str]:
+    """Yield the columns of a table, those of a struct that `key` steps into by their path."""
+    for field in schema:
+        if pyarrow.types.is_struct(field.type) and key.startswith(f"{field.name}."):
+            yield from (f"{field.name}.{inner.name}" for inner in field.type)
+        else:
+            yield field.name
+
+
 def _check_schema(source: SourceFile, schema: Any, keys: Sequence[str]) -> None:
     for key in keys:
-        if key not in schema.names:
-            raise DataError(f"{source.name} has no column {key!r}, but {', '.join(schema.names)} (see --json-keys)")
-        kind = schema.field(key).type
+        try:
+            path = _path(schema, key)
+        except ValueError as error:
+            raise DataError(
+                f"{source.name} has several columns {str(error)!r}; one of them would be lost: rename it"
+            ) from None
+        if path is None:
+            names = ", ".join(_names_near(schema, key))
+            raise DataError(f"{source.name} has no column {key!r}, but {names} (see --json-keys)")
+        field = schema.field(path[0])
+        for place in path[1:]:
+            field = field.type.field(place)
+        kind = field.type
         value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if not (pyarrow.types.is_string(value_kind) or pyarrow.types.is_large_string(value_kind)):
             raise DataError(f"{source.name}: column {key!r} holds {kind}, not strings (see --json-keys)")

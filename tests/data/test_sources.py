@@ -31,7 +31,8 @@ KEY = ("text",)
 def read(path: Path | list[Path], **options: Any) -> list[Block]:
     paths = path if isinstance(path, list) else [path]
     start = options.pop("start", None)
-    return list(read_blocks(find_sources([str(p) for p in paths]).sources, ReadingRules(KEY, **options), start=start))
+    rules = ReadingRules(**{"keys": KEY, **options})
+    return list(read_blocks(find_sources([str(p) for p in paths]).sources, rules, start=start))
 
 
 def texts(blocks: list[Block]) -> list[str]:
@@ -92,6 +93,55 @@ def test_jsonl_is_read_through_any_compression(
     assert texts(blocks) == values
     assert places(blocks) == [f"{path}:{i + 1}" for i in range(200)]
     assert sum(block.num_input_bytes for block in blocks) == path.stat().st_size
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow file", "arrow stream"])
+def test_a_dot_steps_into_a_struct_unless_a_name_has_it(tmp_path: Path, form: str) -> None:
+    """The same rows as JSON are the reference."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"meta": {"text": "a", "deep": {"er": "b", "e.r": "c"}, "n": 1}, "meta.own": "d", "dotted.name": {"x": "e"}},
+        {"meta": {"text": None, "deep": None, "n": 2}, "meta.own": "f", "dotted.name": {"x": "g"}},
+        {"meta": None, "meta.own": "h", "dotted.name": {"x": "i"}},
+        {"meta": {"text": "j", "deep": {"er": "k", "e.r": "l"}, "n": 3}, "meta.own": "m", "dotted.name": {"x": "n"}},
+    ]
+    path = tmp_path / ("in.parquet" if form == "parquet" else "in.arrow")
+    table = pyarrow.Table.from_pylist(rows)
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    else:
+        new = pyarrow.ipc.new_stream if form == "arrow stream" else pyarrow.ipc.new_file
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for keys in [("meta.text",), ("meta.deep.er",), ("meta.deep.e.r",), ("meta.own",), ("dotted.name.x", "meta.own")]:
+        found, expected = ([parse(b, keys) for b in read(p, keys=keys)] for p in (path, tmp_path / "in.jsonl"))
+        columns = [[text for one in found for text in one.columns[k]] for k in range(len(keys))]
+        assert columns == expected[0].columns
+        assert columns[0]
+        assert sum(len(one.faults) for one in found) == len(expected[0].faults)
+
+
+def test_a_nested_column_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"meta": [{"body": "x", "n": 1}], "id": ["y"]})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    twice = pyarrow.StructArray.from_arrays([pyarrow.array(["x"])] * 2, names=["a", "a"])
+    with pyarrow.ipc.new_file(str(tmp_path / "in.arrow"), pyarrow.schema([("meta", twice.type)])) as writer:
+        writer.write_table(pyarrow.Table.from_arrays([twice], names=["meta"]))
+    for name, key, reason in [
+        ("in.parquet", "meta.text", "has no column 'meta.text', but meta.body, meta.n, id"),
+        ("in.parquet", "meta.n", "column 'meta.n' holds int64, not strings"),
+        ("in.parquet", "meta", "column 'meta' holds struct"),
+        ("in.parquet", "id.x", "has no column 'id.x', but meta, id"),
+        ("in.arrow", "meta.a", "has several columns 'a'; one of them would be lost"),
+    ]:
+        with pytest.raises(DataError, match=reason):
+            check_columns(find_sources([str(tmp_path / name)]).sources, (key,))
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst", ".xz", ".bz2"])
