@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron.cli import megatron_flags
 from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import (
     add_input_flags,
@@ -77,6 +78,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--keep-sequential-samples", action="store_true", help="keep the order of the input, whatever --partitions says"
     )
     output.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="Megatron's; only mmap is written")
+    output.add_argument("--keep-newlines", action="store_true", help="Megatron's; newlines are always kept")
     output.add_argument("--log-interval", type=int, default=10000, metavar="N", help="documents between progress lines")
     output.add_argument("--resume", action="store_true", help="continue the unfinished work of an earlier run")
     output.add_argument(
@@ -86,7 +88,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="time between saves of the state that --resume continues from (default: 20)",
     )
-    arguments = parser.parse_args(argv)
+    arguments = megatron_flags.parse(parser, argv)
     check_numbers(parser, arguments)
     check_input_flags(parser, arguments)
     check_keys(parser, arguments.json_keys)
