@@ -39,6 +39,7 @@ COMPILED = "--num-layers 2 --torch-compile"
         (f"{layouts.MODELS['llama_gqa']} --no-pipeline-parallel --recompute-granularity full", COMPILED),
         (f"{layouts.MODELS['llama_gqa']} --tensor-model-parallel-size 2 --sequence-parallel", COMPILED),
         (f"{layouts.MODELS['bloom_learned']} --tensor-model-parallel-size 2 --recompute-granularity full", COMPILED),
+        (f"{layouts.MODELS['llama_gqa']} --pipeline-model-parallel-size 2", COMPILED),
     ],
     ids=[
         "llama",
@@ -50,10 +51,11 @@ COMPILED = "--num-layers 2 --torch-compile"
         "sequential",
         "sequence_parallel",
         "tensor_parallel_full",
+        "pipeline",
     ],
 )
 def test_compiled_layers_train_alike(ranks: RankPools, arguments: str, compiled: str) -> None:
-    size = 2 if "tensor-model" in arguments else 1
+    size = 2 if "model-parallel-size 2" in arguments else 1
     plain, *_ = ranks(size)(layouts.train, f"{arguments} --num-layers 2 --kernels plain", 3)
     ours, *_ = ranks(size)(layouts.train, f"{arguments} {compiled}", 3, timeout_s=900)
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
