@@ -139,7 +139,7 @@ def build_launch_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-parallel-size", type=_positive, help="default: what the layout leaves of the devices")
     parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
     parser.add_argument("--device", choices=("auto", "hpu", "cuda", "cpu"), default="auto")
-    parser.add_argument("--master-port", type=_positive, help="default: 29500 over several nodes, else a free one")
+    parser.add_argument("--master-port", type=_port, help="default: 29500 over several nodes, else a free one")
     parser.add_argument(
         "--max-restarts",
         type=_count,
@@ -182,24 +182,22 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
-    return number
+    return _whole(text, 0)
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return number
+    return _whole(text, 1)
 
 
 def _port(text: str) -> int:
-    number = int(text)
-    if not 0 < number < 2**16:
-        raise argparse.ArgumentTypeError(f"{text} must be from 1 to 65535")
-    return number
+    return _whole(text, 1, 2**16 - 1)
+
+
+def _whole(text: str, lowest: int, highest: int | None = None) -> int:
+    if text.isdecimal() and lowest <= int(text) and (highest is None or int(text) <= highest):
+        return int(text)
+    limits = f"of {lowest} or more" if highest is None else f"from {lowest} to {highest}"
+    raise argparse.ArgumentTypeError(f"{text} must be a whole number {limits}")
 
 
 @command
