@@ -232,11 +232,11 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path) -> None:
 def test_partitions_order_documents_as_megatrons_do(tmp_path: Path, partitions: int) -> None:
     """Line i goes to partition i mod N, and the partitions are merged in order."""
     source = jsonl(tmp_path / "in.jsonl", [{"text": str(i), "padding": "x" * 1000} for i in range(100)])
-    more = ("--partitions", str(partitions))
+    more = ["--partitions", str(partitions)]
     assert preprocess("--input", source, "--output-prefix", tmp_path / "out", *more, *NULL) == 0
     expected = [[i] for first in range(partitions) for i in range(first, 100, partitions)]
     assert documents(tmp_path / "out_text_document") == expected
-    more += ("--keep-sequential-samples", "--overwrite")
+    more += ["--keep-sequential-samples", "--overwrite"]
     assert preprocess("--input", source, "--output-prefix", tmp_path / "out", *more, *NULL) == 0
     assert documents(tmp_path / "out_text_document") == [[i] for i in range(100)]
 

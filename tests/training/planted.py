@@ -163,7 +163,7 @@ def absent(begin: int, end: int) -> Iterator[None]:
 
     def train_step(self: Engine, microbatches: Any, *, consumed_samples: int, **options: Any) -> StepResult:
         if begin <= consumed_samples < end:
-            return StepResult(torch.tensor(1.0), 1.0, skipped=False)
+            return StepResult(1.0, 1.0, skipped=False)
         return original(self, microbatches, consumed_samples=consumed_samples, **options)
 
     with patch.object(Engine, "train_step", train_step):
