@@ -122,13 +122,21 @@ class _Fields:
     def refuse(self, fault: str) -> None:
         self.faults.append(fault)
 
-    def nested(self, *names: str) -> _Fields:
-        """Return the fields of the mapping under the first of these names; none of them: an empty one."""
+    def nested(self, *names: str, apart_from: str = "") -> _Fields:
+        """Return the fields of the mapping under one of these names; none of them: an empty one.
+
+        Refuses several that differ in more than the key `apart_from`: readers do not agree on which one counts.
+        """
         self._read.update(names)
-        value: Any = next((self.values[name] for name in names if self.values.get(name) is not None), {})
-        if not isinstance(value, Mapping):
-            raise CheckpointError(f"{self.where}: {names[-1]} is {shown(value)}; it must be a mapping")
-        return _Fields(value, f"{self.where}: {names[-1]}", warns=self._warns)
+        found = {name: self.values[name] for name in names if self.values.get(name) not in (None, {})}
+        for name, value in found.items():
+            if not isinstance(value, Mapping):
+                raise CheckpointError(f"{self.where}: {name} is {shown(value)}; it must be a mapping")
+        compared = [{key: value[key] for key in value if key != apart_from} for value in found.values()]
+        if any(other != compared[0] for other in compared[1:]):
+            self.refuse(f"{' and '.join(found)} differ (supported: one of them, or both alike)")
+        name = next(iter(found), names[0])
+        return _Fields(found.get(name, {}), f"{self.where}: {name}", warns=self._warns)
 
     @property
     def taken(self) -> set[str]:

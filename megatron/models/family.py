@@ -31,8 +31,8 @@ class ConfigFields(Protocol):
     def demand(self, name: str, *allowed: Any) -> None:
         """Refuse other values than these; a missing one is transformers' default, the first of them."""
 
-    def nested(self, *names: str) -> ConfigFields:
-        """Return the fields of the mapping under the first of these names."""
+    def nested(self, *names: str, apart_from: str = "") -> ConfigFields:
+        """Return the fields of the mapping under the first of these names. Others may differ in one key alone."""
 
     def refuse(self, fault: str) -> None:
         """Refuse a value, with the reason."""

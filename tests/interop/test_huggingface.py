@@ -215,8 +215,11 @@ def test_old_names_of_rope_fields_are_read(tmp_path: Path) -> None:
     new = import_huggingface(tmp_path / "theirs").config
     content = config_json(tmp_path / "theirs")
     rope = content.pop("rope_parameters")
+    both = {"rope_parameters": dict(rope), "rope_scaling": {key: rope[key] for key in rope if key != "rope_theta"}}
     content |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": rope.pop("rope_type")}}
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(content))
+    assert import_huggingface(tmp_path / "theirs").config == new
+    change_config(tmp_path / "theirs", **both)
     assert import_huggingface(tmp_path / "theirs").config == new
 
 
@@ -465,6 +468,12 @@ def test_a_head_that_is_not_the_tied_embedding_is_refused(tmp_path: Path) -> Non
         ("llama_mha", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope_type='linear'"),
         ("llama_mha", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor"),
         ("llama_mha", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        (
+            "llama_mha",
+            {"rope_parameters": {"rope_theta": "1e4"}},
+            r"config\.json: rope_parameters: rope_theta='1e4' must",
+        ),
+        ("llama_mha", {"rope_scaling": {"rope_type": "llama3"}}, "rope_parameters and rope_scaling differ"),
         ("llama_mha", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("llama_mha", {"auto_map": {"AutoModel": "mine.Model"}}, "auto_map"),
         ("llama_mha", {"model_type": "mistral"}, "model_type='mistral'; only bloom, gpt2, llama"),

@@ -65,7 +65,7 @@ def _options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
 def _rope_options(fields: ConfigFields) -> dict[str, Any]:
     """Options from transformers 5's rope_parameters, or from rope_theta and rope_scaling before."""
     theta = fields.take("rope_theta", default=10000.0)
-    inner = fields.nested("rope_parameters", "rope_scaling")
+    inner = fields.nested("rope_parameters", "rope_scaling", apart_from="rope_theta")
     fields.demand("partial_rotary_factor", 1.0)
     kind = inner.take("rope_type", "type", default="default")
     options = {"rotary_base": inner.take("rope_theta", default=theta, kind=float)}
