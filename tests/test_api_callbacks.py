@@ -107,6 +107,25 @@ def test_hooks_do_not_wait_for_async_ones_and_see_a_copy() -> None:
     assert callback.seen == ["end 1", "log 1 {'a': 1}"]
 
 
+class Exits(Slow):
+    def on_step_end(self, context: TrainingContext) -> None:
+        raise SystemExit(3)
+
+    async def on_save(self, context: TrainingContext) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_hook_that_exits_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    callback = Exits()
+    thread = CallbackThread([callback])
+    for hook in ("on_step_end", "on_save", "on_log"):
+        thread.call(hook, TrainingContext(step=1))
+    thread.close()
+    assert callback.seen == ["log 1 {}"]
+    assert "Exits.on_step_end failed at step 1" in caplog.text
+    assert "Exits.on_save failed at step 1" in caplog.text
+
+
 class NeedsModule(TrainerCallback):
     def __init__(self, path: Path = Path()) -> None:
         self.path = path

@@ -154,7 +154,7 @@ class CallbackThread:
     def _begin(self, hook: Callable[[TrainingContext], Any], context: TrainingContext) -> None:
         try:
             result = hook(context)
-        except Exception:
+        except (Exception, SystemExit, KeyboardInterrupt):  # the last two would end the thread of all callbacks
             log.exception("%s failed at step %d; the training goes on", hook.__qualname__, context.step)
             return
         if inspect.iscoroutine(result):
@@ -165,7 +165,7 @@ class CallbackThread:
     async def _awaited(self, result: Any, name: str, step: int) -> None:
         try:
             await result
-        except Exception:
+        except (Exception, SystemExit, KeyboardInterrupt):
             log.exception("%s failed at step %d; the training goes on", name, step)
 
     async def _settle(self) -> None:
