@@ -37,8 +37,9 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token",
 _NAMES_OF_FIELDS = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 
 _BAR = "[|\uff5c]"  # DeepSeek writes the full-width bar
-MARKER = re.compile(rf"<{_BAR}[^\s<>|\uff5c]+{_BAR}>|<(?:start|end)_of_\w+>")
-"""Text that is a single token wherever a template writes it."""
+MARKER = re.compile(rf"<{_BAR}[^\s<>|\uff5c'\"{{}}]+{_BAR}>|<(?:start|end)_of_\w+>")
+"""Text that is a single token wherever a template writes it. One that the template puts together, such as
+<|{{role}}|>, is not known before it is rendered."""
 
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")

@@ -116,6 +116,12 @@ BYTES = tokenizer_of_bytes()
 # Masks against an independent computation
 
 
+def test_markers_are_whole_words_of_a_template() -> None:
+    """A marker that the template puts together is not one: it would be added to the tokenizer as it stands."""
+    source = TemplateSource("<|user|>{{x}}<|{{m.role}}|>{{'<|'+m.role+'|>'}}{{\"<|\"+r+\"|>\"}}<|im_end|>", "test")
+    assert source.tokens_to_add() == ("<|user|>", "<|im_end|>")
+
+
 def with_markers(template: str, path: Path, markers: bool) -> ChatTokenizer:
     wanted = [found[0] for found in MARKER.finditer(template)] if markers else []
     return load_tokenizer(str(path), {}, wanted)[0]
