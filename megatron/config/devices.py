@@ -27,10 +27,15 @@ KNOWN_DEVICES = {
 }
 
 
+def known_device(text: str | None) -> KnownDevice | None:
+    """Return the device of this name, in any case."""
+    return KNOWN_DEVICES.get((text or "").lower())
+
+
 def parse_memory_gib(text: str) -> float | None:
     """Return the GiB of a device's name or of a number; None if it is neither."""
-    if text in KNOWN_DEVICES:
-        return KNOWN_DEVICES[text].memory_gib
+    if (device := known_device(text)) is not None:
+        return device.memory_gib
     try:
         number = float(text)
     except ValueError:

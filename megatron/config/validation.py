@@ -22,7 +22,7 @@ from megatron.config.dependents import (
     WANDB,
     WSD_DECAY,
 )
-from megatron.config.devices import KNOWN_DEVICES, parse_memory_gib
+from megatron.config.devices import KNOWN_DEVICES, known_device, parse_memory_gib
 from megatron.config.options import Config, ConfigError, batch_sizes, options, samples_after, sections
 from megatron.config.plugins import known_plugins, load_plugin, load_task
 
@@ -206,9 +206,11 @@ def check_device(config: Config) -> Iterator[str]:
             f"device_memory={memory!r} is neither a known device nor a number of GiB; use {', '.join(KNOWN_DEVICES)}, "
             "or a number such as 80"
         )
-    elif memory in KNOWN_DEVICES and device not in ("auto", KNOWN_DEVICES[memory].kind):
-        kind = KNOWN_DEVICES[memory].kind
-        yield f"device_memory={memory} is that of a {kind} device, but device={device}; use device={kind}, or give GiB"
+    elif (known := known_device(memory)) is not None and device not in ("auto", known.kind):
+        yield (
+            f"device_memory={memory} is that of a {known.kind} device, but device={device}; use device={known.kind}, "
+            "or give GiB"
+        )
 
 
 _FAST = "works with the causal mask alone"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.accelerator import device_memory_bytes
-from megatron.config.devices import GIB, KNOWN_DEVICES, parse_memory_gib
+from megatron.config.devices import GIB, known_device, parse_memory_gib
 from megatron.config.options import Config, flag, sections
 from megatron.config.plugins import load_task
 from megatron.config.validation import check
@@ -55,7 +55,7 @@ class Proposal:
 
 def for_device(config: Config) -> Config:
     """Return the config with the kind of the device that `device_memory` names, where its own is auto."""
-    known = KNOWN_DEVICES.get(config.parallel.device_memory or "")
+    known = known_device(config.parallel.device_memory)
     if known is None or config.parallel.device != "auto":
         return config
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, device=known.kind))  # type: ignore[arg-type]
@@ -68,8 +68,8 @@ def capacity(config: Config, ranks_per_node: int) -> Capacity | None:
     """
     given, device = config.parallel.device_memory, config.parallel.device
     if given is not None and (gib := parse_memory_gib(given)) is not None:
-        title = KNOWN_DEVICES[given].title if given in KNOWN_DEVICES else "device"
-        return Capacity(title, int(gib * GIB))
+        known = known_device(given)
+        return Capacity("device" if known is None else known.title, int(gib * GIB))
     if device == "cpu":
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         shared = "" if ranks_per_node == 1 else f" / {ranks_per_node} ranks"

@@ -30,7 +30,7 @@ def llama(device_memory: str, **parallel: Any) -> Any:
     [
         ("gaudi2", "hpu", 94.6),
         ("gaudi3", "hpu", 126.5),
-        ("h100", "cuda", 79.2),
+        ("H100", "cuda", 79.2),
         ("h200", "cuda", 139.8),
         ("40", "auto", 40),
     ],
