@@ -23,6 +23,7 @@ from megatron.descriptors import limit_fault
 from megatron.exit_codes import DONE, REFUSED
 from megatron.observability.wandb_log import check_wandb
 from megatron.resilience.shutdown import Signals
+from megatron.training.deepspeed_config import check_deepspeed as deepspeed_faults
 from megatron.training.deepspeed_json import check_values
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str], signals: Signals) -> None:
-    command = load_command_line(arguments)  # every fault at once, before torch is imported
+    command = load_command_line(arguments, None, deepspeed_faults)  # every fault at once, before torch is imported
     config = command.config
     if "RANK" not in os.environ:  # the launcher has printed them
         for line in command.notes:

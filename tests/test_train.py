@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chaos
+from megatron.config.options import ConfigError
+from megatron.resilience.shutdown import Signals
+from megatron.train import main
 from tests import runs
 from tests.ranks import RankPools
 
@@ -115,6 +118,14 @@ def test_bad_input_is_refused_on_every_rank_and_writes_nothing(
     assert all(message in fault for fault in told), told
     assert not results.exists()
     assert not (tmp_path / "saved").exists()
+
+
+def test_faults_of_a_deepspeed_json_stand_beside_those_of_the_options(tmp_path: Path) -> None:
+    path = tmp_path / "extra.json"
+    path.write_text('{"zero_optimisation": {}}')
+    with Signals() as signals, pytest.raises(ConfigError) as raised:
+        main(f"--config tiny_bloom --data-path x --lr fast --deepspeed-config {path}".split(), signals)
+    assert ["lr=" in fault or "zero_optimisation" in fault for fault in raised.value.faults] == [True, True]
 
 
 def test_fault_of_one_rank_ends_the_run_on_all(ranks: RankPools, tmp_path: Path) -> None:

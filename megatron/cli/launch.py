@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import shlex
 import shutil
@@ -18,23 +19,25 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.cli.command import command
 from megatron.command_names import command_name
 from megatron.config.command_line import presets_of, read_command_line, to_yaml
-from megatron.config.options import ConfigError
+from megatron.config.options import ConfigError, flag
 from megatron.config.parser import build_parser, help_text, help_topic
 from megatron.exit_codes import REFUSED
 from megatron.files import IMPORT_ROOT
 from megatron.launch.hl_help import script_help
 from megatron.launch.hl_requests import from_environment, legend
-from megatron.launch.hl_variables import ALL, Script
+from megatron.launch.hl_variables import ALL, Script, one_of
 from megatron.launch.hosts import launch
 from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
 from megatron.launch.preflight import preflight
 from megatron.planning.describe import describe
 from megatron.planning.fit import memory_warning
 
+DEVICES = ("auto", "hpu", "cuda", "cpu")
 DERIVED = ("DS_ACCELERATOR", "OMP_NUM_THREADS")
 """Variables of the ranks that the launcher derives from the other options."""
 
@@ -97,8 +100,8 @@ def launch_command(plan: LaunchPlan) -> list[str]:
         "--chats": chats and (chats.chats or chats.folder),
         "--chat-template": chats and chats.chat_template,
     }
-    for flag, value in values.items():
-        command += [flag, str(value)] if value is not None else []
+    for name, setting in values.items():
+        command += [name, str(setting)] if setting is not None else []
     for name, value in sorted(plan.environment.items()):
         command += [] if name in DERIVED else ["--env", f"{name}={value}"]
     return [*command, "--", *plan.train_flags]
@@ -110,11 +113,20 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None
     if "--" in own:
         place = own.index("--")
         own, train_flags = own[:place], own[place + 1 :]
-    options = vars(build_launch_parser().parse_args(own))
+    options, faults, unread = _read_options(own)
     if (script := options.pop("variables")) is not None:
-        return from_environment(os.environ, script, train_flags), script
+        request = from_environment(os.environ, script, train_flags)
+        default = vars(build_launch_parser().parse_args([]))
+        request.faults += faults
+        request.faults += [
+            f"{_flag(name)} has no effect beside --variables {script}; set the HL_* variable of it, or leave it out"
+            for name, value in options.items()
+            if value != default[name]
+        ]
+        return request, script
     chats, template = options.pop("chats"), options.pop("chat_template")
     request = Request(**options | {"environment": dict(options["environment"])}, train_flags=train_flags)
+    request.faults, request.unread = faults, unread
     if chats is not None:
         model = read_command_line(train_flags).config.checkpoint.load
         if model is None:
@@ -123,6 +135,34 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None
         folder, file = (chats, None) if is_folder else (None, chats)
         request.fine_tuning = FineTuning(model or "", file, template, folder)
     return request, None
+
+
+def _read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str], set[str]]:
+    """Return the launcher's own options, their faults, and the options without a value that checks could use."""
+    parser = build_launch_parser()
+    namespace, rest = parser.parse_known_args(arguments)
+    options, faults, unread = vars(namespace), list[str](), set[str]()
+    for name, given in options.items():
+        values = given if isinstance(given, list) else [given]
+        if wrong := [value for value in values if isinstance(value, _Wrong)]:
+            faults += [f"{_flag(name)}={value.text!r} {value.rule}" for value in wrong]
+            kept = [value for value in values if value not in wrong]
+            options[name] = kept if isinstance(given, list) else parser.get_default(name)
+            unread |= {name} & {"nodes", "devices_per_node", "data_parallel_size", "device"}
+    unknown = [word.split("=", 1)[0] for word in rest if word.startswith("-")]
+    if unknown and not build_parser().parse_known_args([f"{unknown[0]}=x"])[1]:
+        faults.append(f"{unknown[0]} is a flag of megatron.train; write all of these after `--`")
+        unread.add("config")
+    elif unknown:
+        near = difflib.get_close_matches(unknown[0], [_flag(name) for name in options], n=1)
+        faults.append(f"unknown flag {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+    elif rest:
+        faults.append(f"{rest[0]!r} does not follow a flag; flags of megatron.train stand after `--`")
+    return options, faults, unread
+
+
+def _flag(name: str) -> str:
+    return {"environment": "--env", "activate_dir": "--activate"}.get(name, flag(name))
 
 
 def build_launch_parser() -> argparse.ArgumentParser:
@@ -138,7 +178,7 @@ def build_launch_parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices-per-node", type=_positive, help="default: 8; on the CPU, what the layout needs")
     parser.add_argument("--data-parallel-size", type=_positive, help="default: what the layout leaves of the devices")
     parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
-    parser.add_argument("--device", choices=("auto", "hpu", "cuda", "cpu"), default="auto")
+    parser.add_argument("--device", type=_device, default="auto", metavar=f"{{{','.join(DEVICES)}}}")
     parser.add_argument("--master-port", type=_port, help="default: 29500 over several nodes, else a free one")
     parser.add_argument(
         "--max-restarts",
@@ -174,30 +214,40 @@ def build_launch_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _variable(text: str) -> tuple[str, str]:
+@dataclasses.dataclass(frozen=True)
+class _Wrong:
+    """A value that cannot be read; reported beside all other faults."""
+
+    text: str
+    rule: str
+
+
+def _variable(text: str) -> tuple[str, str] | _Wrong:
     name, equals, value = text.partition("=")
-    if not (equals and name.isidentifier()):
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
-    return name, value
+    return (name, value) if equals and name.isidentifier() else _Wrong(text, "must be NAME=VALUE")
 
 
-def _count(text: str) -> int:
-    return _whole(text, 0)
+def _device(text: str) -> str | _Wrong:
+    return text if text in DEVICES else _Wrong(text, f"must be {one_of(DEVICES)}")
 
 
-def _positive(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _port(text: str) -> int:
-    return _whole(text, 1, 2**16 - 1)
-
-
-def _whole(text: str, lowest: int, highest: int | None = None) -> int:
+def _whole(text: str, lowest: int, highest: int | None = None) -> int | _Wrong:
     if text.isdecimal() and lowest <= int(text) and (highest is None or int(text) <= highest):
         return int(text)
     limits = f"of {lowest} or more" if highest is None else f"from {lowest} to {highest}"
-    raise argparse.ArgumentTypeError(f"{text} must be a whole number {limits}")
+    return _Wrong(text, f"must be a whole number {limits}")
+
+
+def _count(text: str) -> int | _Wrong:
+    return _whole(text, 0)
+
+
+def _positive(text: str) -> int | _Wrong:
+    return _whole(text, 1)
+
+
+def _port(text: str) -> int | _Wrong:
+    return _whole(text, 1, 2**16 - 1)
 
 
 @command
@@ -214,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     request, script = parse_command_line(arguments)
     print_config = "--print-config" in request.train_flags
-    request.train_flags = [flag for flag in request.train_flags if flag != "--print-config"]
+    request.train_flags = [word for word in request.train_flags if word != "--print-config"]
     try:
         plan = preflight(request)
     except RefusedError as refused:

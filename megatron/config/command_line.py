@@ -7,6 +7,7 @@ import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -313,8 +314,12 @@ def load_config(arguments: Sequence[str], world_size: int | None = None) -> Conf
     return load_command_line(arguments, world_size).config
 
 
-def load_command_line(arguments: Sequence[str], world_size: int | None = None) -> CommandLine:
+def load_command_line(
+    arguments: Sequence[str], world_size: int | None = None, *more: Callable[[Config, int], Iterable[str]]
+) -> CommandLine:
     """Read the command line and validate it for `world_size` ranks (default: the launcher's WORLD_SIZE, else 1).
+
+    `more`: rules beside those of the options, for a config and a number of ranks.
 
     Raises ConfigError with every fault. `--help` and `--print-config` print and exit with 0.
     """
@@ -324,14 +329,23 @@ def load_command_line(arguments: Sequence[str], world_size: int | None = None) -
     command = read_command_line(arguments)
     faults, prints = list(command.faults), command.namespace.print_config
     if faults or not prints:
-        ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-        faults += command.faults_of(lambda config: check(config, ranks))
+        ranks = world_size or _launched_ranks(faults)
+        faults += command.faults_of(lambda config: chain(*(rules(config, ranks) for rules in (check, *more))))
     if faults:
         raise ConfigError(faults)
     if prints:
         show(to_yaml(command.config))
         raise SystemExit(0)
     return command
+
+
+def _launched_ranks(faults: list[str]) -> int:
+    """Return the launcher's WORLD_SIZE, 1 without a launcher; any other value is a fault, added to `faults`."""
+    given = os.environ.get("WORLD_SIZE", "1")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    faults.append(f"WORLD_SIZE={given!r} must be a whole number, 1 or more; the launcher sets it, else unset it")
+    return 1
 
 
 def to_yaml(config: Config) -> str:

@@ -10,16 +10,15 @@ from pathlib import Path
 
 from megatron.accelerator import count_devices, cpu_lacks_float16
 from megatron.command_names import command_name
-from megatron.config.options import Config, ConfigError
+from megatron.config.options import Config
 from megatron.config.training import ParallelConfig
-from megatron.config.validation import check, parallel_batch_size
+from megatron.config.validation import check
 from megatron.descriptors import limit_fault
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import deepspeed_env_lines
 from megatron.launch.plan import Request
 from megatron.launch.run_secret import MissingSecretError, run_secret
-from megatron.parallel.shards import LayoutError
-from megatron.training.deepspeed_config import deepspeed_config
+from megatron.training.deepspeed_config import check_deepspeed
 
 
 def check_restarts(request: Request, config: Config, devices_per_node: int) -> Iterator[str]:
@@ -109,22 +108,6 @@ def _check_dataset(prefix: str) -> Iterator[str]:
         yield f"dataset {prefix}: {' and '.join(empty)} is empty; preprocess it again"
     if unreadable:
         yield f"dataset {prefix}: {' and '.join(unreadable)} may not be read; change its permissions"
-
-
-def check_deepspeed(config: Config, world_size: int) -> Sequence[str]:
-    """Return the faults of the user's DeepSpeed JSON, and what it contradicts."""
-    if config.training.deepspeed_config is None:
-        return []
-    data_parallel_size, _ = parallel_batch_size(config, world_size)
-    try:
-        deepspeed_config(config, data_parallel_size)
-    except ConfigError as error:
-        return error.faults
-    except (LayoutError, ArithmeticError):
-        if not check(config, world_size):
-            raise
-        # sizes that break a rule, which is reported, have no buckets to compare
-    return []
 
 
 def check_outputs(config: Config) -> Iterator[str]:

@@ -87,11 +87,11 @@ class _VariableReader:
         self.given, self.request = given, request
 
     @contextmanager
-    def faults_of(self, name: str) -> Iterator[None]:
+    def faults_of(self, name: str, *, is_overridden: bool = False) -> Iterator[None]:
         try:
             yield
         except WrongValueError as why:
-            self.fault(f"{name}={self.given[name]!r} {why}", name)
+            self.fault(f"{name}={self.given[name]!r} {why}", *(() if is_overridden else (name,)))
 
     def fault(self, text: str, *names: str) -> None:
         """Report a fault; what the variables `names` set is not known."""
@@ -131,10 +131,13 @@ class _VariableReader:
         }
         set_by: dict[str, tuple[Variable, list[str]]] = {}
         for variable in VARIABLES:
-            if variable.name not in self.given or replaced.intersection(variable.flags):
+            if variable.name not in self.given:
                 continue
-            with self.faults_of(variable.name):
+            is_overridden = not replaced.isdisjoint(variable.flags)
+            with self.faults_of(variable.name, is_overridden=is_overridden):
                 flags = variable.translate(self.given[variable.name])
+                if is_overridden:
+                    continue
                 first = set_by.setdefault(variable.flags[0], (variable, flags)) if flags else (variable, flags)
                 if first[1] != flags and first[0].flags == variable.flags:
                     self.same(first[0].name, variable.name)

@@ -19,6 +19,7 @@ from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.host_environment import check_variables, sent_variables
 from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
 from megatron.launch.plan import LaunchPlan, RefusedError, Request
+from megatron.training.deepspeed_config import check_deepspeed
 
 LAZY_MODE = "PT_HPU_LAZY_MODE"
 SIZES = frozenset({"nodes", "devices_per_node", "data_parallel_size"})
@@ -178,7 +179,7 @@ def _check_layout(request: Request, layout: Layout) -> Iterator[str]:
             yield from checks.check_layout(request, config.parallel, layout.devices_per_node)
         yield from checks.check_restarts(request, config, layout.devices_per_node)
     yield from check(config, world_size)
-    yield from checks.check_deepspeed(config, world_size)
+    yield from check_deepspeed(config, world_size)
     yield from _check_folders(request, config)
     yield from checks.check_outputs(config)
     yield from checks.check_load(config)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from megatron.config.options import Config
+from megatron.config.options import Config, ConfigError
+from megatron.config.validation import check, parallel_batch_size
+from megatron.parallel.shards import LayoutError
 from megatron.planning.zero import reduce_bucket_size, zero_settings
 from megatron.training.deepspeed_json import merge
 
@@ -61,3 +64,21 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
             "hysteresis": training.hysteresis,
         }
     return merge(made, config, data_parallel_size)
+
+
+def check_deepspeed(config: Config, world_size: int) -> Sequence[str]:
+    """Return the faults of the user's DeepSpeed JSON, and what it contradicts."""
+    if config.training.deepspeed_config is None:
+        return []
+    data_parallel_size, _ = parallel_batch_size(config, world_size)
+    try:
+        try:
+            deepspeed_config(config, data_parallel_size)
+        except (LayoutError, ArithmeticError):
+            if not check(config, world_size):
+                raise
+            # sizes that break a rule, which is reported, have no buckets to compare
+            merge({}, config, data_parallel_size)
+    except ConfigError as error:
+        return error.faults
+    return []

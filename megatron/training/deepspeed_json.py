@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from megatron.accelerator import quiet
 from megatron.config.options import Config, ConfigError
+from megatron.config.training import TrainingConfig
 
 KEYS = {
     "": "communication_data_type disable_allgather disable_python_gc dump_state gradient_accumulation_steps "
@@ -206,7 +208,7 @@ def _options(config: Config, data_parallel_size: int) -> dict[str, Agreed]:
         "bf16.bf16_optimizer_states": off,
         "fp16.enabled": Agreed((training.fp16,), "fp16"),
         "fp16.fp16_master_weights_and_grads": off,
-        **({"fp16.loss_scale": Agreed((0,))} if training.fp16 else {}),
+        **(_loss_scaling(training) if training.fp16 else {}),
         "data_types.grad_accum_dtype": Agreed((training.grad_accum_dtype,), "grad_accum_dtype"),
         "data_types.param_dtype": Agreed((training.precision,), "bf16"),
         "communication_data_type": Agreed(
@@ -231,6 +233,16 @@ def _options(config: Config, data_parallel_size: int) -> dict[str, Agreed]:
         params + "adam_w_mode": Agreed((optimizer.decoupled_weight_decay,), "decoupled_weight_decay"),
         params + "bias_correction": Agreed((True,)),
         params + "max_grad_norm": Agreed((optimizer.clip_grad,), "clip_grad"),
+    }
+
+
+def _loss_scaling(training: TrainingConfig) -> dict[str, Agreed]:
+    return {
+        "fp16.loss_scale": Agreed((0,)),
+        "fp16.initial_scale_power": Agreed((int(math.log2(training.initial_loss_scale)),), "initial_loss_scale"),
+        "fp16.min_loss_scale": Agreed((training.min_loss_scale,), "min_loss_scale"),
+        "fp16.loss_scale_window": Agreed((training.loss_scale_window,), "loss_scale_window"),
+        "fp16.hysteresis": Agreed((training.hysteresis,), "hysteresis"),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.command_line import from_dict, load_command_line, load_config
-from megatron.config.options import on_device, options
+from megatron.config.options import ConfigError, on_device, options
 from megatron.config.stand_ins import stand_ins
 from megatron.config.validation import check, idle
 from megatron.planning.schedule import Schedule
@@ -143,3 +143,11 @@ def test_layers_are_compiled_by_default_on_hpu_in_eager_mode(
     config = on_device(load_config([*VALID, *words.split()], 2), device, lazy=lazy)
     assert (config.parallel.device, config.training.torch_compile) == (device, compiled)
     assert check(config, 2) == []
+
+
+def test_ranks_that_cannot_be_read_are_a_fault_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError) as raised:
+        load_config("--config tiny_bloom --data-path x --lr fast --tensor-model-parallel-size 3".split())
+    said = "\n".join(raised.value.faults)
+    assert all(part in said for part in ("WORLD_SIZE='two'", "lr='fast'", "num_attention_heads=4"))

@@ -291,6 +291,45 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "--deepspeed-config no.json",
         ["initial_loss_scale=1000.0 must be a power of two", "no.json"],
     ),
+    (
+        "",
+        "",
+        "--device gpu --devices-per-node x --env A --master-port 99999 --max-restarts -1 -- "
+        "--config tiny_bloom --data-path corpus",
+        [
+            "--device='gpu' must be auto, hpu, cuda or cpu",
+            "--devices-per-node='x' must be a whole number",
+            "--env='A' must be NAME=VALUE",
+            "--master-port='99999' must be a whole number from 1 to 65535",
+            "--max-restarts='-1' must be a whole number of 0 or more",
+        ],
+    ),
+    (
+        "",
+        "",
+        "--hostfile hosts --nodes 0 -- --config tiny_bloom --data-path corpus --device cpu",
+        ["--nodes='0' must be", "unknown flag --hostfile; did you mean --hostsfile"],
+    ),
+    ("", "", "--nodes 0 --config tiny_bloom --lr x", ["--nodes='0' must be", "--config is a flag of megatron.train"]),
+    ("", "", "--nodes 0 --dry-run stray -- --train-iters 5", ["--nodes='0' must be", "'stray' does not follow a flag"]),
+    (
+        "",
+        "",
+        "--variables bloom13b --nodes 3 --dry-run -- --config tiny_bloom --device cpu --data-path corpus",
+        ["--dry-run has no effect beside --variables", "--nodes has no effect beside --variables"],
+    ),
+    (
+        "bloom13b",
+        TINY + "HL_TP=3 HL_BF16=2",
+        "--data-path corpus --fp16 --deepspeed-config half.json",
+        [
+            "HL_BF16='2'",
+            "half.json' is not JSON",
+            "3 does not divide num_attention_heads=4",
+            "3 neither divides num_query_groups",
+            "3 does not divide ffn_hidden_size",
+        ],
+    ),
 ]
 
 
@@ -302,6 +341,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("hosts").write_text("node0 slots=8\nnode1\nnode2 slots=none\n")
     Path("wrong.yaml").write_text("model: {num_layers: 2, num_layers: 3}\n")
     Path("section.yaml").write_text("model: {num_layer: 4}\ntraning: {seed: 1}\ntraining: {train_iters: 5}\n")
+    Path("half.json").write_text('{"fp16": {"enabled": true}')
     Path("extra.json").write_text('{"zero_optimisation": {"stage": 1}}')
     for name in [name for name in os.environ if name.startswith("HL_")]:
         monkeypatch.delenv(name)

@@ -179,6 +179,8 @@ def test_what_deepspeed_would_ignore_is_refused(check: Check, settings: Any, sai
         ({"bfloat16": {"enabled": True}}, "", "has False; remove it, or change --bf16"),
         ({"fp16": {"enabled": True}}, "--bf16", "has False; remove it, or change --fp16"),
         ({"fp16": {"loss_scale": 128}}, "--fp16", "has 0; remove it"),
+        ({"fp16": {"initial_scale_power": 12}}, "--fp16", "has 16; remove it, or change --initial-loss-scale"),
+        ({"fp16": {"hysteresis": 1}}, "--fp16", "has 2; remove it, or change --hysteresis"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "--bf16", "has 'fp32'; remove it, or change --grad-accum-dtype"),
         ({"gradient_allreduce_op": "sum"}, "", "has 'mean'; remove it"),
         ({"wall_clock_breakdown": True}, "", "has False; remove it, or change --timing-log-level"),
