@@ -14,7 +14,6 @@ REFUSED = {
     "--find-optimal-num-workers": _TRIAL,
     "--workers-to-check": _TRIAL,
     "--performance-dir": _TRIAL,
-    "--max-documents": "it bounds the search for a number of workers; for a trial: head -n N FILE | ... --input -",
     "--use-gigatoken": "the fast tokenizer is always used where its ids are equal; --reference-tokenizer disables it",
     "--null-tokenizer-eod-id": "use --eod-token ID",
     "--null-tokenizer-pad-id": "documents are not padded",

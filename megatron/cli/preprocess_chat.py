@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.cli.command import command, run_command
-from megatron.cli.text_flags import add_file_flags, add_overwrite_flag, add_shard_flag, shard_given
+from megatron.cli.text_flags import add_file_flags, add_overwrite_flag, add_share_flags, shard_given
 from megatron.command_names import command_name
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a conversation a line, .tar of "
         "such files; all also compressed: .gz, .zst, .xz, .bz2",
     )
-    add_shard_flag(source)
+    add_share_flags(source)
     source.add_argument(
         "--bad-rows",
         choices=("error", "skip"),
@@ -146,6 +146,7 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
         exclude=tuple(arguments.exclude),
         stdin_filename=arguments.stdin_filename,
         shard=arguments.shard,
+        max_documents=arguments.max_documents,
         overwrite=arguments.overwrite,
     )
 
@@ -161,7 +162,8 @@ def first_samples(job: ChatJob, setup: ChatSetup, chats: ChatInput, count: int) 
     from megatron.data.source_reader import read_blocks
 
     left = count
-    for block in read_blocks(chats.listing.sources, ReadingRules(block_bytes=1 << 16, names=job.names)):
+    rules = ReadingRules(block_bytes=1 << 16, max_documents=job.max_documents, names=job.names)
+    for block in read_blocks(chats.listing.sources, rules):
         for sample in encode_block(setup.encoder, block, "skip").samples():
             if not left:
                 return
@@ -229,7 +231,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not job.output_prefix:
         return
     started_s = time.monotonic()
-    with progress_bar(chats.listing.num_bytes) as bar:
+    with progress_bar(chats.listing.num_bytes if job.max_documents is None else None) as bar:
         totals = preprocess_chats(job, bar.update, chats)
     summarize(job, totals, time.monotonic() - started_s)
 

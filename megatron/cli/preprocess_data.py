@@ -21,7 +21,7 @@ from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import (
     add_input_flags,
     add_overwrite_flag,
-    add_shard_flag,
+    add_share_flags,
     add_tokenizer_flags,
     check_input_flags,
     find_input,
@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="treat a longer document as one that cannot be used (default: 64)",
     )
-    add_shard_flag(source)
+    add_share_flags(source)
     tokenizer = add_tokenizer_flags(parser, required=True)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     tokenizer.add_argument(
@@ -207,6 +207,7 @@ def job_of(arguments: argparse.Namespace) -> PreprocessJob:
         resume=arguments.resume,
         resume_interval_s=arguments.resume_interval,
         shard=arguments.shard,
+        max_documents=arguments.max_documents,
         overwrite=arguments.overwrite,
     )
 

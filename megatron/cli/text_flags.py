@@ -66,12 +66,19 @@ def add_file_flags(group: argparse._ArgumentGroup, input_help: str) -> None:
     )
 
 
-def add_shard_flag(group: argparse._ArgumentGroup) -> None:
+def add_share_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags for a share of the input."""
     group.add_argument(
         "--shard",
         metavar="NUMBER/COUNT",
         help="process one of COUNT shares of the input, of equal bytes, numbered from 1: one on each of several "
         "machines. merge_datasets joins them to what one machine would have made",
+    )
+    group.add_argument(
+        "--max-documents",
+        type=int,
+        metavar="N",
+        help="stop after the first N documents of the input, blank and bad ones counted (default: read all of it)",
     )
 
 
@@ -80,9 +87,15 @@ def add_overwrite_flag(group: argparse._ActionsContainer) -> None:
 
 
 def shard_given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> InputShard | None:
-    """Return --shard. Exits with a message if it is not one."""
+    """Return --shard. Exits with a message if it is not one, or not to be had with --max-documents."""
     from megatron.data.input_shards import InputShard
 
+    if arguments.max_documents is not None and arguments.max_documents < 1:
+        parser.error("--max-documents must be at least 1")
+    if arguments.max_documents is not None and arguments.shard is not None:
+        parser.error(
+            "--shard with --max-documents: a shard does not know how many documents come before it; drop one of them"
+        )
     try:
         return InputShard.parse(arguments.shard) if arguments.shard is not None else None
     except ValueError as error:

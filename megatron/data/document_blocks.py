@@ -91,6 +91,18 @@ class Block:
         return _place(self.source, self.begin.documents_of_source + number, bool(self.delimiter))
 
 
+def first_documents(block: Block, count: int) -> Block:
+    """Return the block without what follows its first `count` documents."""
+    begin = block.begin
+    if block.end.documents - begin.documents <= count:
+        return block
+    if block.rows is not None:
+        return replace(block, rows=block.rows.slice(0, count), end=after_rows(begin, count))
+    rest = block.raw.split(block.delimiter, count)[-1]
+    raw = block.raw.removesuffix(rest)
+    return replace(block, raw=raw.removesuffix(block.delimiter), end=advanced(begin, raw, count))
+
+
 def _place(source: SourceFile, number: int, is_one_of_many: bool) -> str:
     if source.part is not None and source.part[0]:
         return f"{source.name}, line {number + 1} after byte {source.part[0]}"
@@ -114,6 +126,8 @@ class ReadingRules:
     """End of the message for a document that is too long."""
     block_bytes: int | None = None
     """Content of a block. None: BLOCK_BYTES."""
+    max_documents: int | None = None
+    """Documents of all sources together, blank and unusable ones included, after which reading stops."""
     goes_on: bool = True
     """False: a block with a fault comes at once and is the last."""
     names: InputRules = field(default_factory=InputRules)
@@ -260,6 +274,16 @@ def after_source(source: SourceFile, at: Position) -> Position:
     if source.archive:
         return Position(at.source, at.member + 1, documents=at.documents)
     return Position(at.source + 1, documents=at.documents)
+
+
+def after_rows(position: Position, count: int) -> Position:
+    """Return the place `count` rows of a table later."""
+    return replace(
+        position,
+        offset=position.offset + count,
+        documents_of_source=position.documents_of_source + count,
+        documents=position.documents + count,
+    )
 
 
 def advanced(position: Position, content: bytes | memoryview, documents: int) -> Position:

@@ -2,7 +2,7 @@
 
 It is plain JSON with a file a line under "files". `documents` of a file are those of it in the dataset, so that their
 sum is the dataset's. `blank`, `empty` and `bad` count what is not in the dataset; `crc32` is that of the decompressed
-content that was read.
+content that was read. Reading may have stopped within a file (`stopped_after`), and left out those behind it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class _Entry:
     bad: int = 0
     crc32: int | None = None
     read_bytes: int = 0
+    stopped_after: int | None = None
+    """Documents of the input after which reading stopped, in this file."""
 
     def line(self) -> dict[str, Any]:
         if self.passed_over:
@@ -73,15 +75,24 @@ class _Entry:
             line["crc32"] = f"{self.crc32:08x}"
         if self.part is not None:
             line["part"] = list(self.part)
+        if self.stopped_after is not None:
+            line["stopped_after"] = self.stopped_after
         return line
 
 
 class ManifestLog:
     """Entries of the files read so far, in a file that grows, so that memory and saved states do not."""
 
-    def __init__(self, path: Path, sources: Sequence[SourceFile], saved: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        path: Path,
+        sources: Sequence[SourceFile],
+        saved: dict[str, Any] | None = None,
+        *,
+        max_documents: int | None = None,
+    ):
         """Start empty, or after what `save_state` returned. Raises OSError."""
-        self._sources = sources
+        self._sources, self._max_documents = sources, max_documents
         self._file = path.open("r+b" if saved and path.exists() else "wb")
         self._current: _Entry | None = None
         self._next_source = 0
@@ -117,12 +128,14 @@ class ManifestLog:
         entry.read_bytes += block.num_input_bytes
         if block.source.kind not in UNCOMPRESSED_ONLY and (block.end.source, block.end.member) == (number, member):
             entry.crc32 = block.end.crc32
+        if block.end.documents == self._max_documents:
+            entry.stopped_after = self._max_documents
 
-    def _add_unread(self, end: int) -> None:
-        """Add the files before number `end` that gave no block: those without a byte of text."""
+    def _add_unread(self, end: int, passed_over: str = "") -> None:
+        """Add the files before number `end` that gave no block: those without a byte of text, or passed over."""
         for number in range(self._next_source, end):
             source = self._sources[number]
-            self._write(_Entry(number, 0, source.public_name, source.size, source.part))
+            self._write(_Entry(number, 0, source.public_name, source.size, source.part, passed_over))
         self._next_source = max(self._next_source, end)
 
     def _end_entry(self) -> None:
@@ -146,9 +159,10 @@ class ManifestLog:
         }
 
     def finish(self) -> None:
-        """Add the last entries: all input has been read."""
+        """Add the last entries: all input has been read, or the first `max_documents`."""
+        has_stopped = self._current is not None and self._current.stopped_after is not None
         self._end_entry()
-        self._add_unread(len(self._sources))
+        self._add_unread(len(self._sources), "beyond --max-documents" if has_stopped else "")
 
     def lines(self) -> Iterator[bytes]:
         """Yield the entries as JSON."""
@@ -252,6 +266,8 @@ class DatasetManifest:
         text += f" ({reasons_in_words(skipped)})" if skipped else ""
         lost = [f"{self.counts[name]:,} {name}" for name in ("blank", "empty", "bad") if self.counts[name]]
         text += f"; documents left out: {', '.join(lost)}" if lost else ""
+        for number in sorted({line["stopped_after"] for line in self.files if "stopped_after" in line}):
+            text += f"; reading stopped after {counted(number, 'document')} of the input (--max-documents)"
         return text + (f"; shard {self.shard['number']}/{self.shard['count']}" if self.shard else "")
 
     def faults(self, data: IndexedDataset, sha256: dict[str, str]) -> Iterator[str]:
@@ -297,7 +313,7 @@ def read_manifest(prefix: str | Path) -> DatasetManifest | None:
 
 
 def _checked(line: dict[str, Any]) -> dict[str, Any]:
-    if "passed_over" not in line and not all(type(line.get(name, 0)) is int for name in COUNTS):
+    if "passed_over" not in line and not all(type(line.get(name, 0)) is int for name in (*COUNTS, "stopped_after")):
         raise ValueError(f"the entry of {line['name']}")
     return line
 

@@ -84,6 +84,8 @@ class PreprocessJob:
     resume: bool
     resume_interval_s: float
     shard: InputShard | None = None
+    max_documents: int | None = None
+    """Documents of the input after which reading stops."""
     overwrite: bool = False
     """Replace finished datasets."""
 
@@ -121,6 +123,7 @@ class PreprocessJob:
             "--exclude": list(self.names.exclude),
             "--stdin-filename": self.names.stdin_filename,
             "--shard": str(self.shard) if self.shard else None,
+            "--max-documents": self.max_documents,
             "the tokenizer": self.tokenizer.identity,
         }
 
@@ -147,6 +150,7 @@ class PreprocessJob:
             self.separator,
             self.max_document_bytes,
             block_bytes=block_bytes,
+            max_documents=self.max_documents,
             goes_on=self.skips_faults,
             names=self.names,
         )
@@ -178,8 +182,10 @@ def accelerated(job: PreprocessJob) -> Tokenizer:
     """
 
     fast = accelerate(job.tokenizer)
-    step = max(1, len(job.sources) // PROOF_SOURCES)
-    for source in job.sources[::step][:PROOF_SOURCES]:
+    # with a limit, the later files may never be read
+    sources = job.sources if job.max_documents is None else job.sources[:1]
+    step = max(1, len(sources) // PROOF_SOURCES)
+    for source in sources[::step][:PROOF_SOURCES]:
         blocks = read_blocks([source], job.reading_rules(PROOF_BLOCK_BYTES))
         first = next(blocks, None)  # None: an empty file
         left = PROOF_CHARACTERS
@@ -202,7 +208,8 @@ class GrowingDatasets:
         self.totals = TextTotals(**saved.totals) if saved else TextTotals(num_empty=[0] * len(job.keys))
         self.position = saved.position if saved else Position()
         """End of the input that has been added."""
-        self._log = ManifestLog(work.folder / LOG_NAME, job.sources, saved.manifest if saved else None)
+        log = saved.manifest if saved else None
+        self._log = ManifestLog(work.folder / LOG_NAME, job.sources, log, max_documents=job.max_documents)
         self._builders: list[IndexedDatasetBuilder] = []
         self._unsealed: list[tuple[IndexedDatasetBuilder, ...]] = []
         """Builders of the partitions of each dataset that is not sealed."""
@@ -275,7 +282,7 @@ def encode_input(
     reference = None if tokenizer is job.tokenizer else job.tokenizer
     encoder = Encoder(job.keys, job.num_partitions, job.eod, job.dtype, tokenizer, reference)
     batches = job.batches(datasets.position, tokenizer)
-    report.start(job.listing.num_bytes, totals)
+    report.start(job.listing.num_bytes if job.max_documents is None else None, totals)
     saved_s = time.monotonic()
     with (
         contextlib.closing(report),
@@ -319,6 +326,9 @@ def is_finished(job: PreprocessJob) -> bool:
         except DataError:
             return False
         if checksums is None or checksums.notes != job.notes or manifest is None:
+            return False
+        found = manifest.header["options"]
+        if any(found.get(name) != value for name, value in job.options.items() if name in job.identity):
             return False
         if shard != (manifest.shard and {name: manifest.shard[name] for name in ("number", "count")}):
             return False

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.data.archives import archive_blocks
 from megatron.data.contents import open_source
-from megatron.data.document_blocks import Block, Position, ReadingRules, delimited_blocks
+from megatron.data.document_blocks import Block, Position, ReadingRules, delimited_blocks, first_documents
 from megatron.data.sources import UNCOMPRESSED_ONLY, SourceFile
 
 MOST_BLOCKS_OF_A_BATCH = 1 << 10
@@ -19,14 +19,19 @@ def read_blocks(
     """Yield all documents from `start` in order, in blocks of one file and about `block_bytes`.
 
     A damaged or too long document gives a block with a fault, and reading continues with the next document or file.
-    Raises DataError if a file cannot be opened.
+    After `max_documents` nothing more is read. Raises DataError if a file cannot be opened.
     """
     start = start or Position()
-    documents = start.documents
+    documents, most = start.documents, rules.max_documents
+    if documents == most:
+        return
     for number, source in itertools.islice(enumerate(sources), start.source, None):
         at = start if number == start.source else Position(source=number, documents=documents)
         for block in blocks_of(source, rules, at):
             documents = block.end.documents
+            if most is not None and documents >= most:
+                yield first_documents(block, most - block.begin.documents)
+                return
             yield block
             if block.fault is not None and not rules.goes_on:
                 return

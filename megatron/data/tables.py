@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pyarrow
@@ -13,7 +12,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from megatron.data.contents import open_source
-from megatron.data.document_blocks import Block, Position, rest_is_lost
+from megatron.data.document_blocks import Block, Position, after_rows, rest_is_lost
 from megatron.data.indexed import DataError
 from megatron.data.remote import lost_connection
 from megatron.data.sources import SourceFile
@@ -43,16 +42,7 @@ def table_blocks(source: SourceFile, keys: Sequence[str], start: Position, block
             if row <= at.offset:
                 continue
             rows = rows.slice(max(0, at.offset - (row - len(rows))))
-            count = len(rows)
-            begin, at = (
-                at,
-                replace(
-                    at,
-                    offset=at.offset + count,
-                    documents_of_source=at.documents_of_source + count,
-                    documents=at.documents + count,
-                ),
-            )
+            begin, at = at, after_rows(at, len(rows))
             yield Block(source, begin, at, num_input_bytes, rows=rows)
     except DataError:
         raise

@@ -50,11 +50,13 @@ class ChatJob:
     stdin_filename: str = STDIN_FILENAME
     """Name whose ending says what standard input holds."""
     shard: InputShard | None = None
+    max_documents: int | None = None
+    """Rows of the input after which reading stops."""
     overwrite: bool = False
     """Replace a finished dataset."""
 
     def __post_init__(self) -> None:
-        for name in ("min_length", "workers", "max_length"):
+        for name in ("min_length", "workers", "max_length", "max_documents"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataError(f"{name}={value} must be at least 1")

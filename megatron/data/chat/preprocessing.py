@@ -80,7 +80,9 @@ class _Datasets:
         except BaseException:
             self._tokens.abandon()
             raise
-        self._log = ManifestLog(self._tokens.work_dir / LOG_NAME, chats.listing.sources)
+        self._log = ManifestLog(
+            self._tokens.work_dir / LOG_NAME, chats.listing.sources, max_documents=job.max_documents
+        )
         self.lengths: list[NDArray[np.int64]] = []
         self.num_loss_tokens = 0
 
@@ -100,6 +102,7 @@ class _Datasets:
             "chat_template": Path(self._setup.source.origin).name,
             "bad_rows": job.bad_rows,
             "exclude": list(job.exclude),
+            "max_documents": job.max_documents,
         }
         tokenizer = self._setup.tokenizer.identity
         write_manifest = manifest_writer(chats.listing, self._log, tokenizer, options, job.shard, chats.whole.digest)
@@ -204,6 +207,7 @@ def _encoded(job: ChatJob, setup: ChatSetup, listing: InputListing) -> Generator
     rules = ReadingRules(
         remedy="cut the conversation into several, or leave the line out",
         block_bytes=BLOCK_BYTES,
+        max_documents=job.max_documents,
         goes_on=job.bad_rows == "skip",
         names=job.names,
     )
