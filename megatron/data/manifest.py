@@ -296,26 +296,60 @@ def read_manifest(prefix: str | Path) -> DatasetManifest | None:
     path = Path(f"{prefix}{SUFFIX}")
     try:
         content = json.loads(path.read_bytes())
-        if content["format"] != FORMAT or type(content["version"]) is not int:
-            raise ValueError("it is not a manifest")
-        if content["version"] > VERSION:
-            raise DataError(f"{path} has version {content['version']}, this program reads {VERSION}; update it")
-        header = {name: content[name] for name in ("tokenizer", "options", "shard")}
-        files = [_checked(line) for line in content["files"]]
-        counts = {str(name): int(count) for name, count in content["counts"].items()}
-        return DatasetManifest(path, dict(content["dataset"]), header, counts, files)
+        _require(isinstance(content, dict) and content.get("format") == FORMAT, "it is not a manifest")
+        _require(_is_count(content.get("version")), "its version")
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({error!r}); copy it again, or delete it") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+    if content["version"] > VERSION:
+        raise DataError(f"{path} has version {content['version']}, this program reads {VERSION}; update it")
+    try:
+        _check_content(content)
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    header = {name: content[name] for name in ("tokenizer", "options", "shard")}
+    return DatasetManifest(path, content["dataset"], header, content["counts"], content["files"])
 
 
-def _checked(line: dict[str, Any]) -> dict[str, Any]:
-    if "passed_over" not in line and not all(type(line.get(name, 0)) is int for name in (*COUNTS, "stopped_after")):
-        raise ValueError(f"the entry of {line['name']}")
-    return line
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is damaged ({error}); copy it again, or delete it")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _check_content(content: dict[str, Any]) -> None:
+    """Raise ValueError that names a part which has not the form that this program writes."""
+    dataset, shard, counts = content.get("dataset"), content.get("shard"), content.get("counts")
+    _require(isinstance(dataset, dict) and isinstance(dataset.get("sha256"), dict), "its dataset")
+    _require(isinstance(content.get("tokenizer", 0), dict | None), "its tokenizer")
+    _require(isinstance(content.get("options"), dict), "its options")
+    is_shard = isinstance(shard, dict) and all(_is_count(shard.get(name)) for name in ("number", "count"))
+    _require("shard" in content and (shard is None or (is_shard and "input" in shard)), "its shard")
+    names = ("files_read", "files_passed_over", *COUNTS)
+    _require(isinstance(counts, dict) and set(counts) == set(names) and all(map(_is_count, counts.values())), "its counts")
+    _require(isinstance(content.get("files"), list), "its files")
+    for number, line in enumerate(content["files"]):
+        _require(_is_entry(line), f"entry {number} of its files")
+
+
+def _is_entry(line: Any) -> bool:
+    if not isinstance(line, dict) or not isinstance(line.get("name"), str):
+        return False
+    if "passed_over" in line:
+        return isinstance(line["passed_over"], str)
+    part = line.get("part", [0, 0])
+    is_part = isinstance(part, list) and len(part) == 2 and all(map(_is_count, part))
+    return is_part and all(_is_count(line.get(name, 0)) for name in (*COUNTS, "stopped_after"))
 
 
 def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]]) -> WriteManifest | None:

@@ -429,10 +429,6 @@ class _Finder:
 DATASET_ENDINGS = (".idx", ".bin", ".sha256", ".manifest.json")
 
 
-def _is_of_a_dataset(name: str, datasets: set[str]) -> bool:
-    return any(name.endswith(ending) and name.removesuffix(ending) in datasets for ending in DATASET_ENDINGS)
-
-
 def empty_file(kind: str, compression: str) -> str | None:
     """Return why a file of 0 bytes is refused; None for a kind of which an empty file is whole."""
     if compression or kind in (*UNCOMPRESSED_ONLY, "tar"):

@@ -32,6 +32,7 @@ from megatron.data.indexed import DataError, IndexedDataset
 from megatron.data.input_shards import InputShard, shard_of
 from megatron.data.manifest import read_manifest
 from megatron.data.sources import InputListing, SourceFile
+from megatron.data.verification import Findings, verify_manifest
 from tests.data.chat.test_preprocessing import chat, rows_of
 from tests.data.chat.test_preprocessing import tokenizer as tokenizer  # the fixture
 
@@ -572,7 +573,7 @@ MANIFEST_DAMAGE = {
     "other tokens": ('"tokens": 1800', '"tokens": 1801', "says 1801 tokens, but the dataset has 1800"),
     "another dataset": ('".bin": "', '".bin": "0', "is of another .bin than"),
     "no JSON": ("{", "", "is damaged"),
-    "a later version": ('"version": 1', '"version": 2', "has version 2, this program reads 1"),
+    "a later version": ('"version": 1', '"version": 2', "manifest.json has version 2, this program reads 1"),
     "other counts": ('"files_read": 1', '"files_read": 2', "add up to 1 files_read, but its counts say 2"),
 }
 
@@ -592,6 +593,41 @@ def test_verification_compares_the_manifest_with_the_dataset(
     assert run(inspect_dataset, tmp_path / "out_text_document", "--verify") == 1
     shown = capsys.readouterr()
     assert said in shown.out + shown.err
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each value within JSON."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from places(part, (*path, key))
+
+
+def test_a_manifest_of_a_wrong_form_is_damaged_not_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines(0))
+    (tmp_path / ".hidden").touch()
+    assert preprocess(tmp_path, tmp_path / "out", "--shard", "1/1") == 0
+    prefix = tmp_path / "out_text_document"
+    path = Path(f"{prefix}.manifest.json")
+    text = path.read_text()
+    num_damaged = 0
+    for place in places(json.loads(text)):
+        for wrong in (None, -1, "x", [3], {"y": 4}, float("inf"), ...):
+            content = {"root": json.loads(text)}
+            *way, last = ("root", *place)
+            within: Any = content
+            for key in way:
+                within = within[key]
+            if wrong is not ...:
+                within[last] = wrong
+            elif way:
+                del within[last]
+            path.write_text(json.dumps(content["root"]))
+            findings = Findings()
+            verify_manifest(IndexedDataset(prefix), {}, findings)
+            num_damaged += "is damaged (" in str(findings.shown)
+            assert str(findings.shown).count("manifest.json") == sum(findings.counts.values())
+    assert num_damaged > 100
 
 
 def test_the_output_of_an_earlier_run_in_the_input_folder_is_passed_over(tmp_path: Path) -> None:
