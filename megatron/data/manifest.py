@@ -336,7 +336,8 @@ def _check_content(content: dict[str, Any]) -> None:
     is_shard = isinstance(shard, dict) and all(_is_count(shard.get(name)) for name in ("number", "count"))
     _require("shard" in content and (shard is None or (is_shard and "input" in shard)), "its shard")
     names = ("files_read", "files_passed_over", *COUNTS)
-    _require(isinstance(counts, dict) and set(counts) == set(names) and all(map(_is_count, counts.values())), "its counts")
+    has_names = isinstance(counts, dict) and set(counts) == set(names)
+    _require(has_names and all(_is_count(content["counts"][name]) for name in names), "its counts")
     _require(isinstance(content.get("files"), list), "its files")
     for number, line in enumerate(content["files"]):
         _require(_is_entry(line), f"entry {number} of its files")

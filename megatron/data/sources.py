@@ -64,6 +64,7 @@ STDIN = "-"
 STDIN_FILENAME = "stdin.jsonl"
 SHOWN_REFUSALS = 10
 UNKNOWN = "has an unknown ending"
+NAMED_TWICE = "is named twice by --input, as {} too; name it once, or leave it out with --exclude"
 
 
 FileForm = tuple[Kind, Compression]
@@ -229,7 +230,10 @@ def find_sources(inputs: Sequence[str], rules: InputRules | None = None) -> Inpu
     for given in inputs:
         finder.add(given)
     if not finder.listing.sources and not finder.refused:
-        raise DataError(f"--exclude leaves nothing of --input {' '.join(inputs)}; exclude less")
+        passed = reasons_in_words(Counter(reason for _, reason in finder.listing.passed_over))
+        raise DataError(
+            f"nothing is left of --input {' '.join(inputs)} (passed over: {passed}); give other files, or exclude less"
+        )
     if finder.refused:
         raise _refusal_error(finder.refused)
     return finder.listing
@@ -278,16 +282,33 @@ class _Finder:
                 self._add_file(given, name, name, status, self._rules.form(name))
 
     def _add_matches(self, pattern: str) -> None:
-        matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else []
-        folders = [] if "**" in pattern else [match for match in matches if os.path.isdir(match)]
+        parts = pattern.split("/")
+        if "**" in parts:
+            self._add_matches_below(pattern, parts, parts.index("**"))
+            return
+        matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else []
+        folders = [match for match in matches if os.path.isdir(match)]
         matches = [match for match in matches if not os.path.isdir(match)]
         if not matches and not folders:
-            raise DataError(f"{pattern} does not exist, and as a pattern matches no file; correct --input")
+            raise _nothing_matches(pattern)
         top = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
         for match in matches:
             self._add_entry(match, os.path.basename(match), match.removeprefix(top).lstrip("/"))
         for folder in folders:
             self._walk(folder)
+
+    def _add_matches_below(self, pattern: str, parts: Sequence[str], depth: int) -> None:
+        """Add what matches a pattern with `**` at this depth; Python's own glob would follow links in a circle."""
+        top = "/".join(parts[:depth]) or ("/" if depth else ".")
+        num_before = self._num_found()
+        for folder in sorted(glob.glob(top)):
+            if os.path.isdir(folder):
+                self._walk(folder, parts[depth:])
+        if self._num_found() == num_before:
+            raise _nothing_matches(pattern)
+
+    def _num_found(self) -> int:
+        return len(self.listing.sources) + len(self.listing.passed_over) + len(self.refused)
 
     def _add_folder(self, folder: str) -> None:
         before = len(self.listing.sources), len(self.listing.passed_over), len(self.refused)
@@ -298,8 +319,11 @@ class _Finder:
             wanted = self._rules.text_files or KNOWN_NAMES
             raise DataError(f"{folder} holds no {wanted}{passed}; give another folder, or --text-files 'PATTERN'")
 
-    def _walk(self, top: str) -> None:
-        """Add the files below a folder: those of a folder before its subfolders, each in order of name."""
+    def _walk(self, top: str, wanted: Sequence[str] = ("**",)) -> None:
+        """Add the files below a folder: those of a folder before its subfolders, each in order of name.
+
+        Those are left out whose name below it does not match `wanted`, the parts of a glob.
+        """
         root = os.path.join(top, "")
         left = [top]
         while left:
@@ -322,6 +346,8 @@ class _Finder:
                         self.listing.passed_over.append(PassedOver(entry.path + "/", reason))
                     else:
                         folders.append(entry.path)
+                elif not _matches(relative_name.split("/"), wanted):
+                    continue
                 elif any(
                     entry.name.removesuffix(end) in datasets for end in DATASET_ENDINGS if entry.name.endswith(end)
                 ):
@@ -344,8 +370,11 @@ class _Finder:
         if identity not in self._found:
             self._found[identity] = folder, self._given
             return True
-        known = self._found[identity][0]
+        known, given = self._found[identity]
         is_loop = os.path.join(folder, "").startswith(os.path.join(known, ""))
+        if given != self._given:
+            self.refused.append((folder, NAMED_TWICE.format(known)))
+            return False
         reason = f"a loop of links: leads back to {known}" if is_loop else f"a second name of a folder: {known}"
         self.listing.passed_over.append(PassedOver(os.path.join(folder, ""), reason))
         return False
@@ -374,7 +403,7 @@ class _Finder:
             if known[1] == self._given:
                 self.listing.passed_over.append(PassedOver(path, f"a second name of a file: {known[0]}"))
             else:
-                self.refused.append((path, f"is named twice by --input, as {known[0]} too; name it once"))
+                self.refused.append((path, NAMED_TWICE.format(known[0])))
             return
         if not stat.S_ISREG(status.st_mode):
             reason: str | None = "is a pipe, socket or device; give files, or leave it out with --exclude"
@@ -437,6 +466,19 @@ def empty_file(kind: str, compression: str) -> str | None:
             "out with --exclude"
         )
     return None
+
+
+def _nothing_matches(pattern: str) -> DataError:
+    return DataError(f"{pattern} does not exist, and as a pattern matches no file; correct --input")
+
+
+def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Return whether a path, as its names, matches a glob, as its parts, of which `**` is any number of folders."""
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return _matches(names, parts[1:]) or (bool(names) and _matches(names[1:], parts))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _matches(names[1:], parts[1:])
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -31,7 +31,7 @@ from megatron.data import source_reader
 from megatron.data.indexed import DataError, IndexedDataset
 from megatron.data.input_shards import InputShard, shard_of
 from megatron.data.manifest import read_manifest
-from megatron.data.sources import InputListing, SourceFile
+from megatron.data.sources import InputListing, SourceFile, find_sources
 from megatron.data.verification import Findings, verify_manifest
 from tests.data.chat.test_preprocessing import chat, rows_of
 from tests.data.chat.test_preprocessing import tokenizer as tokenizer  # the fixture
@@ -189,11 +189,27 @@ def test_files_named_one_by_one_can_be_excluded(tmp_path: Path, capsys: pytest.C
     assert run(preprocess_data, "--input", *sorted(tmp_path.iterdir()), "--output-prefix", tmp_path / "out", *NULL) == 1
     assert "or leave it out with --exclude '*.pdf'" in capsys.readouterr().err
     assert preprocess(tmp_path / "a.jsonl", tmp_path / "out", "--exclude", "*.jsonl") == 1
-    assert "--exclude leaves nothing of --input" in capsys.readouterr().err
+    assert "(passed over: 1 --exclude)" in capsys.readouterr().err
     inputs = sorted(tmp_path.iterdir())
     arguments = ("--exclude", "*.pdf", "--output-prefix", tmp_path / "out", *NULL)
     assert run(preprocess_data, "--input", *inputs, *arguments) == 0
     assert listed(tmp_path / "out_text_document")[str(tmp_path / "x.pdf")]["passed_over"] == "--exclude"
+
+
+def test_a_recursive_glob_follows_links_once(tmp_path: Path) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines(0))
+    (tmp_path / "in" / "sub" / "b.jsonl").write_bytes(lines(3))
+    (tmp_path / "in" / "sub" / "c.txt").write_bytes(b"7")
+    for number in range(3):  # Python's glob would take days
+        (tmp_path / "in" / f"loop{number}").symlink_to(".")
+    found = find_sources([f"{tmp_path}/i*/**/*.jsonl"])
+    assert [source.relative_name for source in found.sources] == ["a.jsonl", "sub/b.jsonl"]
+    assert len(find_sources([f"{tmp_path}/in/**"]).sources) == 3
+    with pytest.raises(DataError, match=r"nothing is left of --input .*3 a loop of links"):
+        find_sources([f"{tmp_path}/in/**/*.parquet"])
+    with pytest.raises(DataError, match="sub is named twice by --input"):
+        find_sources([f"{tmp_path}/in", f"{tmp_path}/in/sub"])
 
 
 def test_the_manifest_lists_every_file(odd_folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
