@@ -268,6 +268,7 @@ def build_datasets(
         if prefix not in opened:
             opened[prefix] = IndexedDataset(prefix)
             check_vocabulary(opened[prefix], vocab_size)
+            warn_of_sentences(opened[prefix])
         return opened[prefix]
 
     def build_split(split: int) -> TokenDataset | None:
@@ -359,4 +360,16 @@ def check_vocabulary(data: IndexedDataset, vocab_size: int) -> None:
         raise DataError(
             f"{data.prefix} stores ids as {data.dtype}, up to {largest}, but vocab_size={vocab_size}: it was made with "
             "another tokenizer; preprocess the text with this model's tokenizer, or set vocab_size to the data's"
+        )
+
+
+def warn_of_sentences(data: IndexedDataset) -> None:
+    """Log a warning if documents are cut into several sequences, which the order of the samples takes apart."""
+    if len(data) > data.num_documents:
+        logger.warning(
+            "%s has %d sequences in %d documents, as of --split-sentences: each sequence is shuffled like a document "
+            "of its own, as in Megatron; preprocess whole documents for a language model",
+            data.prefix,
+            len(data),
+            data.num_documents,
         )

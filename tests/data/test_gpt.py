@@ -17,6 +17,7 @@ from megatron.config.options import DataConfig
 from megatron.data.blend import content_of
 from megatron.data.gpt import GPTDataset, build_datasets, plan_epochs, split_documents
 from megatron.data.indexed import DataError
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from tests.data.datasets import open_dataset, write_dataset
 from tests.data.twins import numpy_sample_index
 
@@ -301,3 +302,18 @@ def test_an_index_cache_of_other_samples_is_an_error_when_read(tmp_path: Path) -
 def test_an_invalid_data_path_is_refused(path: tuple[str, ...]) -> None:
     with pytest.raises(DataError, match="WEIGHT PREFIX"):
         build_datasets(config(*path), seq_length=4, seed=1, num_samples=(1, 0, 0), vocab_size=9)
+
+
+def test_sentences_are_not_trained_as_documents_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
+        builder.add_document(range(9), [4, 3, 2])
+        builder.add_document(range(9), [9])
+        builder.finalize()
+    whole = write_dataset(tmp_path / "whole", [9, 9])
+    for prefix, said in ((tmp_path / "d", 1), (whole, 0)):
+        caplog.clear()
+        config = DataConfig(data_path=(str(prefix),), split="1,0,0")
+        build_datasets(config, seq_length=2, seed=1, num_samples=(4, 0, 0), vocab_size=100)
+        assert caplog.text.count("has 4 sequences in 2 documents, as of --split-sentences") == said
