@@ -6,14 +6,13 @@ Its optimizers hold flat buffers, and reduce gradients through buckets; both cou
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from megatron.config.options import Config
+from megatron.config.deepspeed_file import read_settings
+from megatron.config.options import Config, ConfigError
 from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers, parameters_of_layer
@@ -39,12 +38,13 @@ def reduce_bucket_size(config: Config) -> int:
 
 def zero_settings(config: Config) -> dict[str, Any]:
     """Return the values of the user's own `zero_optimization`; {} without one, or if the file cannot be read."""
-    try:
-        found = json.loads(Path(config.training.deepspeed_config or "").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    if config.training.deepspeed_config is None:
         return {}
-    section = found.get("zero_optimization") if isinstance(found, dict) else None
-    return {key: value for key, value in section.items() if value != "auto"} if isinstance(section, dict) else {}
+    try:
+        section = read_settings(config.training.deepspeed_config).get("zero_optimization")
+    except ConfigError:  # reported where the file is checked
+        return {}
+    return section if isinstance(section, dict) else {}
 
 
 def held_layers(layers: Sequence[LayerDeclaration]) -> list[LayerDeclaration]:

@@ -10,7 +10,7 @@ from benchmarks.plan_memory import CPU_CASES, LIMIT, Case, compare
 from megatron.planning.activations import stores_attention_scores
 from megatron.planning.memory import memory_by_stage
 from megatron.planning.sizes import count_parameters, declared_layers, parameters_of_layer
-from megatron.planning.zero import held_layers, reduce_bucket_size, shared_state
+from megatron.planning.zero import held_layers, reduce_bucket_size, shared_state, zero_settings
 from megatron.training.deepspeed_config import deepspeed_config
 from tests.planning.configs import BLOOM_13B, bytes_of_a_layer, config
 from tests.ranks import RankPools
@@ -81,8 +81,9 @@ def test_a_bucket_is_no_larger_than_the_gradients_that_it_takes(tmp_path: Path) 
         given = deepspeed_config(config(optimizer={"zero_stage": zero}), 1)["zero_optimization"]
         assert given["reduce_bucket_size"] == reduce_bucket_size(config())
     users = tmp_path / "deepspeed.json"
-    users.write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}', encoding="utf-8")
+    users.write_text('{"zero_optimization": {"reduce_bucket_size": 1000} /* as DeepSpeed allows */}', encoding="utf-8")
     run = config(optimizer={"zero_stage": 2}, training={"deepspeed_config": str(users)})
+    assert zero_settings(run) == {"reduce_bucket_size": 1000}
     assert deepspeed_config(run, 1)["zero_optimization"]["reduce_bucket_size"] == 1000
 
 
