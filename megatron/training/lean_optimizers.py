@@ -4,7 +4,7 @@ For each parameter and step, DeepSpeed 0.19.8's BF16_Optimizer zeroes the 16-bit
 converts it, adds it to the float32 gradient, scales that for clipping and zeroes it twice. It reads the norm on the
 host twice as well. Here a 16-bit gradient is added (the first of a step is copied) as soon as it exists, and freed;
 clipping is part of the optimizer's update; and the host reads the norm once, with the loss, in the update gate. ZeRO's
-own optimizers clip in the update too.
+own optimizers clip in the update too, and divide by the loss scale that the gradients carry.
 """
 
 from __future__ import annotations
@@ -80,13 +80,31 @@ class LeanBF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
 
 
 def lean(optimizer: Any, ctx: ParallelContext) -> None:
-    """Let DeepSpeed's optimizer, as 0.19.8 builds it around one of ours, wait less for the device."""
+    """Let DeepSpeed's optimizer, as 0.19.8 builds it around one of ours, wait less and scale right."""
     if type(optimizer) is BF16_Optimizer:
         # DeepSpeed compares its class with its own while it builds the engine, so it cannot be built as this one
         optimizer.__class__ = LeanBF16Optimizer
         optimizer.ctx = ctx
     elif hasattr(optimizer, "unscale_and_clip_grads"):
         optimizer.unscale_and_clip_grads = partial(_clip_in_update, optimizer)
+        _grow_scale_after_update(optimizer)
+
+
+def _grow_scale_after_update(optimizer: Any) -> None:
+    """Let the loss scale grow after the update, not before it.
+
+    DeepSpeed 0.19.8 doubles it first, and divides gradients of the old scale by the new one: every `loss_scale_window`
+    steps the update would be that of half the gradient, and ZeRO-3 would report and clip by half the norm.
+    """
+    step, update_scale = optimizer.step, optimizer._update_scale
+
+    def step_then_grow(closure: Any = None) -> None:
+        step(closure)
+        if not optimizer.overflow:
+            update_scale(False)
+
+    optimizer._update_scale = lambda has_overflow: update_scale(True) if has_overflow else None
+    optimizer.step = step_then_grow
 
 
 def _clip_in_update(optimizer: Any, gradients: list[Tensor] | int, norm: Tensor) -> None:

@@ -161,6 +161,16 @@ def test_fp16_stays_near_float32(ranks: RankPools, reference: Any, layout: str) 
     assert result["skipped"] == 0
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_updates_do_not_depend_on_when_the_loss_scale_grows(ranks: RankPools, stage: int) -> None:
+    flags = f"{layouts.MODELS['llama_gqa_tied']} --zero-stage {stage} --initial-loss-scale 256 --loss-scale-window"
+    flags = f"--optimizer sgd --sgd-momentum 0 --lr 0.1 --clip-grad 0.8 {flags}"  # Adam would hide a halved gradient
+    constant, growing = (ranks(1)(layouts.train_fp16, f"{flags} {window}", 6)[0] for window in (1000, 2))
+    assert (constant["scales"][-1], growing["scales"][-1]) == (256, 1024)
+    assert growing["norms"] == pytest.approx(constant["norms"], rel=1e-3)
+    assert growing["losses"] == pytest.approx(constant["losses"], rel=1e-4)
+
+
 def test_fp16_skips_the_steps_that_overflow_and_lowers_the_scale(ranks: RankPools) -> None:
     flags = f"{layouts.MODELS['bloom_learned']} {arguments('211')[1]} --initial-loss-scale 33554432 --hysteresis 1"
     results = ranks(2)(layouts.train_fp16, flags, 12)
