@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.mappings import (
@@ -90,6 +91,7 @@ class _ColumnLinear(torch.autograd.Function):
         return F.linear(all_gather_rows(x, ctx) if ctx.sequence_parallel else x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         x, weight = function.saved_tensors
         ctx: ParallelContext = function.ctx

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.loss_chunks import chunk_size, chunks
@@ -124,6 +125,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return _weighted_sum(log_probs_N, token_weights_N)
 
     @staticmethod
+    @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         grad_hidden, token_weights_N, grad_weight, unit = function.saved_tensors
         if grad_hidden is not None:
@@ -154,6 +156,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return log_probs_N.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(function: Any, grad_N: Tensor) -> Any:
         hidden_NH, weight, log_probs_N, peak, total, kept = function.saved_tensors
         head: _Head = function.head

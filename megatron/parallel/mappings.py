@@ -2,7 +2,7 @@
 
 Shapes: S sequence, B batch, H hidden, tp tensor-parallel ranks. Tensors are sequence first, [S, B, ...].
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), operators f and g; Korthikanti et al. 2022 (arXiv:2205.05198),
-operators g and g-bar of sequence parallelism.
+operators g and g-bar of sequence parallelism. Autograd does not see the collectives, so a second derivative is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayoutError
@@ -51,6 +52,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         return all_reduce(grad, function.ctx), None
 
@@ -61,6 +63,7 @@ class _Reduce(torch.autograd.Function):
         return all_reduce(x, ctx)
 
     @staticmethod
+    @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         return grad, None
 
@@ -72,6 +75,7 @@ class _GatherSequence(torch.autograd.Function):
         return all_gather_rows(x, ctx)
 
     @staticmethod
+    @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         return reduce_scatter_rows(grad, function.ctx), None
 
@@ -83,6 +87,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return reduce_scatter_rows(x, ctx)
 
     @staticmethod
+    @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         return all_gather_rows(grad, function.ctx), None
 
@@ -133,6 +138,7 @@ class _GatherHeads(torch.autograd.Function):
         return all_gather_rows(x.movedim(-1, 0), ctx).movedim(0, -1)
 
     @staticmethod
+    @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         return reduce_scatter_rows(grad.movedim(-1, 0), function.ctx).movedim(0, -1), None
 

@@ -381,3 +381,16 @@ def test_frozen_inputs_get_no_gradient() -> None:
     assert weight.grad is None
     assert hidden.grad is not None
     assert_near(hidden.grad, batch.grad_hidden)
+
+
+@pytest.mark.parametrize("loss", ["sum", "log_probs"])
+def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    """The first is computed without autograd, so a second would lack terms."""
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 5)
+    batch = Batch()
+    hidden, weight, value = batch.ours()
+    if loss == "log_probs":
+        value = token_log_probs(hidden, weight, torch.from_numpy(batch.labels), SINGLE).sum()
+    (gradient,) = torch.autograd.grad(value.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()

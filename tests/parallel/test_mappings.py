@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.parallel import kernels, linear, losses, mappings
 from tests.parallel import on_ranks
 from tests.ranks import RankPools
 
@@ -61,3 +63,15 @@ def test_region_and_its_backward(ranks: RankPools, name: str, tp: int) -> None:
 def test_rows_that_do_not_divide_are_refused_on_every_rank(ranks: RankPools) -> None:
     for message in ranks(2)(on_ranks.reduce_scatter_of_odd_rows, 2):
         assert message == "5 rows cannot be split over 2 tensor-parallel ranks"
+
+
+def test_no_function_is_differentiated_twice_in_silence() -> None:
+    """Autograd sees neither a collective nor what a forward pass has computed for its backward."""
+    functions = [
+        value
+        for module in (kernels, linear, losses, mappings)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function)
+    ]
+    assert len(functions) >= 11
+    assert not [function.__name__ for function in functions if not hasattr(function.backward, "__wrapped__")]

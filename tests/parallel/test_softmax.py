@@ -13,7 +13,7 @@ import torch
 from megatron.parallel import softmax
 from megatron.parallel.softmax import RowSums
 
-SHAPES = [(3, 1), (4, 37), (2, 9000)]
+SHAPES = [(3, 1), (5, 37), (2, 9000)]
 
 
 def compare(dtype: torch.dtype) -> None:
@@ -41,8 +41,10 @@ def compare(dtype: torch.dtype) -> None:
         torch.testing.assert_close(given.double(), expected, rtol=tolerance, atol=1e-7)
 
 
+@pytest.mark.parametrize("block", [softmax.BLOCK_LOGITS, 80], ids=["one_block", "blocks_of_two_rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_torch_equals_float64(dtype: torch.dtype) -> None:
+def test_torch_equals_float64(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax, "BLOCK_LOGITS", block)
     compare(dtype)
 
 
