@@ -172,6 +172,10 @@ def _options(config: Config, data_parallel_size: int) -> dict[str, Agreed]:
         "pipeline.seed_layers": off,
         zero + "stage": Agreed((optimizer.zero_stage, config.effective_zero_stage), "zero_stage"),
         zero + "zenflow": off,
+        zero + "compute_grad_norm": Agreed((True,)),  # the update gate reads the norm
+        # these two update outside of the optimizer that checks and clips
+        zero + "offload_optimizer.ratio": Agreed((1.0,)),
+        zero + "offload_optimizer.super_offload": off,
         zero + "cpu_offload": Agreed((optimizer.offload_optimizer,), "offload_optimizer"),
         zero + "cpu_offload_param": Agreed((optimizer.offload_param,), "offload_param"),
         zero + "offload_optimizer.device": Agreed((_device(optimizer.offload_optimizer),), "offload_optimizer"),

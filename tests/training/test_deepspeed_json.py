@@ -169,6 +169,15 @@ def test_what_deepspeed_would_ignore_is_refused(check: Check, settings: Any, sai
             "",
             "has 'none'; remove it, or change --offload-param",
         ),
+        *(
+            (
+                {"zero_optimization": {"stage": 3, "offload_optimizer": {name: value}}},
+                "--zero-stage 3 --offload-optimizer",
+                f"{name}={value} contradicts this run, which has {ours}; remove it",
+            )
+            for name, value, ours in (("super_offload", True, False), ("ratio", 0.5, 1.0))
+        ),
+        ({"zero_optimization": {"compute_grad_norm": False}}, "--zero-stage 1", "has True; remove it"),
         ({"zero_optimization": {"cpu_offload": True}}, "", "has False; remove it, or change --offload-optimizer"),
         ({"zero_optimization": {"stage": 2}}, "--zero-stage 1", "has 1; remove it, or change --zero-stage"),
         ({"train_batch_size": 16}, "", "has 8; remove it, or change --global-batch-size"),
