@@ -13,6 +13,7 @@ import pytest
 from megatron.api import TorchrunArgs, TrainerCallback, TrainingArgs, TrainingContext, run_training
 from megatron.config.options import ConfigError
 from megatron.instructlab.callbacks import write_callbacks
+from megatron.training import callbacks
 from megatron.training.callbacks import CallbackThread, load_callback
 from tests import runs
 from tests.finetuning_files import REQUIRED, write_chats, write_model
@@ -105,6 +106,16 @@ def test_hooks_do_not_wait_for_async_ones_and_see_a_copy() -> None:
     thread.call("on_save", context)
     thread.close()
     assert callback.seen == ["end 1", "log 1 {'a': 1}"]
+
+
+def test_a_hook_that_does_not_return_ends_neither_run_nor_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(callbacks, "LAST_WAIT_S", 0.0)
+    thread = CallbackThread([Slow()])
+    thread.call("on_log", TrainingContext(step=1))
+    thread.close()  # on Python 3.10, the timeout of a future is no TimeoutError
+    assert "callbacks have not returned after 0 s; the run does not wait for them" in caplog.text
 
 
 class Exits(Slow):

@@ -22,6 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,11 @@ LAST_WAIT_S = 10.0
 
 @dataclass
 class TrainingContext:
-    """State of the training when a hook is called, equal on all ranks but for the last two fields."""
+    """State of the training when a hook is called.
+
+    Equal on all ranks, but for times, memory and the last two fields, and for the counts of loss tokens and validation
+    results: these are right on pipeline stages that read data, the first and the last, as rank 0 does.
+    """
 
     hook_name: str = ""
     step: int = 0
@@ -141,10 +146,8 @@ class CallbackThread:
 
     def close(self) -> None:
         """Wait for the hooks that were called, LAST_WAIT_S at most, and end the thread."""
-        waited = asyncio.run_coroutine_threadsafe(self._settle(), self._loop)
-        try:
-            waited.result(LAST_WAIT_S)
-        except TimeoutError:
+        settled = asyncio.run_coroutine_threadsafe(self._settle(), self._loop)
+        if wait([settled], LAST_WAIT_S).not_done:
             log.warning("callbacks have not returned after %g s; the run does not wait for them", LAST_WAIT_S)
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
