@@ -55,7 +55,7 @@ def build(
     from megatron.config.validation import check
     from megatron.parallel.context import ParallelContext
     from megatron.tasks.pretrain import PretrainTask
-    from megatron.training.engine import build_engine
+    from megatron.training.build import build_engine
 
     config, _ = parse_arguments(arguments.split())
     ctx = ctx or ParallelContext.build(config.parallel, "cpu")

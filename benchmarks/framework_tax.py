@@ -38,7 +38,7 @@ def main() -> int:
     from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
     from megatron.tasks.pretrain import PretrainTask
-    from megatron.training.engine import build_engine
+    from megatron.training.build import build_engine
 
     config, _ = parse_arguments(["--config", options.config, *flags, "--data-path", "none", "--device", "cpu"])
     ctx = ParallelContext.build(config.parallel, "cpu")

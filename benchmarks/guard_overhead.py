@@ -102,7 +102,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     from megatron.parallel.context import ParallelContext
     from megatron.resilience.replica_check import ReplicaCheck
     from megatron.tasks.pretrain import PretrainTask
-    from megatron.training.engine import build_engine
+    from megatron.training.build import build_engine
     from megatron.training.optimizer import Observation
 
     config, _ = parse_arguments(["--config", options.config, *flags, "--data-path", "none", "--device", "cpu"])

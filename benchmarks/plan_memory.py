@@ -145,7 +145,7 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
     from megatron.parallel.context import ParallelContext
     from megatron.planning.memory import memory_by_stage
     from megatron.tasks.pretrain import PretrainTask
-    from megatron.training.engine import build_engine
+    from megatron.training.build import build_engine
 
     config, _ = parse_arguments([*COMMON.split(), *flags.split(), "--device", device])
     ctx = ParallelContext.build(config.parallel, device)
@@ -350,7 +350,7 @@ def _rank(number: int, case: Case, device: str, explain: float, port: int, start
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(case.ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": device}
     try:
-        import megatron.training.engine  # noqa: F401  # before it waits
+        import megatron.training.build  # noqa: F401  # before it waits
 
         start.wait()
         results.put(compare(case.flags, device, explain))

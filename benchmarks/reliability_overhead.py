@@ -92,7 +92,7 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
     from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.pretrain import PretrainTask
-    from megatron.training.engine import build_engine
+    from megatron.training.build import build_engine
     from megatron.training.loop import Loop
     from megatron.training.spikes import SpikeDetector
 

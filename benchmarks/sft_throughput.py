@@ -31,7 +31,7 @@ def side(options: argparse.Namespace, flags: list[str], packing: str) -> tuple[C
     from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
     from megatron.tasks.sft import SFTTask
-    from megatron.training.engine import build_engine
+    from megatron.training.build import build_engine
 
     words = ["--config", options.config, "--task", "sft", "--num-epochs", "1", "--train-samples", "none"]
     words += ["--data-path", options.data_path, "--split", "1,0,0", "--device", "cpu"]

@@ -69,7 +69,8 @@ class Ours(Side):
 
     def __init__(self, work: Workload, ctx: Any) -> None:
         from megatron.tasks.pretrain import PretrainTask
-        from megatron.training.engine import build_engine, pinned
+        from megatron.training.build import build_engine
+        from megatron.training.engine import pinned
 
         task = PretrainTask(work.config)
         self.engine = build_engine(work.config, ctx, task)

@@ -99,7 +99,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     from megatron.resilience.host_consistency import check_same_config
     from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
-    from megatron.training.engine import build_engine
+    from megatron.training.build import build_engine
     from megatron.training.loop import Loop
     from megatron.training.resume import find_start, restore_start
     from megatron.training.spikes import SpikeDetector
@@ -158,7 +158,7 @@ def evaluate_only(
     from megatron.data.indexed import DataError
     from megatron.resilience.errors import raise_on_all_ranks
     from megatron.resilience.host_consistency import check_same_data
-    from megatron.training.engine import build_engine
+    from megatron.training.build import build_engine
     from megatron.training.evaluation import Evaluator
     from megatron.training.resume import find_start, restore_start
 

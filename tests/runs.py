@@ -75,7 +75,7 @@ def rates_of_steps(arguments: str) -> list[tuple[int, float, float]]:
 
 def evaluate_only(arguments: str) -> str:
     """One run that must not build an optimizer."""
-    with patch("megatron.training.engine.build_optimizer", side_effect=AssertionError("an optimizer")):
+    with patch("megatron.training.build.build_optimizer", side_effect=AssertionError("an optimizer")):
         return train(f"{arguments} --skip-train")
 
 

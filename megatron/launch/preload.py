@@ -18,5 +18,5 @@ import torch.distributed  # noqa: F401
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # importing deepspeed elsewhere selects a device
     import megatron.train
-    import megatron.training.engine
+    import megatron.training.build
     import megatron.training.loop  # noqa: F401

@@ -1,41 +1,26 @@
-"""Layers to a running engine: DeepSpeed's pipeline engine, or its plain one over the same layers in sequence."""
+"""The face of an engine: a step and an evaluation over a global batch, whatever runs its microbatches."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime import compiler
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, ReduceTiedGrads
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
-from megatron.accelerator import marked, quiet
-from megatron.config.options import Config, ConfigError
-from megatron.models.sequential import SequentialModel, build_layers, compute_dtype
+from megatron.config.options import Config
 from megatron.observability.profiling import is_profiled
-from megatron.observability.timers import StepTimers, around
+from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import initialise, named_parameters
 from megatron.planning.progress import Progress
 from megatron.tasks.task import Microbatch, Task
-from megatron.training.deepspeed_config import deepspeed_config
-from megatron.training.lean_optimizers import lean
 from megatron.training.losses import StepLosses
-from megatron.training.optimizer import Observation, UpdateGate, build_optimizer
+from megatron.training.optimizer import Observation, UpdateGate
 from megatron.training.spikes import SpikeDetector
 from megatron.training.state import EngineState
 
@@ -243,115 +228,7 @@ class Engine(ABC):
         }
 
 
-class PipelineEngine(Engine):
-    """DeepSpeed's 1F1B schedule over a PipelineModule, of one stage or more."""
-
-    def __init__(self, engine: Any, *arguments: Any) -> None:
-        super().__init__(engine, *arguments)
-        if getattr(engine.optimizer, "use_grad_accum_attribute", False):
-            engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceTiedGrads: _reduce_tied_gradients}
-        for instruction in (ForwardPass, BackwardPass):
-            engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {
-                instruction: marked(engine._INSTRUCTION_MAP[instruction])
-            }
-        self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
-        if engine.steps_per_print() is None and not engine.monitor.enabled:
-            engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
-        self.timers.watch_pipeline(engine)
-
-    @property
-    def called_module(self) -> nn.Module:
-        return self.module  # the pipeline engine calls it itself
-
-    def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
-        table = self.deepspeed._INSTRUCTION_MAP
-        self.deepspeed._INSTRUCTION_MAP = table | {
-            ForwardPass: around(table[ForwardPass], before=before_forward),
-            BackwardPass: around(table[BackwardPass], after=after_backward),
-        }
-
-    def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
-        self.deepspeed.train_batch(self._on_device(batches))
-
-    def _mean_loss(self) -> Tensor:
-        return self._aggregate()
-
-    def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
-        loss: Tensor = self.deepspeed.eval_batch(self._on_device(batches), num_micro_batches=num_microbatches)
-        self.module.train()
-        return loss
-
-    def _on_device(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Copy what this stage uses of each microbatch when DeepSpeed takes it, whose own copies wait."""
-        ctx = self.ctx
-        for inputs, targets in batches:
-            yield (
-                _to_device(inputs, ctx.device) if ctx.is_first_stage else inputs,
-                _to_device(targets, ctx.device) if ctx.is_last_stage else targets,
-            )
-
-
-def _reduce_tied_gradients(engine: Any) -> None:
-    """Sum the accumulated gradients of tied weights over their stages.
-
-    DeepSpeed 0.19.8 sums `.grad`, from which ZeRO has moved them where it accumulates in another dtype than it trains.
-    """
-    for weight, group in engine.module.get_tied_weights_and_groups():
-        if weight.requires_grad:
-            dist.all_reduce(weight.grad_accum, group=group)
-
-
-class SequentialEngine(Engine):
-    """One microbatch after the other through the whole model, for ZeRO-2, ZeRO-3 and offload."""
-
-    def __init__(self, engine: Any, *arguments: Any) -> None:
-        super().__init__(engine, *arguments)
-        self.timers.watch_sequential(engine)
-        self._forward, self._backward = marked(self._loss), marked(engine.backward)
-
-    @property
-    def called_module(self) -> nn.Module:
-        return self.deepspeed  # type: ignore[no-any-return]  # called itself
-
-    def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
-        self._forward = around(self._forward, before=before_forward)
-        self._backward = around(self._backward, after=after_backward)
-
-    def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
-        engine, steps = self.deepspeed, self.deepspeed.gradient_accumulation_steps()
-        for index, (inputs, targets) in enumerate(batches):
-            engine.set_gradient_accumulation_boundary(index == steps - 1)
-            with self.timers("forward-compute"):
-                loss = self._forward(inputs, targets)
-            with self.timers("backward-compute"):
-                self._backward(loss)
-            with self.timers("optimizer"):
-                engine.step()
-
-    def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
-        self.deepspeed.eval()
-        with torch.no_grad():
-            for inputs, targets in batches:
-                self._forward(inputs, targets)
-        self.deepspeed.train()
-        return self._mean_loss()
-
-    def _loss(self, inputs: Any, targets: Any) -> Tensor:
-        with self.timers("batch-generator"):
-            inputs, targets = (_to_device(part, self.ctx.device) for part in (inputs, targets))
-        loss: Tensor = self.deepspeed(inputs, partial(self._losses.compute, targets=targets))
-        self._losses.values.append(loss.detach())
-        return loss
-
-    def _mean_loss(self) -> Tensor:
-        loss = torch.stack(self._losses.values).mean()
-        if self.ctx.grad_group is not None:
-            dist.all_reduce(loss, group=self.ctx.grad_group)
-            loss /= self.ctx.grad_size
-        return loss
-
-
-def _to_device(tensors: Any, device: torch.device) -> Any:
+def to_device(tensors: Any, device: torch.device) -> Any:
     """Copy a tensor or a tuple of tensors, without a wait if they are pinned."""
     if isinstance(tensors, Tensor):
         return tensors.to(device, non_blocking=True)
@@ -368,128 +245,3 @@ def pinned(batch: Microbatch, device: torch.device) -> Microbatch:
         for part in (batch.inputs, batch.targets)
     )
     return replace(batch, inputs=inputs, targets=targets)
-
-
-def build_engine(
-    config: Config,
-    ctx: ParallelContext,
-    task: Task,
-    detector: SpikeDetector | None = None,
-    *,
-    will_restore: bool = False,
-    after_model: Callable[[], None] = lambda: None,
-) -> Engine:
-    """Allocate this rank's layers, initialise their parameters, and wrap them in DeepSpeed. Collective.
-
-    `detector` finds the spikes that the update gate refuses; None: only what is not finite is refused. `will_restore`:
-    leave out the initialisation, since a checkpoint is going to fill every parameter. `after_model` is called between
-    the model and its optimizer.
-    """
-    settings = deepspeed_config(config, ctx.grad_size)
-    specs, losses = build_layers(config, ctx), StepLosses(task, ctx)
-    with quiet():
-        model = (
-            _pipeline(config, ctx, specs, losses, task.varies_shapes)
-            if config.uses_pipeline
-            else _sequential(config, ctx, specs, settings)
-        )
-        if not will_restore:
-            _start_parameters(model, config, ctx)
-        model.to(ctx.device)
-    evaluates = config.training.skip_train
-    model.requires_grad_(not evaluates) if evaluates else _prepare_frozen(model, ctx)
-    after_model()
-    with quiet():
-        optimizer = None if evaluates else build_optimizer(model, config, ctx)
-        _import_muon_uncompiled()
-        mpu = None if config.uses_pipeline else ctx.grid
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
-    if optimizer is not None and engine.load_universal_checkpoint():
-        from megatron.interop.universal import compare_sizes  # late: few runs need it
-
-        compare_sizes(engine.optimizer, config.parallel.tensor_model_parallel_size)
-    lean(engine.optimizer, ctx)
-    if config.uses_pipeline and ctx.grad_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        # alone, a rank has nothing to reduce; DeepSpeed would copy every gradient into a buffer and back
-        engine.pipeline_enable_backward_allreduce = False
-    if config.uses_pipeline and engine.steps_per_print() is None:
-        # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
-        engine.timers = NoopTimer()
-    cls = PipelineEngine if config.uses_pipeline else SequentialEngine
-    return cls(engine, config, ctx, task, losses, detector)
-
-
-def _prepare_frozen(model: nn.Module, ctx: ParallelContext) -> None:
-    """Raise ConfigError, on every rank alike, if a stage has no trained parameter: DeepSpeed needs one to optimize."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    is_frozen = bool(frozen) and len(frozen) == len(list(model.parameters()))
-    stages = sorted({stage for stage, found in ctx.gather_objects((ctx.stage, is_frozen)) if found})
-    if stages:
-        raise ConfigError(
-            [
-                f"freeze leaves no trained parameter on pipeline stage {', '.join(map(str, stages))}; every stage "
-                "needs one: train more parameters, or use fewer stages"
-            ]
-        )
-    for parameter in frozen:
-        parameter._hp_grad = None  # type: ignore[attr-defined]  # read by DeepSpeed where weights are tied over stages
-
-
-def _import_muon_uncompiled() -> None:
-    """Keep torch's compiler out of the start of a run.
-
-    DeepSpeed 0.19.8 checks each optimizer for its Muon, and that module passes functions to torch.compile when it is
-    imported: 2 s of processor time a rank, for an optimizer that is not in use.
-    """
-    with contextlib.suppress(ImportError), patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-
-
-def _pipeline(
-    config: Config, ctx: ParallelContext, specs: list[LayerSpec], losses: StepLosses, varies_shapes: bool
-) -> nn.Module:
-    # without no_grad, its broadcast of tied weights would become part of their autograd graph
-    with _default_dtype(compute_dtype(config)), torch.no_grad():
-        return PipelineModule(
-            specs,
-            topology=ctx.topology,
-            loss_fn=losses,
-            partition_method=config.parallel.pipeline_partition_method,
-            activation_checkpoint_interval=0,
-            dynamic_shape=varies_shapes,
-        )
-
-
-def _sequential(config: Config, ctx: ParallelContext, specs: list[LayerSpec], settings: dict[str, Any]) -> nn.Module:
-    if config.optimizer.zero_stage < 3:
-        with _default_dtype(compute_dtype(config)):
-            return SequentialModel(specs)
-    # each parameter is cut up over the data-parallel ranks as soon as it is made: the whole never fits.
-    # its `dtype` argument must stay unset: DeepSpeed 0.19.8 takes it for bfloat16 where float16 is unsupported
-    with deepspeed.zero.Init(
-        data_parallel_group=ctx.grid.get_data_parallel_group(),
-        config_dict_or_path=settings,
-        mem_efficient_linear=False,  # would replace torch's linear for the whole process
-        mpu=ctx.grid,
-    ):
-        return SequentialModel(specs)
-
-
-def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) -> None:
-    for name, parameter in named_parameters(model):
-        if config.optimizer.zero_stage == 3:
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if ctx.grad_rank == 0:
-                    initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
-        else:
-            initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

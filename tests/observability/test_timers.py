@@ -18,7 +18,7 @@ from megatron.observability.rank_stats import RankStats
 from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import PretrainTask
-from megatron.training.engine import build_engine
+from megatron.training.build import build_engine
 from tests import runs
 from tests.ranks import RankPools
 

@@ -19,8 +19,9 @@ from megatron.parallel.shards import named_parameters
 from megatron.planning.progress import Progress
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask
+from megatron.training.build import build_engine
 from megatron.training.checkpoints import Checkpoints
-from megatron.training.engine import Engine, build_engine
+from megatron.training.engine import Engine
 from tests.training import layouts
 
 VOCABULARY = 250

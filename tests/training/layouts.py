@@ -16,8 +16,9 @@ from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
 from megatron.planning.schedule import Schedule
 from megatron.tasks.pretrain import PretrainTask
+from megatron.training.build import build_engine
 from megatron.training.checkpoints import Checkpoints
-from megatron.training.engine import Engine, build_engine
+from megatron.training.engine import Engine
 from megatron.training.resume import find_checkpoint, read_progress, restore
 
 EOD = 7
@@ -192,7 +193,10 @@ def calls_marked(arguments: str, steps: int) -> list[str]:
 
         return call
 
-    with patch("megatron.training.engine.marked", marked):
+    with (
+        patch("megatron.training.pipeline_engine.marked", marked),
+        patch("megatron.training.sequential_engine.marked", marked),
+    ):
         engine, task = build(arguments)
         for step in range(steps):
             loss_of_step(engine, task, step)

@@ -74,7 +74,7 @@ def both_updates(flags: str, steps: int) -> tuple[dict[str, Any], dict[str, Any]
     """A run with our changes and one without, and the largest gradient of a step in which none is computed."""
     from unittest.mock import patch
 
-    from megatron.training import engine as module
+    from megatron.training import build as module
 
     ours = layouts.train(flags, steps)
     with patch.object(module, "lean", lambda optimizer, ctx: None):

@@ -1,0 +1,114 @@
+"""Configuration to a running engine: the layers of this rank, their parameters, the optimizer, DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from unittest.mock import patch
+
+import deepspeed
+from deepspeed.runtime import compiler
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.timer import NoopTimer
+from torch import nn
+
+from megatron.accelerator import quiet
+from megatron.config.options import Config, ConfigError
+from megatron.models.sequential import build_layers
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import initialise, named_parameters
+from megatron.tasks.task import Task
+from megatron.training.deepspeed_config import deepspeed_config
+from megatron.training.engine import Engine
+from megatron.training.lean_optimizers import lean
+from megatron.training.losses import StepLosses
+from megatron.training.optimizer import build_optimizer
+from megatron.training.pipeline_engine import PipelineEngine, pipeline_module
+from megatron.training.sequential_engine import SequentialEngine, sequential_module
+from megatron.training.spikes import SpikeDetector
+
+
+def build_engine(
+    config: Config,
+    ctx: ParallelContext,
+    task: Task,
+    detector: SpikeDetector | None = None,
+    *,
+    will_restore: bool = False,
+    after_model: Callable[[], None] = lambda: None,
+) -> Engine:
+    """Allocate this rank's layers, initialise their parameters, and wrap them in DeepSpeed. Collective.
+
+    `detector` finds the spikes that the update gate refuses; None: only what is not finite is refused. `will_restore`:
+    leave out the initialisation, since a checkpoint is going to fill every parameter. `after_model` is called between
+    the model and its optimizer.
+    """
+    settings = deepspeed_config(config, ctx.grad_size)
+    specs, losses = build_layers(config, ctx), StepLosses(task, ctx)
+    with quiet():
+        model = (
+            pipeline_module(config, ctx, specs, losses, task.varies_shapes)
+            if config.uses_pipeline
+            else sequential_module(config, ctx, specs, settings)
+        )
+        if not will_restore:
+            _start_parameters(model, config, ctx)
+        model.to(ctx.device)
+    evaluates = config.training.skip_train
+    model.requires_grad_(not evaluates) if evaluates else _prepare_frozen(model, ctx)
+    after_model()
+    with quiet():
+        optimizer = None if evaluates else build_optimizer(model, config, ctx)
+        _import_muon_uncompiled()
+        mpu = None if config.uses_pipeline else ctx.grid
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+    if optimizer is not None and engine.load_universal_checkpoint():
+        from megatron.interop.universal import compare_sizes  # late: few runs need it
+
+        compare_sizes(engine.optimizer, config.parallel.tensor_model_parallel_size)
+    lean(engine.optimizer, ctx)
+    if config.uses_pipeline and ctx.grad_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        # alone, a rank has nothing to reduce; DeepSpeed would copy every gradient into a buffer and back
+        engine.pipeline_enable_backward_allreduce = False
+    if config.uses_pipeline and engine.steps_per_print() is None:
+        # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
+        engine.timers = NoopTimer()
+    cls = PipelineEngine if config.uses_pipeline else SequentialEngine
+    return cls(engine, config, ctx, task, losses, detector)
+
+
+def _prepare_frozen(model: nn.Module, ctx: ParallelContext) -> None:
+    """Raise ConfigError, on every rank alike, if a stage has no trained parameter: DeepSpeed needs one to optimize."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    is_frozen = bool(frozen) and len(frozen) == len(list(model.parameters()))
+    stages = sorted({stage for stage, found in ctx.gather_objects((ctx.stage, is_frozen)) if found})
+    if stages:
+        raise ConfigError(
+            [
+                f"freeze leaves no trained parameter on pipeline stage {', '.join(map(str, stages))}; every stage "
+                "needs one: train more parameters, or use fewer stages"
+            ]
+        )
+    for parameter in frozen:
+        parameter._hp_grad = None  # type: ignore[attr-defined]  # read by DeepSpeed where weights are tied over stages
+
+
+def _import_muon_uncompiled() -> None:
+    """Keep torch's compiler out of the start of a run.
+
+    DeepSpeed 0.19.8 checks each optimizer for its Muon, and that module passes functions to torch.compile when it is
+    imported: 2 s of processor time a rank, for an optimizer that is not in use.
+    """
+    with contextlib.suppress(ImportError), patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
+def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) -> None:
+    for name, parameter in named_parameters(model):
+        if config.optimizer.zero_stage == 3:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if ctx.grad_rank == 0:
+                    initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
+        else:
+            initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)

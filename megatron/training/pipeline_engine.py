@@ -1,0 +1,94 @@
+"""DeepSpeed's pipeline engine behind the face of an engine, and the stage of the model that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, ReduceTiedGrads
+from torch import Tensor, nn
+
+from megatron.accelerator import marked
+from megatron.config.options import Config
+from megatron.models.sequential import compute_dtype, default_dtype
+from megatron.observability.timers import around
+from megatron.parallel.context import ParallelContext
+from megatron.training.engine import Engine, to_device
+from megatron.training.losses import StepLosses
+
+
+class PipelineEngine(Engine):
+    """DeepSpeed's 1F1B schedule over a PipelineModule, of one stage or more."""
+
+    def __init__(self, engine: Any, *arguments: Any) -> None:
+        super().__init__(engine, *arguments)
+        if getattr(engine.optimizer, "use_grad_accum_attribute", False):
+            engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceTiedGrads: _reduce_tied_gradients}
+        for instruction in (ForwardPass, BackwardPass):
+            engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {
+                instruction: marked(engine._INSTRUCTION_MAP[instruction])
+            }
+        self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
+        if engine.steps_per_print() is None and not engine.monitor.enabled:
+            engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
+        self.timers.watch_pipeline(engine)
+
+    @property
+    def called_module(self) -> nn.Module:
+        return self.module  # the pipeline engine calls it itself
+
+    def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
+        table = self.deepspeed._INSTRUCTION_MAP
+        self.deepspeed._INSTRUCTION_MAP = table | {
+            ForwardPass: around(table[ForwardPass], before=before_forward),
+            BackwardPass: around(table[BackwardPass], after=after_backward),
+        }
+
+    def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
+        self.deepspeed.train_batch(self._on_device(batches))
+
+    def _mean_loss(self) -> Tensor:
+        return self._aggregate()
+
+    def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
+        loss: Tensor = self.deepspeed.eval_batch(self._on_device(batches), num_micro_batches=num_microbatches)
+        self.module.train()
+        return loss
+
+    def _on_device(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Copy what this stage uses of each microbatch when DeepSpeed takes it, whose own copies wait."""
+        ctx = self.ctx
+        for inputs, targets in batches:
+            yield (
+                to_device(inputs, ctx.device) if ctx.is_first_stage else inputs,
+                to_device(targets, ctx.device) if ctx.is_last_stage else targets,
+            )
+
+
+def _reduce_tied_gradients(engine: Any) -> None:
+    """Sum the accumulated gradients of tied weights over their stages.
+
+    DeepSpeed 0.19.8 sums `.grad`, from which ZeRO has moved them where it accumulates in another dtype than it trains.
+    """
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        if weight.requires_grad:
+            dist.all_reduce(weight.grad_accum, group=group)
+
+
+def pipeline_module(
+    config: Config, ctx: ParallelContext, specs: list[LayerSpec], losses: StepLosses, varies_shapes: bool
+) -> nn.Module:
+    """Allocate the layers of this rank's stage. Collective."""
+    # without no_grad, its broadcast of tied weights would become part of their autograd graph
+    with default_dtype(compute_dtype(config)), torch.no_grad():
+        return PipelineModule(
+            specs,
+            topology=ctx.topology,
+            loss_fn=losses,
+            partition_method=config.parallel.pipeline_partition_method,
+            activation_checkpoint_interval=0,
+            dynamic_shape=varies_shapes,
+        )
