@@ -3,7 +3,7 @@
     python benchmarks/kernels.py [--sections operators attention layers] [--models llama bloom] [--device cuda]
 
 On CUDA: the shapes of Llama 3.2 1B and of Bloom 1.7B at sequence 4,096 in bfloat16, timed by events of the device, in
-about two minutes, most of which torch.compile takes. On CPU: hidden 512 at sequence 512. `operators` compares the
+some minutes, most of which torch.compile takes. On CPU: hidden 512 at sequence 512. `operators` compares the
 pointwise operators of megatron/parallel/kernels.py, and liger-kernel's where it is installed. `attention` compares
 kernels for causal rows with grouped heads, ALiBi and documents. `layers` trains two transformer layers with each choice
 of `--kernels` and `--torch-compile`. All run forward and backward; times are medians of alternating rounds. An error is
@@ -18,10 +18,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.alternating import alternate, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Errors and times of a layer's kernels.", allow_abbrev=False)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="default: all")
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES), help="of the layers")
-    parser.add_argument("--rounds", type=int, default=10, help="timed rounds (default: 10)")
+    parser.add_argument("--rounds", type=positive, default=10, help="timed rounds (default: 10)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: cuda where it is")
     options = parser.parse_args()
 
@@ -100,7 +103,7 @@ class Bench:
                 steps[name], errors[name] = step, "" if exact is None else f"error {relative_error(found, exact):.1e}"
             except Exception as error:  # a library that this machine lacks, or an operator that this torch lacks
                 print(f"  {name:26s} does not run: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
-        times = self.alternate(steps)
+        times = alternate({name: partial(self.milliseconds, step) for name, step in steps.items()}, self.rounds)
         if not times:
             return
         first = statistics.median(next(iter(times.values())))
@@ -126,29 +129,21 @@ class Bench:
 
         return run
 
-    def alternate(self, steps: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
-        """Milliseconds of each step, round by round, after a warm-up."""
+    def milliseconds(self, step: Callable[[], Any]) -> float:
         import torch
 
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for turn in range(self.rounds + 2):
-            for name, step in steps.items():
-                if self.device.type == "cuda":
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    # the device waits while the host launches the step: its own time is measured, not the host's
-                    torch.cuda._sleep(40_000_000)
-                    begin.record()
-                    step()
-                    end.record()
-                    end.synchronize()
-                    spent = begin.elapsed_time(end)
-                else:
-                    began_s = time.perf_counter()
-                    step()
-                    spent = 1000 * (time.perf_counter() - began_s)
-                if turn >= 2:
-                    times[name].append(spent)
-        return times
+        if self.device.type != "cuda":
+            began_s = time.perf_counter()
+            step()
+            return 1000 * (time.perf_counter() - began_s)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # the device waits while the host launches the step: its own time is measured, not the host's
+        torch.cuda._sleep(40_000_000)
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
 
 
 def gradient_of(y: Tensor) -> Tensor:

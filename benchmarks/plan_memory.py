@@ -19,7 +19,6 @@ import socket
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,43 +230,11 @@ def _largest_cuda(step: Any) -> list[str]:
 
 def _peak_cpu(step: Any) -> int:
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
-    class LiveBytes(TorchDispatchMode):
-        """Adds up the storages of all results of operations as they come and go."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.now = self.peak = 0
-            self._sizes: dict[int, int] = {}
-
-        def add(self, tensor: torch.Tensor) -> None:
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key in self._sizes or size == 0 or tensor.device.type != "cpu":
-                return
-            self._sizes[key] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._remove, key)
-
-        def _remove(self, key: int) -> None:
-            self.now -= self._sizes.pop(key, 0)
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            results = function(*args, **(kwargs or {}))
-            for result in tree_leaves(results):
-                if isinstance(result, torch.Tensor):
-                    self.add(result)
-            return results
+    from benchmarks.live_bytes import LiveBytes
 
     gc.collect()
-    tracker = LiveBytes()
-    for held in gc.get_objects():
-        if isinstance(held, torch.Tensor):
-            tracker.add(held.detach())
-    with tracker:
+    with LiveBytes(held.detach() for held in gc.get_objects() if isinstance(held, torch.Tensor)) as tracker:
         for _ in range(STEPS):
             step()
     return tracker.peak

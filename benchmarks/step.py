@@ -179,7 +179,7 @@ def _compare(work: Workload, ctx: Any, peers: list[str], title: str, options: An
         for name, side in live.items():
             _show_details(name, side, options)
             side.close()
-    return not measured or _show_rates(work, sides, measured, peak_tflops, on_cuda)
+    return "rate" not in options.sections or _show_rates(work, sides, measured, peak_tflops, on_cuda)
 
 
 class MeasuredSide:
@@ -253,7 +253,7 @@ def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float, o
     """Print the table; return True if ours is as much faster than each peer as is aimed at."""
     from megatron.planning.sizes import count_parameters, flops_per_token
 
-    flops, reached = flops_per_token(work.config), True
+    flops, reached = flops_per_token(work.config), "ours" in measured  # not where it ran out of memory
     training = work.config.training
     print(
         f"{count_parameters(work.config) / 1e6:.4g}M parameters, sequence {training.seq_length}, "
