@@ -28,18 +28,17 @@ from megatron.config.options import ConfigError, flag
 from megatron.config.parser import build_parser, help_text, help_topic
 from megatron.exit_codes import REFUSED
 from megatron.files import IMPORT_ROOT
+from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.hl_help import script_help
 from megatron.launch.hl_requests import from_environment, legend
 from megatron.launch.hl_variables import ALL, Script, one_of
 from megatron.launch.hosts import launch
 from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
-from megatron.launch.preflight import preflight
+from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.planning.describe import describe
 from megatron.planning.fit import memory_warning
 
 DEVICES = ("auto", "hpu", "cuda", "cpu")
-DERIVED = ("DS_ACCELERATOR", "OMP_NUM_THREADS")
-"""Variables of the ranks that the launcher derives from the other options."""
 
 
 def plan_text(plan: LaunchPlan, title: str) -> str:
@@ -102,8 +101,10 @@ def launch_command(plan: LaunchPlan) -> list[str]:
     }
     for name, setting in values.items():
         command += [name, str(setting)] if setting is not None else []
+    threads = threads_per_rank(plan.devices_per_node)
+    derived = {"DS_ACCELERATOR": plan.config.parallel.device, "OMP_NUM_THREADS": threads}
     for name, value in sorted(plan.environment.items()):
-        command += [] if name in DERIVED else ["--env", f"{name}={value}"]
+        command += ["--env", f"{name}={value}"] if derived.get(name) != value else []
     return [*command, "--", *plan.train_flags]
 
 
@@ -148,17 +149,20 @@ def _read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str], set[
             faults += [f"{_flag(name)}={value.text!r} {value.rule}" for value in wrong]
             kept = [value for value in values if value not in wrong]
             options[name] = kept if isinstance(given, list) else parser.get_default(name)
-            unread |= {name} & {"nodes", "devices_per_node", "data_parallel_size", "device"}
-    unknown = [word.split("=", 1)[0] for word in rest if word.startswith("-")]
-    if unknown and not build_parser().parse_known_args([f"{unknown[0]}=x"])[1]:
-        faults.append(f"{unknown[0]} is a flag of megatron.train; write all of these after `--`")
+            unread.add(name)
+    flags = {_flag(name): name for name in options}
+    unknown = dict.fromkeys(word.split("=", 1)[0] for word in rest if word.startswith("-"))
+    of_training = [word for word in unknown if not build_parser().parse_known_args([word])[1]]
+    if of_training:
+        faults.append(f"{of_training[0]} is a flag of megatron.train; write all of these after `--`")
         unread.add("config")
-    elif unknown:
-        near = difflib.get_close_matches(unknown[0], [_flag(name) for name in options], n=1)
-        faults.append(f"unknown flag {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
-    elif rest:
+    for word in [word for word in unknown if word not in of_training]:
+        near = difflib.get_close_matches(word, flags, n=1)
+        faults.append(f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+        unread |= {flags[found] for found in near}
+    if rest and not unknown:
         faults.append(f"{rest[0]!r} does not follow a flag; flags of megatron.train stand after `--`")
-    return options, faults, unread
+    return options, faults, unread & (UNREADABLE | {"device", "config"})
 
 
 def _flag(name: str) -> str:

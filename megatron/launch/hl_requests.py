@@ -65,7 +65,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     request.device = _device(given, reader)
     request.lazy = reader.switch("HL_USE_LAZY_MODE")
     request.prefers_lazy = script in PRETRAINING  # as Habana trains
-    request.environment = _environment(given, environment, reader)
+    request.environment = _environment(given, reader)
 
     if "HL_RESULTS_DIR" in given:
         request.train_flags += ["--results-dir", given["HL_RESULTS_DIR"]]
@@ -129,7 +129,7 @@ class _VariableReader:
             for name in group
             if any(arguments.get(other) not in (None, "none") for other in group if other != name)
         }
-        set_by: dict[str, tuple[Variable, list[str]]] = {}
+        translated: list[tuple[Variable, list[str]]] = []
         for variable in VARIABLES:
             if variable.name not in self.given:
                 continue
@@ -138,10 +138,23 @@ class _VariableReader:
                 flags = variable.translate(self.given[variable.name])
                 if is_overridden:
                     continue
-                first = set_by.setdefault(variable.flags[0], (variable, flags)) if flags else (variable, flags)
-                if first[1] != flags and first[0].flags == variable.flags:
-                    self.same(first[0].name, variable.name)
+                for other, others in translated:
+                    if contradictory := _contradictory(variable, flags, other, others):
+                        first, second = (f"{name}={self.given[name]}" for name in (other.name, variable.name))
+                        self.fault(
+                            f"{first} and {second} set {contradictory} differently; set one of them",
+                            *(other.name, variable.name),
+                        )
+                translated.append((variable, flags))
                 self.request.train_flags += flags
+
+
+def _contradictory(variable: Variable, flags: list[str], other: Variable, others: list[str]) -> str | None:
+    """Return the first flag that two variables set, if they do not set it alike."""
+    shared = [flag for flag in variable.flags if flag in flags and flag in others and flag in other.flags]
+    if variable.flags == other.flags:  # names of one variable: it may set more, which others override
+        return shared[0] if shared and flags != others else None
+    return next((flag for flag in shared if flags[flags.index(flag) + 1] != others[others.index(flag) + 1]), None)
 
 
 def _option(flag: str) -> str:
@@ -221,7 +234,7 @@ def _device(given: Mapping[str, str], reader: _VariableReader) -> str:
     return "auto" if use_hpu is None else "hpu" if use_hpu else "no-hpu"
 
 
-def _environment(given: Mapping[str, str], environment: Mapping[str, str], reader: _VariableReader) -> dict[str, str]:
+def _environment(given: Mapping[str, str], reader: _VariableReader) -> dict[str, str]:
     """Return the variables for the ranks: those of HL_ENV_FLAGS, and of Gaudi's communication through host cards."""
     variables = {}
     for word in given.get("HL_ENV_FLAGS", "").split(","):
@@ -237,9 +250,7 @@ def _environment(given: Mapping[str, str], environment: Mapping[str, str], reade
         if reader.request.nodes == 1 and "nodes" not in reader.request.unread:
             reader.fault("HL_HNIC=1 connects several nodes, but HL_NUM_NODES is 1; unset one of them")
         variables |= {name: given.get(f"HL_{name}", value) for name, value in defaults.items()}
-        if libraries := environment.get("LD_LIBRARY_PATH"):  # of the provider
-            variables["LD_LIBRARY_PATH"] = libraries
-    elif given.get("HL_HNIC", "0") == "0":
+    elif "HL_HNIC" not in given or reader.switch("HL_HNIC") is False:
         for name in defaults:
             if f"HL_{name}" in given:
                 reader.fault(f"HL_{name}={given[f'HL_{name}']} needs HL_HNIC=1; set that, or leave it out")

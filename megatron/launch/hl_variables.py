@@ -191,8 +191,12 @@ VARIABLES: tuple[Variable, ...] = (
     _switch("HL_SEQ_PARALLEL", "--sequence-parallel", "sequence parallelism between the tensor-parallel regions"),
     _number("HL_ZERO_STAGE", "--zero-stage", "ZeRO stage, 0 to 3; 2 and 3 run without a pipeline", 0),
     _switch("HL_NO_PIPELINE_PARALLEL", "--no-pipeline-parallel", "1: the sequential engine instead of the pipeline"),
-    _launch("HL_HOSTSFILE", "DeepSpeed hostfile: one `<host> slots=<n>` a line"),
-    _launch("HL_RENDEZVOUS", "HOST:PORT of the first node, where this script is started on each node by itself"),
+    _launch("HL_HOSTSFILE", "DeepSpeed hostfile: one `<host> slots=<n>` a line", unread="hostsfile"),
+    _launch(
+        "HL_RENDEZVOUS",
+        "HOST:PORT of the first node, where this script is started on each node by itself",
+        unread="rendezvous",
+    ),
     # restarts
     _launch("HL_MAX_RESTARTS", "how often a run whose ranks failed goes on from its newest checkpoint; 0: never"),
     _launch("HL_MIN_NODES", "nodes that the run goes on with, when others are lost"),

@@ -23,6 +23,9 @@ from megatron.training.deepspeed_config import check_deepspeed
 
 LAZY_MODE = "PT_HPU_LAZY_MODE"
 SIZES = frozenset({"nodes", "devices_per_node", "data_parallel_size"})
+MEETING = frozenset({"hostsfile", "rendezvous"})
+UNREADABLE = SIZES | MEETING
+"""Fields of a request that checks do without where their value cannot be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +59,15 @@ def preflight(request: Request) -> LaunchPlan:
         warnings.append("no dataset is given; the run itself will need --data-path")
     faults += faults_in_all(_check_layout(request, layout) for layout in layouts)
     devices = {layout.devices_per_node for layout in layouts}
-    hosts, of_hosts = find_hosts(request, devices.pop() if len(devices) == 1 and not request.unread & SIZES else 1)
+    known_devices = devices.pop() if len(devices) == 1 and not request.unread & SIZES else 1
+    hosts, of_hosts = ([], []) if request.unread & MEETING else find_hosts(request, known_devices)
     faults += [*of_hosts, *faults_in_all(_check_machine(request, layout, is_remote=bool(hosts)) for layout in layouts)]
     if hosts and not request.dry_run:
         faults += checks.check_remote([*flags, *request.environment.values()], request)
         faults += faults_in_all(
             check_variables(layout.config.parallel.device, layout.devices_per_node) for layout in layouts
         )
-    if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
-        faults.append(f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it to a folder that does")
+    faults += _check_environment(request)
     # a plan needs neither data nor hosts
     unneeded = warnings if request.dry_run else faults
     unneeded += check_addresses(hosts, request.hostsfile)
@@ -105,11 +108,11 @@ def _with_derived_flags(request: Request) -> tuple[CommandLine, list[str]]:
     They stand before the user's own flags, which override them.
     """
     own = list(request.train_flags)
-    command = read_command_line(own, request.unread - SIZES)
+    command = read_command_line(own, request.unread - UNREADABLE)
     flags = [*_output_flags(request, command), *own]
     if _lacks_data(command, request) and request.dry_run:
         flags = ["--data-path", "DATASET", *flags]
-    return read_command_line(flags, request.unread - SIZES), flags
+    return read_command_line(flags, request.unread - UNREADABLE), flags
 
 
 def _lacks_data(command: CommandLine, request: Request) -> bool:
@@ -185,6 +188,14 @@ def _check_layout(request: Request, layout: Layout) -> Iterator[str]:
     yield from checks.check_load(config)
 
 
+def _check_environment(request: Request) -> Iterator[str]:
+    """Yield the faults of what the ranks' environment is to be."""
+    if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
+        yield f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it (--activate) to a folder that does"
+    if given := request.environment.get("DS_ACCELERATOR"):
+        yield f"DS_ACCELERATOR={given}: the launcher sets it; leave it out, and set HL_DEVICE (--device)"
+
+
 def _check_data(request: Request, layout: Layout) -> Iterator[str]:
     """Yield the faults of the dataset, unless it is still to be made of chats."""
     chats, data = request.fine_tuning, layout.config.data
@@ -195,7 +206,9 @@ def _check_data(request: Request, layout: Layout) -> Iterator[str]:
 def _check_machine(request: Request, layout: Layout, *, is_remote: bool) -> Iterator[str]:
     """Yield what this machine lacks, if it runs ranks."""
     device = layout.config.parallel.device
-    if request.dry_run or is_remote or request.unread & SIZES or (request.nodes > 1 and request.rendezvous is None):
+    if request.dry_run or is_remote or request.unread & UNREADABLE:
+        return
+    if request.nodes > 1 and request.rendezvous is None:
         return
     yield from checks.check_local_devices(device, layout.devices_per_node)
     yield from checks.check_precision(device, layout.config.training.precision)
@@ -244,7 +257,7 @@ def _rank_environment(request: Request, layout: Layout, *, lazy: bool | None) ->
     if device != "auto":
         environment["DS_ACCELERATOR"] = device
     if device == "cpu":
-        environment["OMP_NUM_THREADS"] = threads_per_rank(layout.devices_per_node)
+        environment.setdefault("OMP_NUM_THREADS", threads_per_rank(layout.devices_per_node))
     return environment
 
 

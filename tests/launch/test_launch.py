@@ -442,11 +442,14 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
         ({"HL_DEVICE": "hpu", "HL_USE_HPU": "0"}, "HL_USE_HPU=0 contradicts HL_DEVICE=hpu"),
         ({"HL_NGPU_PER_NODE": "8", "HL_DEVICES_PER_NODE": "4"}, "mean the same thing"),
         ({"HL_DATA_IDX_DIR": "a", "HL_DATA_CACHE_DIR": "b"}, "mean the same thing"),
-        ({"HL_KILL_SWITCH": "/a", "HL_KILL_SWITCH_FILE": "/b"}, "mean the same thing"),
-        ({"HL_ZERO_STAGE": "2", "HL_USE_DISTRIBUTED_OPTIMIZER": "1"}, "set one of them"),
+        ({"HL_KILL_SWITCH": "/a", "HL_KILL_SWITCH_FILE": "/b"}, "set --kill-switch-path differently"),
+        ({"HL_ZERO_STAGE": "2", "HL_USE_DISTRIBUTED_OPTIMIZER": "1"}, "set --zero-stage differently"),
+        ({"HL_USE_TORCH_COMPILE": "1", "HL_TORCH_COMPILE_DISABLE": "1"}, "set --torch-compile differently"),
+        ({"HL_PROFILE_STEPS": "3,4", "HL_PROFILE_STEP_END": "9"}, "set --profile-step-end differently"),
         ({"HL_ENV_FLAGS": "A=1,B"}, "'B' is not NAME=VALUE"),
         ({"HL_HNIC": "1"}, "HL_HNIC=1 connects several nodes, but HL_NUM_NODES is 1"),
         ({"HL_FI_PROVIDER": "verbs"}, "HL_FI_PROVIDER=verbs needs HL_HNIC=1"),
+        ({"HL_FI_PROVIDER": "verbs", "HL_HNIC": "false"}, "HL_FI_PROVIDER=verbs needs HL_HNIC=1"),
         ({"HL_DATA_DIR_ROOT": "/d"}, "needs HL_DATA_FILE_PREFIX"),
         ({"HL_TOKENIZER_TYPE": "Llama4"}, "HL_TOKENIZER_TYPE='Llama4' must be GPT2BPETokenizer, HFTokenizer"),
         ({"HL_QUIET": "2"}, "unknown variable HL_QUIET=2; docs/launching.md lists the variables"),
@@ -644,6 +647,12 @@ def test_a_shown_command_can_be_pasted(
     again, script = launch.parse_command_line([*own, "--dry-run", *words[len(own) :]])
     assert script is None
     assert dataclasses.replace(preflight(again), run_id="", notes=()) == dataclasses.replace(plan, run_id="", notes=())
+
+
+def test_threads_given_for_the_ranks_are_kept() -> None:
+    plan = preflight(tiny(dry_run=True, environment={"OMP_NUM_THREADS": "7"}))
+    assert plan.environment["OMP_NUM_THREADS"] == "7"
+    assert "--env OMP_NUM_THREADS=7" in launch.command_text(plan)
 
 
 LIBRARIES = """

@@ -310,6 +310,33 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "--hostfile hosts --nodes 0 -- --config tiny_bloom --data-path corpus --device cpu",
         ["--nodes='0' must be", "unknown flag --hostfile; did you mean --hostsfile"],
     ),
+    (
+        "",
+        "",
+        "--hostfile hosts --nodes 2 --foo 1 --bar 2 -- --config tiny_bloom --data-path corpus --device cpu "
+        "--global-batch-size 128 --split x",
+        ["unknown flag --hostfile; did you mean --hostsfile", "unknown flag --foo", "unknown flag --bar", "split='x'"],
+    ),
+    (
+        "",
+        "",
+        "--nodez 2 --data-parallel-size 4 --devices-per-node 2 --env DS_ACCELERATOR=cuda -- --config tiny_bloom "
+        "--data-path corpus --device cpu --global-batch-size 32",
+        ["unknown flag --nodez; did you mean --nodes", "DS_ACCELERATOR=cuda: the launcher sets it"],
+    ),
+    (
+        "bloom13b",
+        TINY + "HL_HOSTFILE=hosts HL_NUM_NODES=2 HL_DP=8 HL_NGPU_PER_NODE=4 HL_GBS=64 HL_USE_TORCH_COMPILE=1 "
+        "HL_TORCH_COMPILE_DISABLE=1",
+        "--data-path corpus",
+        ["unknown variable HL_HOSTFILE=hosts; did you mean HL_HOSTSFILE", "set --torch-compile differently"],
+    ),
+    (
+        "",
+        "",
+        "--no-save-at-epoch --nodes 0 -- --config tiny_bloom",
+        ["--nodes='0' must be", "--no-save-at-epoch is a flag of megatron.train"],
+    ),
     ("", "", "--nodes 0 --config tiny_bloom --lr x", ["--nodes='0' must be", "--config is a flag of megatron.train"]),
     ("", "", "--nodes 0 --dry-run stray -- --train-iters 5", ["--nodes='0' must be", "'stray' does not follow a flag"]),
     (
