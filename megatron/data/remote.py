@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 from megatron.data.indexed import DataError
+from megatron.data.sources import path_matches
 
 WEB = ("http://", "https://")
 GLOB_CHARACTERS = "*?["
@@ -22,6 +23,8 @@ class RemoteFile(NamedTuple):
     num_bytes: int | None
     relative_name: str
     version: str
+    kind: str
+    """As fsspec names it: file; link or other."""
 
 
 def find_remote(url: str) -> Iterator[tuple[RemoteFile, bool]]:
@@ -33,19 +36,47 @@ def find_remote(url: str) -> Iterator[tuple[RemoteFile, bool]]:
         system, path = _file_system(url)
         is_web = url.startswith(WEB)
         if any(character in path for character in GLOB_CHARACTERS) and not is_web:
-            found = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
             top = path[: min(path.index(c) for c in GLOB_CHARACTERS if c in path)].rpartition("/")[0]
+            found = _listed(system, path, top)
         elif (is_web and url.endswith("/")) or (not is_web and system.isdir(path)):
-            found = {name: info for name, info in system.find(path, detail=True).items() if info["type"] == "file"}
             top = path.rstrip("/")
+            found = _files_below(system, path)
         else:
             yield _remote_file(url, url.split("?")[0].rpartition("/")[2], system.info(path)), True
             return
         if not found:
             raise DataError(f"{url} holds no files; correct --input")
     for name in sorted(found, key=_files_before_folders):
-        relative_name = name.removeprefix(top).lstrip("/")
-        yield _remote_file(system.unstrip_protocol(name), relative_name, found[name]), False
+        yield _remote_file(system.unstrip_protocol(name), _relative_name(name, top), found[name]), False
+
+
+def _listed(system: Any, path: str, top: str) -> dict[str, Any]:
+    """Return the files that a pattern matches, and those below the folders that it matches, as a local one does."""
+    parts = path.removeprefix(top).lstrip("/").split("/")
+    if "**" in parts:
+        below = _files_below(system, top)
+        return {name: below[name] for name in below if path_matches(_relative_name(name, top).split("/"), parts)}
+    found: dict[str, Any] = {}
+    for name, info in system.glob(path, detail=True).items():
+        found |= _files_below(system, name) if info["type"] == "directory" else {name: info}
+    return found
+
+
+def _files_below(system: Any, folder: str) -> dict[str, Any]:
+    """Return the files of a folder and of those below it, by name. Raises what `ls` raises."""
+    found = system.find(folder, withdirs=True, detail=True)
+    filled = {name.rstrip("/").rpartition("/")[0] for name in found}
+    folders = {folder, *(name for name, info in found.items() if info["type"] == "directory")}
+    for name in sorted(folders):
+        if name.rstrip("/") not in filled:
+            system.ls(name, detail=True)  # `find` is silent about a folder that cannot be listed
+    # the page of a web folder links to itself, in other orders
+    found = {name: info for name, info in found.items() if not (name.startswith(WEB) and "/?" in name)}
+    return {name: info for name, info in found.items() if name not in folders}
+
+
+def _relative_name(name: str, top: str) -> str:
+    return name.removeprefix(top).lstrip("/")
 
 
 def open_remote(url: str, *, in_order: bool) -> IO[bytes]:
@@ -81,7 +112,7 @@ def _files_before_folders(name: str) -> list[tuple[bool, str]]:
 
 def _remote_file(url: str, relative_name: str, info: dict[str, Any]) -> RemoteFile:
     version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
-    return RemoteFile(url, info.get("size"), relative_name, version)
+    return RemoteFile(url, info.get("size"), relative_name, version, info["type"])
 
 
 @contextlib.contextmanager
@@ -96,11 +127,14 @@ def _named_errors(url: str) -> Iterator[None]:
             f"{url} needs a package that is not installed ({error}); pip install 'megatron-3d[remote]' has those for "
             "http:// and s3://"
         ) from error
-    except FileNotFoundError as error:
-        raise DataError(f"{url} does not exist; correct --input") from error
     except Exception as error:
-        raise DataError(f"{url} cannot be opened ({_in_words(error)}); correct --input, or its credentials") from error
+        # over http a file is "not found" whatever the server said, or if there is none
+        cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        if cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
+            missing = str(error.args[-1]) if error.args and "://" in str(error.args[-1]) else url
+            raise DataError(f"{missing} does not exist; correct --input") from error
+        raise DataError(f"{url} cannot be opened ({_in_words(cause)}); correct --input, or its credentials") from error
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no reason given'}"

@@ -346,7 +346,7 @@ class _Finder:
                         self.listing.passed_over.append(PassedOver(entry.path + "/", reason))
                     else:
                         folders.append(entry.path)
-                elif not _matches(relative_name.split("/"), wanted):
+                elif not path_matches(relative_name.split("/"), wanted):
                     continue
                 elif any(
                     entry.name.removesuffix(end) in datasets for end in DATASET_ENDINGS if entry.name.endswith(end)
@@ -443,6 +443,8 @@ class _Finder:
                 self.listing.passed_over.append(PassedOver(found.name, reason))
                 continue
             reason = self._rules.refusal(name, form, found.num_bytes)
+            if found.kind != "file":
+                reason = f"is a link, pipe or device; give the file itself, or leave it out with --exclude '{name}'"
             if reason is not None or form is None:
                 self.refused.append((found.name, reason or ""))
                 continue
@@ -472,13 +474,13 @@ def _nothing_matches(pattern: str) -> DataError:
     return DataError(f"{pattern} does not exist, and as a pattern matches no file; correct --input")
 
 
-def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
+def path_matches(names: Sequence[str], parts: Sequence[str]) -> bool:
     """Return whether a path, as its names, matches a glob, as its parts, of which `**` is any number of folders."""
     if not parts:
         return not names
     if parts[0] == "**":
-        return _matches(names, parts[1:]) or (bool(names) and _matches(names[1:], parts))
-    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _matches(names[1:], parts[1:])
+        return path_matches(names, parts[1:]) or (bool(names) and path_matches(names[1:], parts))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and path_matches(names[1:], parts[1:])
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -423,13 +423,19 @@ def test_a_bad_line_of_standard_input_keeps_no_work(tmp_path: Path, capsys: pyte
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A URL on loopback, and the folder that it serves."""
+    """A URL on loopback, and the folder that it serves. What a name forbids or denies is listed, but not given."""
     folder = tmp_path / "served"
     folder.mkdir()
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
             pass
+
+        def send_head(self) -> Any:
+            for name, status in (("forbidden", 403), ("denied", 404)):
+                if name in self.path:
+                    return self.send_error(status)
+            return super().send_head()
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -454,6 +460,8 @@ def test_remote_files_give_the_same_bytes(odd_folder: Path, tmp_path: Path, serv
         memory.pipe(f"/corpus/{name}", content)
         memory.pipe(f"/corpus/.hidden/{name}", content)
     memory.pipe("/corpus/README.md", b"no")
+    links = ["?C=N;O=D", *names[:-1], "deep/"]  # Apache's page also links to itself, in other orders
+    (folder / "index.html").write_text("".join(f"<a href={name!r}>" for name in links))
     assert (
         run(preprocess_data, "--input", *[odd_folder / n for n in names], "--output-prefix", tmp_path / "l", *NULL) == 0
     )
@@ -461,6 +469,9 @@ def test_remote_files_give_the_same_bytes(odd_folder: Path, tmp_path: Path, serv
     assert run(preprocess_data, "--input", *web, "--output-prefix", tmp_path / "web", *NULL) == 0
     assert preprocess("memory://corpus", tmp_path / "memory") == 0
     assert data_of(tmp_path / "l") == data_of(tmp_path / "web") == data_of(tmp_path / "memory")
+    for prefix, found_by in {"page": f"{url}/", "folders": "memory://corp*", "any": "memory://corpus/**"}.items():
+        assert preprocess(found_by, tmp_path / prefix) == 0
+        assert data_of(tmp_path / prefix) == data_of(tmp_path / "memory")
     found = listed(tmp_path / "memory_text_document")
     assert found["memory:///corpus/README.md"]["passed_over"] == "documentation"
     assert sum("hidden" in line.get("passed_over", "") for line in found.values()) == len(names)
@@ -486,18 +497,39 @@ def test_remote_faults_are_one_sentence(
     tmp_path: Path, server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("aiohttp")
+    web, folder = server
+    (folder / "corpus" / "denied").mkdir(parents=True)
+    (folder / "corpus" / "a.jsonl").write_bytes(lines(0))
     for url, said in {
-        f"{server[0]}/none.jsonl": "does not exist; correct --input",
+        f"{web}/none.jsonl": "does not exist; correct --input",
+        f"{web}/forbidden.jsonl": "cannot be opened (ClientResponseError: 403",
+        "http://127.0.0.1:1/a.jsonl": "cannot be opened (ClientConnectorError: Cannot connect to host 127.0.0.1:1",
+        f"{web}/corpus/": f"{web}/corpus/denied/ does not exist",
+        "http://127.0.0.1:1/": "cannot be opened (ClientConnectorError: Cannot connect to host 127.0.0.1:1",
         "nosuch://a/b.jsonl": "cannot be opened (ValueError: Protocol not known: nosuch)",
         "memory://none/": "does not exist; correct --input",
     }.items():
         assert preprocess(url, tmp_path / "out") == 1
         error = capsys.readouterr().err
-        assert f"{url} {said}" in error
+        assert f"{url} {said}" in error or f"error: {said}" in error
         assert len(error.splitlines()) == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert preprocess("s3://bucket/a.jsonl", tmp_path / "out") == 1
     assert "fsspec, which is not installed: pip install 'megatron-3d[remote]'" in capsys.readouterr().err
+
+
+def test_a_link_in_a_remote_folder_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """fsspec's local files stand for sftp's."""
+    pytest.importorskip("fsspec")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines(0))
+    (folder / "b.jsonl").symlink_to("a.jsonl")
+    for url in (f"file://{folder}", f"file://{folder}/*", f"file://{tmp_path}/i*", f"file://{tmp_path}/**/*.jsonl"):
+        assert preprocess(url, tmp_path / "out") == 1
+        assert f"file://{folder}/b.jsonl is a link, pipe or device" in capsys.readouterr().err
+        assert preprocess(url, tmp_path / "out", "--exclude", "b.jsonl", "--overwrite") == 0
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
