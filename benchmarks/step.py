@@ -10,7 +10,7 @@ flags are options of a run and change ours and the shapes, as `--num-layers 4 --
 
 Sections: rate (tokens/s, ratio, MFU, peak memory, first and last loss), profile (the ten largest operators of each
 side), counts (waits and collectives of one of our steps), flat (time of a microbatch among 8 and among 64, and of a
-step after 10 and after 1,000 steps). MFU is 6 N + 12 L A D S FLOPs a token (megatron/planning/sizes.py), over the
+step after 10 and after 1,000 steps). MFU is 6 N + 12 L A D S FLOPs a token (megatron/planning/flops.py), over the
 device's published bfloat16 peak; on a CPU over a matrix product measured here. Peak memory is what a side adds to the
 process. Exit status 1 if ours has less than 1.2 times the tokens/s of transformers or 1.05 times litgpt's, on CUDA 1.1
 and 1.05 times. litgpt and transformers are used where they are installed; transformers is in the extra `convert`:
@@ -251,7 +251,8 @@ def _show_details(name: str, side: MeasuredSide, options: Any) -> None:
 
 def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float, on_cuda: bool) -> bool:
     """Print the table; return True if ours is as much faster than each peer as is aimed at."""
-    from megatron.planning.sizes import count_parameters, flops_per_token
+    from megatron.planning.flops import flops_per_token
+    from megatron.planning.sizes import count_parameters
 
     flops, reached = flops_per_token(work.config), "ours" in measured  # not where it ran out of memory
     training = work.config.training

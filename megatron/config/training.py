@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -22,8 +23,11 @@ class ParallelConfig:
     """Shard activations along the sequence between the tensor-parallel regions."""
     no_pipeline_parallel: bool = False
     """Use the sequential engine instead of DeepSpeed's pipeline. Implied by zero_stage 2, 3 and by offload."""
-    pipeline_partition_method: Literal["parameters", "uniform", "type:TransformerLayer"] = "parameters"
-    """Balance pipeline stages by number of parameters, number of layers, or number of transformer layers."""
+    pipeline_partition_method: str = "cost"
+    """Cut of the layers into pipeline stages. `cost`: the slowest stage is as fast as possible, by counted FLOPs with
+    output projection, loss and recomputation. `parameters`, `uniform`, `type:TransformerLayer`: the largest stage has
+    as few trained parameters, layers, or transformer layers as possible. `3,1`: transformer layers of each stage; the
+    first also holds the embedding, the last the final norm and the output projection."""
     device: Literal["auto", "hpu", "cuda", "cpu"] = "auto"
     """Device type. `auto`: the first available of hpu, cuda, cpu."""
     device_memory: str | None = None
@@ -31,6 +35,17 @@ class ParallelConfig:
     machine's devices."""
     distributed_timeout_minutes: PositiveFloat = 30.0
     """Timeout of collectives; one that waits longer fails the run."""
+
+    @property
+    def num_pipeline_ranges(self) -> int:
+        """Number of ranges of layers that the pipeline cuts the model into."""
+        return self.pipeline_model_parallel_size
+
+    @property
+    def listed_layers(self) -> tuple[int, ...] | None:
+        """Transformer layers of each range, where `pipeline_partition_method` lists them."""
+        words = self.pipeline_partition_method.split(",")
+        return tuple(map(int, words)) if all(re.fullmatch("[0-9]+", word) for word in words) else None
 
 
 @dataclass(frozen=True, config=STRICT)

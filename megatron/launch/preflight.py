@@ -19,6 +19,7 @@ from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.host_environment import check_variables, sent_variables
 from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
 from megatron.launch.plan import LaunchPlan, RefusedError, Request
+from megatron.planning.pipeline import partition_warnings
 from megatron.training.deepspeed_config import check_deepspeed
 
 LAZY_MODE = "PT_HPU_LAZY_MODE"
@@ -92,7 +93,7 @@ def preflight(request: Request) -> LaunchPlan:
         master_port=request.master_port,
         activate_dir=request.activate_dir,
         environment=(sent_variables(os.environ) if hosts else {}) | _rank_environment(request, layout, lazy=lazy),
-        warnings=(*warnings, *idle(layout.config)),
+        warnings=(*warnings, *idle(layout.config), *partition_warnings(layout.config)),
         notes=tuple(notes),
         run_id=_run_id(request, flags),
         max_restarts=request.max_restarts,

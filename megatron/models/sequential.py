@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from megatron.config.options import Config
 from megatron.models.attention import Shared
 from megatron.models.family import family_of
-from megatron.models.transformer import TransformerLayer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayerDeclaration
 
 
 class _Layer(LayerSpec):
-    """A declared layer as DeepSpeed's LayerSpec; its class is what `pipeline_partition_method` looks for."""
+    """A declared layer as DeepSpeed's LayerSpec."""
 
     def __init__(self, layer: LayerDeclaration, shared: Shared) -> None:
-        LayerSpec.__init__(self, nn.Module if layer.number is None else TransformerLayer)
+        LayerSpec.__init__(self, nn.Module)
         self.layer, self.shared = layer, shared
 
     def build(self, log: bool = False) -> nn.Module:

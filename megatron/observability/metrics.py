@@ -22,7 +22,7 @@ from megatron.observability.run_totals import RunTotals
 from megatron.observability.step_metrics import Speed, StepMetrics, step_row, step_scalars
 from megatron.observability.tensorboard_log import TensorBoardLog
 from megatron.observability.wandb_log import WandbLog
-from megatron.planning.sizes import flops_per_token
+from megatron.planning.flops import flops_per_token
 
 MAX_LOG_PERPLEXITY = 20.0
 """Cap of the perplexity's exponent, as in Megatron, so that an untrained model's can be printed."""

@@ -13,8 +13,7 @@ from megatron.config.options import Config
 from megatron.config.plugins import load_task
 from megatron.parallel.loss_chunks import BLOCK_LOGITS, BLOCK_NUMBERS, chunk_size
 from megatron.parallel.shards import LayerDeclaration, Shard
-from megatron.planning.sizes import is_matrix
-from megatron.planning.zero import number_size
+from megatron.planning.sizes import is_matrix, number_size
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from megatron.config.devices import GIB, KNOWN_DEVICES
 from megatron.config.options import Config, ModelConfig, batch_sizes, samples_after
 from megatron.config.plugins import load_task
 from megatron.planning.fit import MOST_DEVICES, capacity, fit_text, for_device, needed_bytes, propose
+from megatron.planning.flops import flops_per_token
 from megatron.planning.memory import Stage, StageMemory, memory_by_stage
-from megatron.planning.pipeline import bubble_fraction, stage_text
-from megatron.planning.sizes import count_parameters, declared_layers, flops_per_token
+from megatron.planning.pipeline import bubble_fraction, cost_shares, stage_text
+from megatron.planning.sizes import count_parameters, declared_layers
 
 _INDENT: Any = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
 
@@ -116,15 +117,18 @@ def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
     heads = ["weights", "grads", "master", "optim", "activ", "temp", "total"] + (["host"] if host else [])
     layers = declared_layers(config)
     worst = max(stages, key=lambda stage: stage.memory.total)
-    lines = [" ".join(["stage", *(f"{head:>7}" for head in heads), "holds"])]
-    for number, stage in enumerate(stages):
+    is_cut = len(stages) > 1
+    shares = cost_shares(config, [0, *(stage.stop for stage in stages)]) if is_cut else [1.0]
+    lines = [" ".join(["stage", *(f"{head:>7}" for head in heads), *(["cost"] if is_cut else []), "holds"])]
+    for number, (stage, share) in enumerate(zip(stages, shares, strict=True)):
         parts = [getattr(stage.memory, field.name) for field in fields(StageMemory)]
         figures = [*parts, stage.memory.total, *([stage.host_bytes] if host else [])]
-        mark = "*" if stage is worst and len(stages) > 1 else " "
+        mark = "*" if stage is worst and is_cut else " "
         cells = [f"{number:>4}{mark}", *(f"{_gib(figure):>7}" for figure in figures)]
+        cells += [f"{share:>4.0%}"] if is_cut else []
         lines.append(" ".join([*cells, stage_text(layers, stage.start, stage.stop)]))
-    if len(stages) > 1:
-        lines.append("   * the stage that needs most")
+    if is_cut:
+        lines.append("   * the stage that needs most; cost: share of a microbatch's FLOPs")
     return lines
 
 

@@ -11,8 +11,8 @@ from megatron.config.options import Config
 from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.activations import layer_memory, loss_memory, mask_bytes, stream_bytes
 from megatron.planning.pipeline import stage_bounds
-from megatron.planning.sizes import declared_layers, parameters_of_layer
-from megatron.planning.zero import SharedState, held_layers, number_size, shared_state
+from megatron.planning.sizes import declared_layers, number_size, parameters_of_layer
+from megatron.planning.zero import SharedState, held_layers, shared_state
 
 
 @dataclass(frozen=True)

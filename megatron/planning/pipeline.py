@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
 
-from megatron.config.options import Config
+from megatron.config.options import Config, flag
 from megatron.parallel.shards import LayerDeclaration
-from megatron.planning.sizes import parameters_of_layer
+from megatron.planning.activations import layer_memory
+from megatron.planning.flops import layer_flops
+from megatron.planning.sizes import declared_layers, parameters_of_layer
+
+STATE_BYTES = 16
+"""Bytes of weights, gradients and optimizer states for each parameter, to choose between cuts of one cost."""
+SLOWER = 1.1
+"""Times the cost of the best cuts' slowest stage, above which a partition is warned of."""
 
 
 def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
@@ -15,65 +26,117 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
-@functools.cache
-def balanced_bounds(weights: tuple[float, ...], num_stages: int) -> list[int]:
-    """Return the cuts of DeepSpeed's `partition_balanced`: stage i holds the layers [bounds[i], bounds[i + 1]).
-
-    It looks for the least difference between the heaviest and the lightest stage, one stage at a time; of equal cuts
-    it takes the last.
-    """
-    if len(weights) <= num_stages:
-        return [min(stage, len(weights)) for stage in range(num_stages + 1)]
-    total_before = [0.0]
-    for weight in weights:
-        total_before.append(total_before[-1] + weight)
-    # cut[j][i]: (spread, heaviest, lightest, start of the last stage) of the first i layers in j stages
-    cut: list[dict[int, tuple[float, float, float, int]]] = [
-        {end: (0.0, total_before[end], total_before[end], 0) for end in range(1, len(weights) + 1)}
-    ]
-    for stages in range(2, num_stages + 1):
-        row: dict[int, tuple[float, float, float, int]] = {}
-        for end in range(stages, len(weights) + 1):
-            best: tuple[float, float, float, int] | None = None
-            for start in range(stages - 1, end):
-                _, heaviest, lightest, _ = cut[-1][start]
-                last = total_before[end] - total_before[start]
-                heaviest, lightest = max(heaviest, last), min(lightest, last)
-                if best is None or heaviest - lightest <= best[0]:
-                    best = heaviest - lightest, heaviest, lightest, start
-            assert best is not None
-            row[end] = best
-        cut.append(row)
-    bounds = [len(weights)]
-    for row in reversed(cut):
-        bounds.append(row[bounds[-1]][3])
-    return bounds[::-1]
-
-
-def uniform_bounds(num_layers: int, num_stages: int) -> list[int]:
-    """Return the cuts of DeepSpeed's `partition_uniform`: as many layers a stage, the first take one more."""
-    if num_layers <= num_stages:
-        return [min(stage, num_layers) for stage in range(num_stages + 1)]
-    size, over = divmod(num_layers, num_stages)
-    return [stage * size + min(stage, over) for stage in range(num_stages + 1)]
-
-
 def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int]:
     """Return the cuts through the list of layers that `pipeline_partition_method` gives.
 
-    DeepSpeed balances trained parameters, and counts a tied weight at both its places.
+    Range i holds the layers [bounds[i], bounds[i + 1]). Every method but a list makes its largest range as small as
+    possible, in FLOPs, parameters or layers; of equal cuts, it takes those that need the least memory.
     """
-    num_stages = config.parallel.pipeline_model_parallel_size
-    method = config.parallel.pipeline_partition_method
-    if num_stages == 1:
+    method, num_ranges = config.parallel.pipeline_partition_method, config.parallel.num_pipeline_ranges
+    listed = config.parallel.listed_layers
+    if num_ranges == 1:
         return [0, len(layers)]
-    if method == "uniform":
-        return uniform_bounds(len(layers), num_stages)
+    if listed is not None:
+        return _listed_bounds(listed, layers)
+    t = config.parallel.tensor_model_parallel_size
+    trained = [parameters_of_layer(layer, t, trained_only=True) for layer in layers]
     if method == "parameters":
-        t = config.parallel.tensor_model_parallel_size
-        weights = tuple(parameters_of_layer(layer, t, trained_only=True) for layer in layers)
-        return balanced_bounds(weights, num_stages)
-    return balanced_bounds(tuple(0 if layer.number is None else 1 for layer in layers), num_stages)
+        weights = trained
+    elif method == "uniform":
+        weights = [1] * len(layers)
+    elif method == "cost":
+        weights = [flops.total for flops in layer_flops(config)]
+    else:  # type:TransformerLayer
+        weights = [0 if layer.number is None else 1 for layer in layers]
+    # a range holds a transformer layer or the output projection, and the optimizer needs something to train there
+    holds = [layer.number is not None or layer is layers[-1] for layer in layers]
+    of_trained = [is_held and size > 0 for is_held, size in zip(holds, trained, strict=True)]
+    holds = of_trained if sum(of_trained) >= num_ranges else holds
+    state = [STATE_BYTES * parameters_of_layer(layer, t) for layer in layers]
+    kept = [layer_memory(layer, config).kept for layer in layers]
+    return list(_balanced(tuple(weights), tuple(state), tuple(kept), tuple(holds), num_ranges))
+
+
+def _listed_bounds(listed: Sequence[int], layers: Sequence[LayerDeclaration]) -> list[int]:
+    """Cut after so many transformer layers; the first range begins with the embedding, the last ends with the head."""
+    places = [place for place, layer in enumerate(layers) if layer.number is not None]
+    return [0, *(places[0] + done for done in itertools.accumulate(listed[:-1])), len(layers)]
+
+
+@functools.lru_cache(maxsize=256)
+def _balanced(
+    weights: tuple[int, ...], state: tuple[int, ...], kept: tuple[int, ...], holds: tuple[bool, ...], num_ranges: int
+) -> tuple[int, ...]:
+    """Return the cuts with the lightest heaviest range, of these with the least largest memory, and then the most even.
+
+    Each range has at least one of the layers marked in `holds`. `state` and `kept`: bytes of a layer, once, and for
+    each microbatch in flight; under 1F1B range i of n keeps n - i.
+    """
+    if sum(holds) < num_ranges:
+        raise ValueError(f"{sum(holds)} layers cannot be cut into {num_ranges} ranges")
+    weight_before, state_before, kept_before = ([0, *itertools.accumulate(sizes)] for sizes in (weights, state, kept))
+
+    def weight(_: int, start: int, stop: int) -> int:
+        return weight_before[stop] - weight_before[start]
+
+    def memory(index: int, start: int, stop: int) -> float:
+        if weight(index, start, stop) > lightest:
+            return math.inf
+        in_flight = num_ranges - index
+        return state_before[stop] - state_before[start] + in_flight * (kept_before[stop] - kept_before[start])
+
+    def squared_memory(index: int, start: int, stop: int) -> float:
+        size = memory(index, start, stop)
+        return size**2 if size <= least else math.inf
+
+    lightest, _ = _best_cuts(weight, max, holds, num_ranges)
+    least, _ = _best_cuts(memory, max, holds, num_ranges)
+    return _best_cuts(squared_memory, operator.add, holds, num_ranges)[1]
+
+
+def _best_cuts(
+    value: Callable[[int, int, int], float],
+    combine: Callable[[float, float], float],
+    holds: Sequence[bool],
+    num_ranges: int,
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least combined value of the ranges, and its cuts.
+
+    `value` of (index, start, stop) is that of one range; a longer range has no smaller one.
+    """
+    found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, (0,))}  # of the layers before each place
+    for index in range(num_ranges):
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for stop in range(index + 1, len(holds) + 1):
+            best = math.inf
+            for start in range(stop - 1, index - 1, -1):
+                last = value(index, start, stop)
+                if last >= best:
+                    break
+                if start in found and any(holds[start:stop]):
+                    total = combine(found[start][0], last)
+                    if total < best:
+                        best, longer[stop] = total, (total, (*found[start][1], stop))
+        found = longer
+    return found[len(holds)]
+
+
+def cost_shares(config: Config, bounds: Sequence[int]) -> list[float]:
+    """Return the share of each range in the FLOPs of a microbatch: `layer_flops`."""
+    flops = [layer.total for layer in layer_flops(config)]
+    return [sum(flops[start:stop]) / sum(flops) for start, stop in itertools.pairwise(bounds)]
+
+
+def partition_warnings(config: Config) -> Iterator[str]:
+    """Yield a warning if the best cuts would make the slowest stage more than a tenth faster."""
+    parallel, layers = config.parallel, declared_layers(config)
+    best = dataclasses.replace(config, parallel=dataclasses.replace(parallel, pipeline_partition_method="cost"))
+    own, least = (max(cost_shares(config, stage_bounds(run, layers))) for run in (config, best))
+    if own > SLOWER * least:
+        yield (
+            f"pipeline_partition_method={parallel.pipeline_partition_method} makes the slowest stage take "
+            f"{own / least:.2f} times as long as the best cuts do; use {flag('pipeline_partition_method')} cost"
+        )
 
 
 def stage_text(layers: Sequence[LayerDeclaration], start: int, stop: int) -> str:

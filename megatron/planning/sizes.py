@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a model, from its declared layers.
+"""Parameters of a model, from its declared layers.
 
 Nothing here or beside it imports torch or deepspeed, so a plan answers at once on a machine without either.
 """
@@ -35,23 +35,11 @@ def parameters_of_layer(layer: LayerDeclaration, tensor_model_parallel_size: int
     return sum(math.prod(shard.local_shape(tensor_model_parallel_size)) for shard in shards)
 
 
-def flops_per_token(config: Config) -> float:
-    """FLOPs of training on one token, forward and backward: 6 N + 12 L A D S.
-
-    N counts the weights that a token is multiplied with: the matrices of the layers and the output head over the true
-    vocabulary; neither the embedding look-up nor positions, norms, biases and padding. L layers, A query heads, D head
-    size, S sequence: attention counts the whole S x S square, although half of it is masked; recomputation does not
-    count.
-    Source: the model FLOPs of PaLM, appendix B (Chowdhery et al. 2022, arXiv:2204.02311).
-    """
-    model, layers = config.model, declared_layers(config)
-    blocks = [layer for layer in layers if layer.number is not None]
-    weights = sum(math.prod(shard.shape) for layer in blocks for shard in layer.shards.values() if is_matrix(shard))
-    weights += sum(math.prod(shard.shape) for shard in layers[-1].shards.values() if shard.vocabulary)
-    attention = 12 * len(blocks) * model.num_attention_heads * model.head_size * config.training.seq_length
-    return float(6 * weights + attention)
-
-
 def is_matrix(shard: Shard) -> bool:
     """True for the weight of a linear layer."""
     return len(shard.shape) > 1 and not shard.vocabulary
+
+
+def number_size(config: Config) -> int:
+    """Bytes of a weight, and of an activation."""
+    return 4 if config.training.precision == "fp32" else 2

@@ -15,7 +15,7 @@ from megatron.config.deepspeed_file import read_settings
 from megatron.config.options import Config, ConfigError
 from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.pipeline import stage_bounds
-from megatron.planning.sizes import declared_layers, parameters_of_layer
+from megatron.planning.sizes import declared_layers, number_size, parameters_of_layer
 
 REDUCE_BUCKET = 500_000_000
 """DeepSpeed's `reduce_bucket_size`: numbers that it reduces at once, and allocates a buffer for."""
@@ -50,11 +50,6 @@ def zero_settings(config: Config) -> dict[str, Any]:
 def held_layers(layers: Sequence[LayerDeclaration]) -> list[LayerDeclaration]:
     """Return each layer once: a stage holds a tied weight once."""
     return list({layer.name: layer for layer in layers}.values())
-
-
-def number_size(config: Config) -> int:
-    """Bytes of a weight, and of an activation."""
-    return 4 if config.training.precision == "fp32" else 2
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from megatron.config.options import Config
 from megatron.models.sequential import compute_dtype, default_dtype
 from megatron.observability.timers import around
 from megatron.parallel.context import ParallelContext
+from megatron.planning.pipeline import stage_bounds
+from megatron.planning.sizes import declared_layers
 from megatron.training.engine import Engine, to_device
 from megatron.training.losses import StepLosses
 
@@ -78,17 +80,29 @@ def _reduce_tied_gradients(engine: Any) -> None:
             dist.all_reduce(weight.grad_accum, group=group)
 
 
+class StageModule(PipelineModule):
+    """This rank's stage of the list of layers: DeepSpeed's PipelineModule, cut at `bounds` of `stage_bounds`."""
+
+    def __init__(self, specs: Sequence[LayerSpec], bounds: Sequence[int], **options: Any) -> None:
+        self.parts = list(bounds)  # read by DeepSpeed's constructor
+        super().__init__(specs, **options)
+
+    def _partition_layers(self, method: str = "") -> None:
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(*self.parts[stage : stage + 2])
+
+
 def pipeline_module(
     config: Config, ctx: ParallelContext, specs: list[LayerSpec], losses: StepLosses, varies_shapes: bool
 ) -> nn.Module:
     """Allocate the layers of this rank's stage. Collective."""
     # without no_grad, its broadcast of tied weights would become part of their autograd graph
     with default_dtype(compute_dtype(config)), torch.no_grad():
-        return PipelineModule(
+        return StageModule(
             specs,
+            stage_bounds(config, declared_layers(config)),
             topology=ctx.topology,
             loss_fn=losses,
-            partition_method=config.parallel.pipeline_partition_method,
             activation_checkpoint_interval=0,
             dynamic_shape=varies_shapes,
         )

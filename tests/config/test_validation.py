@@ -45,6 +45,30 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "use core_attn, layernorm, mlp, mlp_act",
     ),
     "stages": ("--pipeline-model-parallel-size 4 --num-layers 3", 4, "larger than num_layers=3", "use at most 3"),
+    "partition's name": (
+        "--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-partition-method 3;2",
+        2,
+        "pipeline_partition_method='3;2' is unknown",
+        "or a number of layers for each stage, such as 3,2",
+    ),
+    "partition's sum": (
+        "--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-partition-method 3,1",
+        2,
+        "pipeline_partition_method=3,1 adds up to 4; each of the 2 stages needs",
+        "use 3,2, or cost",
+    ),
+    "partition's length": (
+        "--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-partition-method 4",
+        4,
+        "pipeline_partition_method=4 has 1 number; each of the 4 stages needs",
+        "use 1,1,1,1, or cost",
+    ),
+    "partition's empty stage": (
+        "--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-partition-method 2,0,0,3",
+        4,
+        "pipeline_partition_method=2,0,0,3 adds up to 5 and leaves stage 1 without a layer",
+        "use 1,1,1,1, or cost",
+    ),
     "heads": (
         "--tensor-model-parallel-size 3 --num-query-groups 1 --kv-channels 48 --ffn-hidden-size 96",
         3,

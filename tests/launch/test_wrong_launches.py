@@ -42,11 +42,12 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
     (
         "bloom13b",
         TINY + "HL_DP=two HL_PP=9 HL_GSB=4",
-        "--data-path nothing",
+        "--data-path nothing --pipeline-partition-method 3,1",
         [
             "HL_DP='two'",
             "unknown variable HL_GSB=4; did you mean HL_GBS",
             "pipeline_model_parallel_size=9 is larger",
+            "pipeline_partition_method=3,1 has 2 numbers",
             "dataset nothing lacks",
         ],
     ),

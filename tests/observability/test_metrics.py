@@ -22,7 +22,7 @@ from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_stats import RankStats
 from megatron.observability.rank_times import RankTimes, straggler_stats
 from megatron.observability.step_metrics import StepMetrics
-from megatron.planning.sizes import flops_per_token
+from megatron.planning.flops import flops_per_token
 
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
 STEP = StepMetrics(

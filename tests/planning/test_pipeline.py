@@ -1,16 +1,24 @@
-"""Pipeline stages of a plan are those of DeepSpeed."""
+"""Pipeline stages: the best cuts by each measure, or those that a list gives."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.planning.pipeline import balanced_bounds, bubble_fraction, stage_bounds, stage_text, uniform_bounds
-from megatron.planning.sizes import declared_layers
-from tests.planning.configs import BLOOM_13B, config
+from megatron.config.options import Config
+from megatron.config.pipeline_rules import METHODS
+from megatron.config.training import TrainingConfig
+from megatron.planning.activations import layer_memory
+from megatron.planning.flops import layer_flops
+from megatron.planning.pipeline import bubble_fraction, partition_warnings, stage_bounds, stage_text
+from megatron.planning.sizes import declared_layers, parameters_of_layer
+from tests.planning.configs import LLAMA_8B, config
 
 
 def test_bubble_of_bloom_176b() -> None:
@@ -19,22 +27,112 @@ def test_bubble_of_bloom_176b() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=24), st.integers(1, 9))
-def test_balanced_bounds_equal_deepspeed(weights: list[int], num_stages: int) -> None:
-    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+@given(st.integers(1, 7), st.integers(1, 4), st.sampled_from(METHODS), st.sampled_from([64, 512, 4096]), st.booleans())
+def test_cuts_are_the_best_of_all(num_layers: int, num_stages: int, method: str, vocab_size: int, tied: bool) -> None:
+    """Against all cuts: the least largest weight, then the least largest memory, then the most even memory."""
+    num_stages = min(num_stages, num_layers)
+    run = _staged(num_layers, num_stages, method, vocab_size, untie_embeddings_and_output_weights=not tied)
+    layers = declared_layers(run)
+    weights: list[int] = {
+        "cost": [flops.total for flops in layer_flops(run)],
+        "parameters": [sum(math.prod(shard.shape) for shard in layer.shards.values()) for layer in layers],
+        "uniform": [1] * len(layers),
+        "type:TransformerLayer": [int(layer.name.startswith("layers.")) for layer in layers],
+    }[method]
 
-    expected = [int(bound) for bound in partition_balanced(weights, num_stages)]
-    assert balanced_bounds(tuple(weights), num_stages) == expected
-    assert uniform_bounds(len(weights), num_stages) == partition_uniform(len(weights), num_stages)
+    def measures(bounds: tuple[int, ...]) -> tuple[int, int, int]:
+        held = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
+        memory = [
+            sum(16 * parameters_of_layer(layer, 1) + in_flight * layer_memory(layer, run).kept for layer in part)
+            for in_flight, part in zip(range(num_stages, 0, -1), held, strict=True)
+        ]
+        heaviest = max(sum(weights[start:stop]) for start, stop in itertools.pairwise(bounds))
+        return heaviest, max(memory), sum(size**2 for size in memory)
+
+    last = 2 + num_layers  # of the places before the final norm
+    allowed = [
+        measures((0, *cuts, len(layers)))
+        for cuts in itertools.combinations(range(1, len(layers)), num_stages - 1)
+        if all(cut > 2 for cut in cuts) and all(cut < last for cut in cuts[:-1])
+    ]
+    assert measures(tuple(stage_bounds(run, layers))) == min(allowed)
 
 
-@pytest.mark.parametrize("method", ["parameters", "uniform", "type:TransformerLayer"])
-def test_stages_hold_every_layer_once(method: str) -> None:
-    run = config(BLOOM_13B, parallel={"pipeline_model_parallel_size": 3, "pipeline_partition_method": method})
-    bounds = stage_bounds(run, declared_layers(run))
-    assert bounds[0] == 0
-    assert bounds[-1] == 44
-    assert all(start < stop for start, stop in itertools.pairwise(bounds))
+def _staged(num_layers: int, num_stages: int, method: str, vocab_size: int = 256, **model: Any) -> Config:
+    shapes = {"num_layers": num_layers, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": vocab_size} | model
+    return config(shapes, parallel={"pipeline_model_parallel_size": num_stages, "pipeline_partition_method": method})
+
+
+def _stages(run: Config) -> list[str]:
+    layers = declared_layers(run)
+    return [stage_text(layers, *cut) for cut in itertools.pairwise(stage_bounds(run, layers))]
+
+
+def test_an_output_projection_counts_as_the_layers_it_costs() -> None:
+    """A layer has 24 H^2 FLOPs for its products and 4 S H for attention, the output 2 V H: 3 layers at V=2,496."""
+    assert _stages(_staged(5, 2, "cost", 2496)) == ["embed 0-3", "4 head"]
+    assert _stages(_staged(5, 2, "type:TransformerLayer", 2496)) == ["embed 0-1", "2-4 head"]
+    recomputed = dataclasses.replace(
+        _staged(5, 2, "cost", 2496), training=TrainingConfig(recompute_granularity="full", seq_length=128)
+    )
+    assert _stages(recomputed) == ["embed 0-2", "3-4 head"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("3,1", ["embed 0-2", "3 head"]),
+        ("4,0", ["embed 0-3", "head"]),
+        ("0,4", ["embed", "0-3 head"]),
+        ("1,2,1", ["embed 0", "1-2", "3 head"]),
+    ],
+)
+def test_a_list_cuts_after_so_many_transformer_layers(listed: str, expected: list[str]) -> None:
+    assert _stages(_staged(4, listed.count(",") + 1, listed)) == expected
+
+
+def test_every_stage_has_something_to_train() -> None:
+    """With half of the layers frozen, their stage takes one that is not."""
+    run = _staged(4, 2, "cost")
+    layers = declared_layers(run)
+    frozen = [
+        layer
+        if layer.number in (2, 3)
+        else dataclasses.replace(
+            layer, shards={name: dataclasses.replace(shard, trained=False) for name, shard in layer.shards.items()}
+        )
+        for layer in layers
+    ]
+    start, stop = stage_bounds(run, frozen)[1:]
+    assert [layer.name for layer in frozen[:start] if layer.number in (2, 3)] == ["layers.2"]
+    assert stop == len(layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({}, 3.0),
+        ({"recompute_granularity": "full"}, 4.0),
+        ({"recompute_granularity": "selective"}, 3 + 4 * 4096 * 8192 / (2 * 218103808 + 4 * 4096 * 8192)),
+    ],
+)
+def test_flops_of_a_layer_count_what_is_recomputed(options: dict[str, Any], factor: float) -> None:
+    run = config(LLAMA_8B, training={"seq_length": 8192, **options})
+    flops = {layer.name: flops for layer, flops in zip(declared_layers(run), layer_flops(run), strict=True)}
+    assert flops["layers.7"].forward == 2 * 218103808 + 4 * 4096 * 8192
+    assert flops["layers.7"].total == pytest.approx(factor * flops["layers.7"].forward)
+    assert flops["output"].total == 6 * 4096 * 128256, "the loss recomputes nothing"
+    assert flops["embedding.word"].total == flops["final_norm"].total == 0
+
+
+def test_warning_names_cuts_that_are_a_tenth_faster() -> None:
+    assert list(partition_warnings(_staged(5, 2, "cost", 2496))) == []
+    assert list(partition_warnings(_staged(5, 2, "3,2", 256))) == []
+    (warning,) = partition_warnings(_staged(5, 2, "2,3", 2496))
+    assert warning == (
+        "pipeline_partition_method=2,3 makes the slowest stage take 1.36 times as long as the best cuts do; use "
+        "--pipeline-partition-method cost"
+    )
 
 
 def test_stage_text_names_what_a_stage_holds() -> None:

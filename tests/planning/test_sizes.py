@@ -12,7 +12,8 @@ from megatron.config.options import Config
 from megatron.config.parser import PRESETS_DIR
 from megatron.config.plugins import known_plugins
 from megatron.parallel.shards import declared_shards
-from megatron.planning.sizes import count_parameters, declared_layers, flops_per_token, parameters_of_layer
+from megatron.planning.flops import flops_per_token
+from megatron.planning.sizes import count_parameters, declared_layers, parameters_of_layer
 from tests.planning.configs import BLOOM_13B, LLAMA_8B, config
 
 

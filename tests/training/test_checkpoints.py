@@ -96,6 +96,17 @@ def test_every_model_resumes_elsewhere(ranks: RankPools, saved: Any, tmp_path: P
     assert_same_state(newest(folder), newest(tmp_path))
 
 
+def test_any_cut_into_stages_resumes_on_any_other(ranks: RankPools, tmp_path: Path) -> None:
+    """Two stages: 3 and 1 of 4 layers, then none beside the embedding, none beside the head, and the default's cut."""
+    flags = f"{layouts.MODELS[MODEL]} {arguments('211')[1]} --pipeline-partition-method"
+    expected = ranks(2)(layouts.train_then_save, f"{flags} 3,1", 3, str(tmp_path / "0"))
+    for number, method in enumerate(("0,4", "4,0", "cost"), 1):
+        before, after = tmp_path / str(number - 1), tmp_path / str(number)
+        losses = ranks(2)(layouts.resume_then_save, f"{flags} {method}", str(before), str(after))
+        assert losses[0] == pytest.approx(expected[0], rel=1e-6)
+        assert_same_state(newest(before), newest(after))
+
+
 @pytest.mark.parametrize("layout", ["111", "122"])
 def test_bf16_masters_resume_elsewhere(ranks: RankPools, tmp_path: Path, layout: str) -> None:
     flags = f"{layouts.MODELS[MODEL]} {arguments('221')[1]} --bf16"

@@ -180,7 +180,7 @@ def resume_unfrozen(arguments: str) -> str:
 
 def build_a_frozen_stage() -> str:
     """Return the fault of a pipeline whose last stage has nothing to train."""
-    flags = f"{UNTIED} --pipeline-model-parallel-size 2 --pipeline-partition-method uniform"
+    flags = f"{UNTIED} --pipeline-model-parallel-size 2 --pipeline-partition-method 2,2"
     try:
         layouts.build(f"{flags} --freeze layers.[23].* final_norm.* output.*")
     except ConfigError as error:
