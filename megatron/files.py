@@ -1,13 +1,14 @@
-"""Files and folders that appear complete or not at all, and survive a power cut."""
+"""Files and folders that appear complete or not at all, and survive a power cut; paths that match a pattern."""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,3 +105,12 @@ def appearing(place: Path, partial: Path, *, replaced: Path | None = None) -> It
         shutil.rmtree(partial, ignore_errors=True)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def path_matches(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Return whether a path, as its names, matches a glob, as its parts, of which `**` is any number of folders."""
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return path_matches(names, parts[1:]) or (bool(names) and path_matches(names[1:], parts))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and path_matches(names[1:], parts[1:])

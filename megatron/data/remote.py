@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 from megatron.data.indexed import DataError
-from megatron.data.sources import path_matches
+from megatron.files import path_matches
 
 WEB = ("http://", "https://")
 GLOB_CHARACTERS = "*?["

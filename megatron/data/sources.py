@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron.data.indexed import DataError
+from megatron.files import path_matches
 
 Kind = Literal["jsonl", "text", "parquet", "arrow", "tar"]
 Compression = Literal["", ".gz", ".zst", ".xz", ".bz2"]
@@ -472,15 +473,6 @@ def empty_file(kind: str, compression: str) -> str | None:
 
 def _nothing_matches(pattern: str) -> DataError:
     return DataError(f"{pattern} does not exist, and as a pattern matches no file; correct --input")
-
-
-def path_matches(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Return whether a path, as its names, matches a glob, as its parts, of which `**` is any number of folders."""
-    if not parts:
-        return not names
-    if parts[0] == "**":
-        return path_matches(names, parts[1:]) or (bool(names) and path_matches(names[1:], parts))
-    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and path_matches(names[1:], parts[1:])
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
