@@ -23,9 +23,8 @@ LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hy
 WSD_DECAY = ("lr_wsd_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_style")
 ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
 RECOMPUTED = frozenset({"core_attn", "layernorm", "mlp", "mlp_act"})
+TRACING = ("profile_step_start", "profile_step_end")
 PROFILING = (
-    "profile_step_start",
-    "profile_step_end",
     "profile_ranks",
     "pytorch_profiler_collect_shapes",
     "pytorch_profiler_collect_callstack",

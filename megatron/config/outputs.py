@@ -85,12 +85,15 @@ class LoggingConfig:
     """Peak TFLOP/s of one device, for the MFU. Unset: taken from a table of known devices."""
     profile: bool = False
     """Write a torch.profiler trace to results_dir, with marked steps and phases, for each rank in profile_ranks."""
+    profile_instructions: bool = False
+    """Write a trace of what every rank ran when to results_dir: forward and backward passes, messages, reductions and
+    update. Says how long each pipeline stage was idle."""
     profile_step_start: NonNegative = 10
-    """First iteration of the trace."""
+    """First iteration of the traces."""
     profile_step_end: Positive = 12
-    """Iteration before which the trace ends."""
+    """Iteration before which the traces end."""
     profile_ranks: tuple[NonNegative, ...] = (0,)
-    """Ranks that write a trace."""
+    """profile: ranks that write a trace."""
     pytorch_profiler_collect_shapes: bool = False
     """Record the input shapes of every operator in the trace."""
     pytorch_profiler_collect_callstack: bool = False

@@ -19,6 +19,7 @@ from megatron.config.dependents import (
     ROPE_SCALING,
     SAVING,
     TIKTOKEN,
+    TRACING,
     WANDB,
     WSD_DECAY,
 )
@@ -394,8 +395,9 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
 def _check_logging(config: Config, world_size: int) -> Iterator[str]:
     logging = config.logging
     start, end = logging.profile_step_start, logging.profile_step_end
-    if logging.profile and logging.results_dir is None:
-        yield "profile writes its trace to results_dir, which is not given; give a folder, or turn profile off"
+    for name in ("profile", "profile_instructions"):
+        if getattr(logging, name) and logging.results_dir is None:
+            yield f"{name} writes its trace to results_dir, which is not given; give a folder, or turn {name} off"
     if start >= end:
         yield f"profile_step_end={end}, the step before which the trace ends, must be above profile_step_start={start}"
     ranks = " ".join(map(str, logging.profile_ranks))
@@ -438,6 +440,7 @@ def _check_guard(config: Config) -> Iterator[str]:
 def _idle_without(config: Config) -> Iterator[str]:
     checkpoint, logging, model = config.checkpoint, config.logging, config.model
     rope, tokenizer = model.position_embedding_type == "rope", config.data.tokenizer_type
+    traces = logging.profile or logging.profile_instructions
     exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
@@ -472,13 +475,14 @@ def _idle_without(config: Config) -> Iterator[str]:
         # an export copies its files, whatever their kind
         (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
         (logging.profile, "profile", "turn it on", PROFILING),
+        (traces, "profile or profile_instructions", "turn one on", TRACING),
         (logging.wandb_project, "wandb_project", "give one", WANDB),
     ]
     for present, needed, remedy, names in needs:
         if not present:
             yield from idle_options(config, needed, remedy, names)
     start, iters = logging.profile_step_start, config.training.train_iters
-    if logging.profile and iters and start > iters:
+    if traces and iters and start > iters:
         yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
 
 

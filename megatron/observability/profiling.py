@@ -1,9 +1,10 @@
-"""Trace of a few iterations by torch.profiler."""
+"""Traces of a few iterations: by torch.profiler, and of the instructions of all ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.config.options import LoggingConfig
+from megatron.observability.instruction_trace import (
+    TRACE_FILE,
+    InstructionTrace,
+    idle_shares,
+    simulated_idle_shares,
+    write_trace,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +36,23 @@ def is_profiled(logging: LoggingConfig, rank: int) -> bool:
 
 class Profile:
     """Records the iterations from profile_step_start to before profile_step_end, on the host and the device, and writes
-    them to the results folder. Does nothing unless `profile` is set and `rank` is among profile_ranks.
+    them to the results folder: with torch.profiler if `profile` is set and `rank` is among profile_ranks, and the
+    instructions of all ranks if `trace` is wanted.
 
-    `iteration`: iterations done so far. A run that resumes within the steps to record records the rest. As in torch's
-    own schedules, a step is marked `ProfilerStep#N`; the timers mark its phases.
+    `iteration`: iterations done so far. A run that resumes within the steps to record records the rest; one that fails
+    among them writes no instructions. `say` is given a line on the idle time of each stage. As in torch's own
+    schedules, a step is marked `ProfilerStep#N`; the timers mark its phases.
     """
 
-    def __init__(self, logging: LoggingConfig, *, rank: int, iteration: int) -> None:
+    def __init__(
+        self,
+        logging: LoggingConfig,
+        *,
+        rank: int,
+        iteration: int,
+        trace: InstructionTrace | None = None,
+        say: Callable[[str], None] = logger.info,
+    ) -> None:
         self._file = Path(logging.results_dir or ".") / trace_file(rank)
         self._first, self._last = max(logging.profile_step_start, 1), logging.profile_step_end - 1
         self._with_shapes = logging.pytorch_profiler_collect_shapes
@@ -42,17 +60,25 @@ class Profile:
         self._iteration = iteration
         self._profiler: Any = None
         self._wanted = is_profiled(logging, rank)
+        self._trace = trace if trace is not None and trace.wanted else None
+        self._rank, self._say, self._has_traced = rank, say, False
 
     def __enter__(self) -> Profile:
         if self._wanted and self._first - 1 <= self._iteration < self._last:
             self._start()
         return self
 
-    def mark(self, iteration: int) -> contextlib.AbstractContextManager[Any]:
-        """Mark an iteration in the trace."""
-        if self._profiler is None:
-            return contextlib.nullcontext()
-        return torch.profiler.record_function(f"ProfilerStep#{iteration}")
+    @contextlib.contextmanager
+    def mark(self, iteration: int) -> Iterator[None]:
+        """Mark an iteration in the traces."""
+        trace = self._trace if self._first <= iteration <= self._last else None
+        with contextlib.nullcontext() if self._profiler is None else _marked_step(iteration):
+            if trace is not None:
+                trace.begin_step(iteration)
+            yield
+            if trace is not None:
+                trace.end_step()
+                self._has_traced = True
 
     def step(self, iteration: int) -> None:
         """Start or stop as due after this iteration."""
@@ -60,6 +86,8 @@ class Profile:
             self._start()
         elif self._profiler is not None and iteration == self._last:
             self._stop()
+        if self._has_traced and iteration == self._last:
+            self._write_trace()
 
     def _start(self) -> None:
         # by default torch records the devices it finds: HPU only once Habana's plugin is imported
@@ -87,8 +115,36 @@ class Profile:
             part.unlink(missing_ok=True)
             logger.warning("%s was not written: %s", self._file, error)
 
+    def _write_trace(self) -> None:
+        """Collective."""
+        assert self._trace is not None
+        trace, self._has_traced = self._trace.gather(), False
+        if self._rank != 0:
+            return
+        file = self._file.with_name(TRACE_FILE)
+        try:
+            write_trace(trace, file)
+        except OSError as error:
+            logger.warning("%s was not written: %s", file, error)
+            return
+        measured, simulated = idle_shares(trace), simulated_idle_shares(trace)
+        self._say(
+            f"instructions of all ranks: {file}; idle by stage: {_percents(measured)}; by the order of the passes, "
+            f"if all took as long: {_percents(simulated)}"
+        )
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._profiler is not None:
             self._stop()
+        if self._has_traced and kind is None:
+            self._write_trace()
+
+
+def _marked_step(iteration: int) -> contextlib.AbstractContextManager[Any]:
+    return torch.profiler.record_function(f"ProfilerStep#{iteration}")
+
+
+def _percents(shares: Sequence[float]) -> str:
+    return " ".join(f"{share:.1%}" for share in shares)

@@ -42,8 +42,8 @@ class StepTimers:
 
     def __init__(self, level: int, device: torch.device, *, marks: bool = False) -> None:
         self.level, self._marks = level, marks
-        self._host = _Clock(_HostTicks())
-        self._device = self._host if device.type == "cpu" else _Clock(_DeviceTicks())
+        self._host = _Clock(HostTicks())
+        self._device = self._host if device.type == "cpu" else _Clock(DeviceTicks())
         self._is_training = True
         self._calls = dict.fromkeys(PER_CALL, 0)
 
@@ -97,8 +97,8 @@ class StepTimers:
         """
         if self.level > 0 or self._marks:
             engine._INSTRUCTION_MAP = {
-                instruction: self.timed(_PHASES[instruction.__name__], method)
-                if instruction.__name__ in _PHASES
+                instruction: self.timed(PHASES[instruction.__name__], method)
+                if instruction.__name__ in PHASES
                 else method
                 for instruction, method in engine._INSTRUCTION_MAP.items()
             }
@@ -139,8 +139,7 @@ def around(
     return call
 
 
-# phases by the names of the instructions of DeepSpeed's pipeline schedule (deepspeed.runtime.pipe.schedule)
-_PHASES = {
+PHASES = {
     "LoadMicroBatch": "batch-generator",
     "ForwardPass": "forward-compute",
     "BackwardPass": "backward-compute",
@@ -152,9 +151,10 @@ _PHASES = {
     "ReduceTiedGrads": "embedding-grads-all-reduce",
     "OptimizerStep": "optimizer",
 }
+"""Phases by the names of the instructions of DeepSpeed's pipeline schedule (deepspeed.runtime.pipe.schedule)."""
 
 
-class _HostTicks:
+class HostTicks:
     """Clock of the host."""
 
     def now(self) -> float:
@@ -164,7 +164,7 @@ class _HostTicks:
         return [end - begin for _, begin, end in spans]
 
 
-class _DeviceTicks:
+class DeviceTicks:
     """Events of the device's current stream, reused. Their times are known once the device has reached them."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class _DeviceTicks:
 class _Clock:
     """Divides time into spans, each of the innermost phase at that time."""
 
-    def __init__(self, ticks: _HostTicks | _DeviceTicks) -> None:
+    def __init__(self, ticks: HostTicks | DeviceTicks) -> None:
         self._ticks = ticks
         self._phases: list[str] = []
         self._since: Any = None

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from megatron.config.options import Config
+from megatron.observability.instruction_trace import InstructionTrace
 from megatron.observability.profiling import is_profiled
 from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
@@ -81,6 +82,7 @@ class Engine(ABC):
         """Seed of the random streams. A resumed run keeps that of its checkpoint."""
         marks = is_profiled(config.logging, ctx.rank)
         self.timers = StepTimers(config.logging.timing_log_level, ctx.device, marks=marks)
+        self.trace = InstructionTrace(ctx, wanted=config.logging.profile_instructions)
         self.state = EngineState(engine.module, engine.optimizer, config, ctx)
         self._gate = UpdateGate(ctx, self.state, losses, detector)
         if config.training.skip_train:

@@ -142,7 +142,13 @@ class Loop:
             # the loss at the start; and a validation that cannot work fails now, not after hours
             self._evaluator.run("valid")
             self._interval.restart()
-        profile = Profile(config.logging, rank=self.engine.ctx.rank, iteration=progress.iteration)
+        profile = Profile(
+            config.logging,
+            rank=self.engine.ctx.rank,
+            iteration=progress.iteration,
+            trace=self.engine.trace,
+            say=self.log.message,
+        )
         self._events.begin()
         with self._batches, profile:
             while shutdown.reason is None and not self._is_complete():

@@ -37,6 +37,10 @@ class PipelineEngine(Engine):
         if engine.steps_per_print() is None and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
         self.timers.watch_pipeline(engine)
+        if self.trace.wanted:
+            engine._INSTRUCTION_MAP = {
+                kind: self.trace.recorded(kind.__name__, method) for kind, method in engine._INSTRUCTION_MAP.items()
+            }
 
     @property
     def called_module(self) -> nn.Module:

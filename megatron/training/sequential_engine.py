@@ -26,7 +26,11 @@ class SequentialEngine(Engine):
     def __init__(self, engine: Any, *arguments: Any) -> None:
         super().__init__(engine, *arguments)
         self.timers.watch_sequential(engine)
-        self._forward, self._backward = marked(self._loss), marked(engine.backward)
+        if self.trace.wanted:
+            engine.allreduce_gradients = self.trace.recorded("ReduceGrads", engine.allreduce_gradients)
+            engine.step = self.trace.recorded("OptimizerStep", engine.step)
+        self._forward = self.trace.recorded("ForwardPass", marked(self._loss))
+        self._backward = self.trace.recorded("BackwardPass", marked(engine.backward))
 
     @property
     def called_module(self) -> nn.Module:

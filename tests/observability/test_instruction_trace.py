@@ -1,0 +1,135 @@
+"""Trace of instructions: every one that ran, and idle time that equals the schedule's formula."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.observability.instruction_trace import (
+    TRACE_FILE,
+    idle_shares,
+    read_trace,
+    simulated_idle_shares,
+)
+from megatron.observability.profiling import Profile
+from megatron.planning.pipeline import bubble_fraction
+from tests.ranks import RankPools
+from tests.training import layouts
+
+
+def traced_steps(arguments: str, folder: str) -> list[str]:
+    """Three steps of which two are traced, with an evaluation between them; the lines that were said."""
+    flags = "--profile-instructions --profile-step-start 2 --profile-step-end 4"
+    engine, task = layouts.build(f"{arguments} {flags} --results-dir {folder}")
+    said: list[str] = []
+    profile = Profile(engine.config.logging, rank=engine.ctx.rank, iteration=0, trace=engine.trace, say=said.append)
+    with profile:
+        for step in range(4):
+            with profile.mark(step + 1):
+                engine.train_step(
+                    layouts.step_batches(engine, task, step),
+                    num_microbatches=layouts.num_microbatches(engine),
+                    consumed_samples=0,
+                    lr=1e-3,
+                )
+            profile.step(step + 1)
+            engine.evaluate(layouts.step_batches(engine, task, step), layouts.num_microbatches(engine))
+    return said
+
+
+def spans(trace: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == rank]
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_idle_time_of_a_run_in_instructions_is_the_formula(ranks: RankPools, tmp_path: Path, num_stages: int) -> None:
+    flags = f"{layouts.MODELS['llama_gqa']} --pipeline-model-parallel-size {num_stages} --micro-batch-size 1"
+    said = ranks(num_stages)(traced_steps, flags, str(tmp_path))
+    trace, num_microbatches = read_trace(tmp_path / TRACE_FILE), 8
+    expected = bubble_fraction(num_stages, num_microbatches)
+    assert simulated_idle_shares(trace) == pytest.approx([expected] * num_stages, abs=1e-12)
+    assert all(0 < share < 1 for share in idle_shares(trace))
+    assert said[1:] == [[]] * (num_stages - 1)
+    assert re.search(rf"idle by stage: .*; by the order of the passes.*: {expected:.1%}", said[0][0])
+    for rank in range(num_stages):
+        counts = Counter((one["args"]["iteration"], one["args"]["instruction"]) for one in spans(trace, rank))
+        for iteration in (2, 3):
+            for name in ("ForwardPass", "BackwardPass"):
+                assert counts[iteration, name] == num_microbatches
+            assert counts[iteration, "OptimizerStep"] == counts[iteration, "ReduceGrads"] == 1
+            assert counts[iteration, "SendActivation"] == (num_microbatches if rank < num_stages - 1 else 0)
+            assert counts[iteration, "RecvActivation"] == (num_microbatches if rank > 0 else 0)
+        assert {iteration for iteration, _ in counts} == {2, 3}, "neither other steps nor evaluations"
+        last = 0.0
+        for one in spans(trace, rank):
+            assert one["ts"] >= last
+            last = one["ts"] + one["dur"]
+
+
+def test_microbatches_pass_from_stage_to_stage_by_one_clock(ranks: RankPools, tmp_path: Path) -> None:
+    flags = f"{layouts.MODELS['llama_gqa']} --pipeline-model-parallel-size 2 --micro-batch-size 1"
+    ranks(2)(traced_steps, flags, str(tmp_path))
+    trace = read_trace(tmp_path / TRACE_FILE)
+    ends = {
+        (one["pid"], one["args"]["iteration"], one["name"]): one["ts"] + one["dur"]
+        for rank in range(2)
+        for one in spans(trace, rank)
+    }
+    for iteration in (2, 3):
+        for number in range(8):
+            assert ends[0, iteration, f"ForwardPass {number}"] < ends[1, iteration, f"ForwardPass {number}"]
+            assert ends[1, iteration, f"BackwardPass {number}"] < ends[0, iteration, f"BackwardPass {number}"]
+
+
+@pytest.mark.parametrize("arguments", ["--zero-stage 2", "--zero-stage 1"])
+def test_one_stage_is_traced_and_never_idle_by_its_order(ranks: RankPools, tmp_path: Path, arguments: str) -> None:
+    ranks(2)(traced_steps, f"{layouts.MODELS['llama_gqa']} {arguments}", str(tmp_path))
+    trace = read_trace(tmp_path / TRACE_FILE)
+    assert simulated_idle_shares(trace) == [0]
+    assert {"ForwardPass", "BackwardPass", "OptimizerStep"} <= {one["args"]["instruction"] for one in spans(trace, 1)}
+
+
+def trace_of(orders: list[list[tuple[str, int, int]]]) -> dict[str, Any]:
+    """A trace of one step in which each stage runs its passes in this order."""
+    return {
+        "traceEvents": [
+            {
+                "ts": place,
+                "dur": 1,
+                "pid": stage,
+                "args": {"instruction": name, "iteration": 1, "stage": stage, "chunk": chunk, "microbatch": number},
+            }
+            for stage, order in enumerate(orders)
+            for place, (name, chunk, number) in enumerate(order)
+        ]
+    }
+
+
+def test_unequal_stages_idle_as_by_hand() -> None:
+    """Two stages, one microbatch: 3 and 1 units a pass, so 8 in all, of which they work 6 and 2."""
+    order = [("ForwardPass", 0, 0), ("BackwardPass", 0, 0)]
+    assert simulated_idle_shares(trace_of([order, order]), lambda stage, _: 1 if stage else 3) == [0.25, 0.75]
+
+
+def passes(words: str) -> list[tuple[str, int, int]]:
+    """'F01' is the forward pass of chunk 0, microbatch 1."""
+    names = {"F": "ForwardPass", "B": "BackwardPass", "W": "WeightPass"}
+    return [(names[word[0]], int(word[1]), int(word[2])) for word in words.split()]
+
+
+def test_two_chunks_halve_the_bubble_of_two_stages_and_deferred_weights_fill_it() -> None:
+    """Two stages. Interleaved, of 2 microbatches and chunks: (p - 1)(F + B) = 2 units of a chunk's pass beside 8."""
+    interleaved = [passes("F00 F01 F10 F11 B10 B11 B00 B01"), passes("F00 F01 F10 B10 F11 B11 B00 B01")]
+    assert simulated_idle_shares(trace_of(interleaved)) == pytest.approx([2 / 10, 2 / 10])
+    deferred = passes("F00 B00 W00")
+    assert simulated_idle_shares(trace_of([deferred, deferred])) == pytest.approx([2 / 5, 2 / 5])
+
+
+def test_order_that_waits_for_itself_is_an_error() -> None:
+    backward_first = [("BackwardPass", 0, 0), ("ForwardPass", 0, 0)]
+    with pytest.raises(ValueError, match="every stage waits for another"):
+        simulated_idle_shares(trace_of([backward_first, backward_first]))
