@@ -4,7 +4,9 @@
 
 Runs in bfloat16 on the CUDA device there is, else on the CPU with smaller defaults. The sides run in turn:
 
-- ours: `linear_cross_entropy` on one tensor-parallel rank; with --chunk-tokens also with other chunks of tokens
+- ours: `linear_cross_entropy` on one tensor-parallel rank, which adds the weight's gradient to float32 memory that the
+  optimizer has in any case, so it counts with the inputs; with --chunk-tokens also with other chunks of tokens
+- ours, own gradient: the same without such memory, as with ZeRO-2 and 3
 - plain: all logits in bfloat16, F.cross_entropy, autograd
 - plain float32: the same with the logits converted to float32 first, as transformers and Megatron do
 - torch: F.linear_cross_entropy in chunks (torch 2.13)
@@ -46,6 +48,7 @@ from megatron.parallel import loss_chunks
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import linear_cross_entropy
 from megatron.parallel.shards import Shard
+from megatron.parallel.weight_gradient import GradientSum
 
 TIME_LIMIT = 1.05
 MEMORY_LIMIT, MANY_TOKENS = 1 / 20, 16384
@@ -64,6 +67,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=positive, default=2048 if cuda else 512)
     parser.add_argument("--rounds", type=positive, default=7 if cuda else 3)
     parser.add_argument("--chunk-tokens", type=positive, nargs="*", default=[1024, 4096] if cuda else [])
+    parser.add_argument("--sides", nargs="+", help="only these, such as ours plain torch; ratios are to plain")
     parser.add_argument("--profile", action="store_true", default=cuda, help="the ten largest operators of ours")
     options = parser.parse_args()
     device = torch.device("cuda" if cuda else "cpu")
@@ -73,14 +77,14 @@ def main() -> int:
     for tokens in options.tokens:
         for vocabulary in options.vocabulary:
             case = Case.draw(tokens, vocabulary, options.hidden, device)
-            is_met &= case.compare(sides(options.chunk_tokens, device), options.rounds)
+            is_met &= case.compare(sides(options.chunk_tokens, device, options.sides), options.rounds)
             if options.profile:
                 case.profile()
     return 0 if is_met else 1
 
 
-def sides(chunk_tokens: list[int], device: torch.device) -> dict[str, Side]:
-    found: dict[str, Side] = {"ours": ours}
+def sides(chunk_tokens: list[int], device: torch.device, names: list[str] | None) -> dict[str, Side]:
+    found: dict[str, Side] = {"ours": ours, "ours, own gradient": ours_alone}
     for tokens in chunk_tokens:
         found[f"ours, chunks of {tokens:,}"] = in_chunks_of(tokens)
     found["plain"] = plain
@@ -89,12 +93,32 @@ def sides(chunk_tokens: list[int], device: torch.device) -> dict[str, Side]:
         found["torch"] = torchs
     if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
         found["liger"] = liger
-    return found
+    if unknown := set(names or ()) - set(found):
+        sys.exit(f"--sides {' '.join(sorted(unknown))}: not among {', '.join(found)}")
+    return {name: side for name, side in found.items() if not names or name in names}
 
 
-def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+class Sum(GradientSum):
+    """Float32 gradient of one microbatch, as an optimizer keeps it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.total = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
+
+    def open(self) -> tuple[Tensor, bool]:
+        return self.total, False
+
+    def close(self) -> None:
+        pass
+
+
+def ours(hidden: Tensor, weight: Tensor, labels: Tensor, *, is_total: bool = True) -> Tensor:
     ones = torch.ones(1, len(labels), device=hidden.device)
-    return linear_cross_entropy(hidden.unsqueeze(1), weight, labels.unsqueeze(0), ones, ParallelContext.single())
+    arguments = hidden.unsqueeze(1), weight, labels.unsqueeze(0), ones, ParallelContext.single()
+    return linear_cross_entropy(*arguments, is_total=is_total)
+
+
+def ours_alone(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return ours(hidden, weight, labels, is_total=False)
 
 
 def in_chunks_of(tokens: int) -> Side:
@@ -127,7 +151,7 @@ def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 @dataclass
 class Case:
     hidden: Tensor
-    weight: Tensor
+    weight: Any
     labels: Tensor
 
     @classmethod
@@ -138,6 +162,7 @@ class Case:
         weight = torch.empty(vocabulary, hidden_size, dtype=torch.bfloat16, device=device)
         parameter: Any = torch.nn.Parameter(weight.normal_(0.0, 0.02, generator=generator))
         parameter.shard = Shard(tuple(weight.shape), dim=0, pieces=(vocabulary,))
+        parameter.gradient_sum = Sum(parameter)
         labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
         return cls(hidden, parameter, labels)
 
@@ -185,8 +210,8 @@ class Case:
         loss = side(self.hidden, self.weight, self.labels)
         loss.backward()
         assert self.hidden.grad is not None
-        assert self.weight.grad is not None
-        sample = loss.detach(), self.hidden.grad[:SAMPLE].clone(), self.weight.grad[:SAMPLE].clone()
+        grad_weight = self.weight.gradient_sum.total if self.weight.grad is None else self.weight.grad
+        sample = loss.detach(), self.hidden.grad[:SAMPLE].clone(), grad_weight[:SAMPLE].clone()
         self.hidden.grad = self.weight.grad = None
         return sample
 

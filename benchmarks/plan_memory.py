@@ -70,6 +70,7 @@ OFFLOAD = "--offload-optimizer --offload-param"
 
 CPU_CASES = [
     Case("Llama, bf16", f"{TINY_LLAMA} --bf16"),
+    Case("Llama, bf16, loss in chunks", f"{TINY_LLAMA} --bf16 --num-layers 1 --seq-length 1024 --vocab-size 8000"),
     Case("Llama GQA, fp32, one microbatch", f"{TINY_GQA} --global-batch-size 2"),
     Case("Llama GQA, bf16, selective", f"{TINY_GQA} --bf16 --recompute-granularity selective"),
     Case("Llama GQA, bf16, layernorm, mlp_act", f"{TINY_GQA} --bf16 {PARTS} layernorm,mlp_act"),

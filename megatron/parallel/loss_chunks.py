@@ -7,6 +7,8 @@ from collections.abc import Iterator
 MIN_CHUNK_TOKENS = 1024
 """Each chunk reads the output weight twice, and reads and writes the float32 sum of its gradient. With fewer tokens
 that takes longer than the products."""
+ENOUGH_TOKENS = 2048
+"""With so many it takes a small part of their time, whatever the hidden size; more would only hold more logits."""
 BLOCK_LOGITS = 1 << 20
 """Logits that torch's softmax converts to float32 at once on a CPU: two copies of 4 MiB."""
 BLOCK_LOGITS_OF_A_DEVICE = 1 << 24
@@ -18,11 +20,11 @@ BLOCK_NUMBERS = 1 << 22
 
 def least_tokens(hidden_size: int) -> int:
     """Return the fewest tokens of one of several chunks."""
-    return max(MIN_CHUNK_TOKENS, hidden_size)
+    return min(max(MIN_CHUNK_TOKENS, hidden_size), ENOUGH_TOKENS)
 
 
 def chunk_size(num_tokens: int, hidden_size: int) -> int:
-    """Return the tokens of a chunk: all, or at least the larger of 1,024 and the hidden size, and less than twice that.
+    """Return the tokens of a chunk: all, or at least the hidden size, but from 1,024 to 2,048, and less than twice that.
 
     The logits of a chunk then take less memory than the float32 sum of the weight's gradient, which several chunks
     need and a single one does not. No chunk is a short remainder.

@@ -18,7 +18,7 @@ from megatron.parallel.loss_chunks import chunk_size, chunks
 from megatron.parallel.mappings import enter_tensor_region
 from megatron.parallel.shards import shard_of
 from megatron.parallel.softmax import RowSums, normalise_, row_sums, softmax_, sum_dtype
-from megatron.parallel.weight_gradient import WeightGradient, scaled
+from megatron.parallel.weight_gradient import GradientSum, WeightGradient, scaled
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class _Head:
     first_row: int
     num_rows: int
     ctx: ParallelContext
+    into: GradientSum | None
+    """Receives the gradient of the weight, which autograd then does not get; None: autograd gets it."""
 
     @property
     def rows_VH(self) -> Tensor:
@@ -98,7 +100,8 @@ def _over_ranks(own: RowSums, label_logits: Tensor, ctx: ParallelContext) -> tup
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of weighted token losses over several chunks. The gradients of both inputs are computed in forward, so that
-    no logits outlive their chunk and none are computed twice; backward only scales them by the gradient of the sum.
+    no logits outlive their chunk and none are computed twice; backward only scales them by the gradient of the sum. Of
+    `head.into`, that gradient is known before.
     """
 
     @staticmethod
@@ -108,7 +111,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = (with_gradients and needed for needed in function.needs_input_grad[:2])
         slices, buffer = head.slices(), head.logits_buffer()
         grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight = WeightGradient(weight, head.num_rows, len(slices), token_weights_N) if needs_weight else None
+        grad_weight = None
+        if needs_weight:
+            factors_N = token_weights_N if head.into is None else token_weights_N * head.into.loss_gradient
+            grad_weight = WeightGradient(weight, head.num_rows, len(slices), factors_N, head.into)
         log_probs_N = torch.empty_like(token_weights_N)
         for part in slices:
             logits = head.logits(part, buffer)
@@ -119,8 +125,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, head.rows_VH, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight.add(part, logits, hidden_NH[part])
-        function.weight_dtype = weight.dtype
-        sums = (grad_weight.total, grad_weight.unit) if grad_weight else (None, None)
+        function.weight_dtype, function.into = weight.dtype, head.into if grad_weight else None
+        function.loss_gradient = head.into.loss_gradient if head.into else 1.0
+        sums = (grad_weight.total, grad_weight.unit) if grad_weight and head.into is None else (None, None)
         function.save_for_backward(grad_hidden, token_weights_N, *sums)
         return _weighted_sum(log_probs_N, token_weights_N)
 
@@ -128,6 +135,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         grad_hidden, token_weights_N, grad_weight, unit = function.saved_tensors
+        if function.into is not None:
+            function.into.close()
+            # the sum holds the gradient for another factor: the update gate is to see it
+            grad = torch.where(grad == function.loss_gradient, grad, torch.nan)
         if grad_hidden is not None:
             # in the dtype of the sums: a 16-bit factor would bend all gradients by up to 0.4 %
             grad_hidden = (grad_hidden * (token_weights_N * grad).unsqueeze(-1)).to(grad_hidden.dtype)
@@ -163,7 +174,9 @@ class _TokenLogProbs(torch.autograd.Function):
         slices, token_weights_N = head.slices(), -grad_N
         needs_hidden, needs_weight = function.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight = WeightGradient(weight, head.num_rows, len(slices), token_weights_N) if needs_weight else None
+        grad_weight = None
+        if needs_weight:
+            grad_weight = WeightGradient(weight, head.num_rows, len(slices), token_weights_N, head.into)
         buffer = head.logits_buffer() if kept is None else kept
         for part in slices:
             logits = buffer[: part.stop - part.start]
@@ -174,6 +187,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_hidden[part] = (logits @ head.rows_VH) * token_weights_N[part].unsqueeze(-1)
             if grad_weight is not None:
                 grad_weight.add(part, logits, hidden_NH[part])
+        if grad_weight is not None and head.into is not None:
+            head.into.close()
+            return grad_hidden, None, None, None
         if grad_weight is None or grad_weight.unit is None:
             return grad_hidden, grad_weight and grad_weight.total, None, None
         return grad_hidden, scaled(grad_weight.total, grad_weight.unit, weight.dtype), None, None
@@ -185,7 +201,13 @@ def _weighted_sum(log_probs_N: Tensor, token_weights_N: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels_BS: Tensor, token_weights_BS: Tensor, ctx: ParallelContext
+    hidden: Tensor,
+    weight: Tensor,
+    labels_BS: Tensor,
+    token_weights_BS: Tensor,
+    ctx: ParallelContext,
+    *,
+    is_total: bool = False,
 ) -> Tensor:
     """Sum over tokens of token_weight x cross-entropy of hidden @ weight^T: a float32 scalar, equal on all ranks.
 
@@ -193,10 +215,16 @@ def linear_cross_entropy(
     vocabulary; labels [B, S] int64; token_weights [B, S] (the loss mask times whatever normalises the sum). A token of
     weight 0 may have any label; a label outside the vocabulary with another weight makes the sum infinite.
     The weights take no gradient. Holds the logits of one chunk of tokens at a time (megatron/parallel/loss_chunks.py).
+
+    `is_total`: the loss of the microbatch that a task returns to the engine is this result, or this plus other terms.
+    The gradient of the weight is then added to the optimizer's float32 sum, where there is one, and does not pass
+    through autograd. A result times a factor would make the gradients NaN, which the update gate refuses.
     """
     if token_weights_BS.requires_grad:
         raise ValueError("token weights take no gradient here; multiply the result of token_log_probs by them instead")
-    head = _head(hidden, weight, labels_BS, ctx)
+    # not in float16, which could not hold hidden states times the weight of one token of a large batch
+    adds = is_total and weight.dtype != torch.float16
+    head = _head(hidden, weight, labels_BS, ctx, getattr(weight, "gradient_sum", None) if adds else None)
     token_weights_N = token_weights_BS.t().flatten().to(sum_dtype(hidden.dtype))
     arguments = head, torch.is_grad_enabled()
     if len(head.slices()) == 1:
@@ -216,9 +244,11 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: Para
     return torch.where(head.labels_N < 0, 0.0, log_probs_N).view(labels_BS.shape[::-1]).t()
 
 
-def _head(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext) -> _Head:
+def _head(
+    hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext, into: GradientSum | None = None
+) -> _Head:
     hidden_NH = enter_tensor_region(hidden, ctx).flatten(0, 1)
-    return _Head(hidden_NH, weight, labels_BS.t().flatten(), *own_vocabulary(weight, ctx), ctx)
+    return _Head(hidden_NH, weight, labels_BS.t().flatten(), *own_vocabulary(weight, ctx), ctx, into)
 
 
 def own_vocabulary(weight: Tensor, ctx: ParallelContext) -> tuple[int, int]:

@@ -268,6 +268,7 @@ def alias(parameter: Tensor) -> Tensor:
     """
     view = parameter.view_as(parameter)
     view.shard = shard_of(parameter)  # type: ignore[attr-defined]
+    view.gradient_sum = getattr(parameter, "gradient_sum", None)  # type: ignore[attr-defined]
     return view
 
 

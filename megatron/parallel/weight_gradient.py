@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from megatron.parallel.loss_chunks import BLOCK_NUMBERS
+
+
+class GradientSum(ABC):
+    """The float32 sum in which an optimizer adds up a parameter's gradients of a step, the parameter's attribute
+    `gradient_sum`. What is added to it directly is neither held a second time nor rounded to 16 bits.
+    """
+
+    loss_gradient: float = 1.0
+    """Gradient of a microbatch's loss with which its backward pass will start."""
+
+    @abstractmethod
+    def open(self) -> tuple[Tensor, bool]:
+        """Return the sum, in the parameter's shape, and True if it holds gradients of this step already.
+
+        The caller adds a gradient; the first one of a step replaces what is there.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Note, in the backward pass of a microbatch, that a gradient has been added."""
 
 
 class WeightGradient:
@@ -17,16 +38,34 @@ class WeightGradient:
     single chunk is rounded once by the product itself, so it needs no float32 sum; float16 could not hold it.
     """
 
-    def __init__(self, weight: Tensor, num_rows: int, num_chunks: int, token_weights_N: Tensor) -> None:
-        """Only the first `num_rows` rows of the weight have outputs; the gradient of the others is 0."""
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        is_rounded = num_chunks == 1 and weight.dtype != torch.float16
-        self.total = torch.empty_like(weight, dtype=weight.dtype if is_rounded else wide)
-        self.total[num_rows:] = 0
-        self.unit = None if self.total.dtype == weight.dtype else _largest(token_weights_N)
+    def __init__(
+        self,
+        weight: Tensor,
+        num_rows: int,
+        num_chunks: int,
+        token_weights_N: Tensor,
+        into: GradientSum | None = None,
+    ) -> None:
+        """Only the first `num_rows` rows of the weight have outputs; the gradient of the others is 0.
+
+        `into`: add to this sum; `total` is its memory and is not to be returned as a gradient.
+        """
+        self.unit: Tensor | None = None
         """Factor by which `total` is still to be multiplied; None: there is none."""
-        self._rows, self._beta = self.total[:num_rows], 0
-        self._token_weights_N1 = (token_weights_N if self.unit is None else token_weights_N / self.unit).unsqueeze(-1)
+        has_gradient = False
+        if into is not None:
+            self.total, has_gradient = into.open()
+        else:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            is_rounded = num_chunks == 1 and weight.dtype != torch.float16
+            self.total = torch.empty_like(weight, dtype=weight.dtype if is_rounded else wide)
+            if self.total.dtype != weight.dtype:
+                self.unit = _largest(token_weights_N)
+                token_weights_N = token_weights_N / self.unit
+        if not has_gradient:
+            self.total[num_rows:] = 0
+        self._rows, self._beta = self.total[:num_rows], int(has_gradient)
+        self._token_weights_N1 = token_weights_N.unsqueeze(-1)
 
     def add(self, part: slice, grad_outputs_CV: Tensor, inputs_CH: Tensor) -> None:
         """Add the tokens `part`."""

@@ -123,15 +123,17 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     """Return what linear_cross_entropy of one microbatch needs.
 
     A single chunk keeps the gradient of its logits for the backward pass; several have made both gradients in forward.
+    The weight's gradient takes no memory where it is added to the optimizer's own.
     """
     number, tokens, hidden = number_size(config), num_tokens(config), config.model.hidden_size
     t = config.parallel.tensor_model_parallel_size
     rows = config.model.padded_vocab_size(t) // t
     chunk, on_cpu = chunk_size(tokens, hidden), config.parallel.device == "cpu"
     is_trained = any(shard.vocabulary and shard.trained for shard in output.shards.values())
+    is_separate = is_trained and not adds_to_optimizers_sum(config)
     # the gradient of the weight is summed over chunks in float32; float16 could not hold even one
-    wide = 4 if chunk < tokens or config.training.fp16 else number
-    gradients = tokens * hidden * number + (rows * hidden * wide if is_trained else 0)
+    wide = 4 if chunk < tokens or config.training.fp16 or is_separate != is_trained else number
+    gradients = tokens * hidden * number + (rows * hidden * wide if is_separate else 0)
     gathered = tokens * hidden * number if config.parallel.sequence_parallel else 0
     logits = chunk * rows * number
     # inputs times the weights of tokens, in float32 and rounded; torch's softmax, and products of blocks
@@ -139,12 +141,19 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     block = min(chunk, max(1, BLOCK_LOGITS // rows)) * rows * (8 if number == 2 else 4) if on_cpu else 0
     product = min(rows * hidden, BLOCK_NUMBERS) * number if on_cpu and wide != number else 0
     work = max(weighted, chunk * hidden * number + product)
-    result = rows * hidden * number if is_trained else 0
+    result = rows * hidden * number if is_separate else 0
     if chunk == tokens:
         rounded = result if wide != number else 0
         return LossMemory(gathered + logits + block, gathered + logits + gradients + max(work, rounded))
     backward = tokens * hidden * number + max(4 * tokens * hidden if number == 2 else 0, result)
     return LossMemory(gradients + gathered + logits + max(block, work), gradients + backward)
+
+
+def adds_to_optimizers_sum(config: Config) -> bool:
+    """Return True if the loss adds the output weight's gradient to DeepSpeed's BF16_Optimizer's float32 gradients."""
+    training = config.training
+    is_buffered = training.bf16 and config.effective_zero_stage == 1 and not config.optimizer.offload_optimizer
+    return is_buffered and training.grad_accum_dtype == "fp32"
 
 
 def kernels_form(config: Config) -> str:

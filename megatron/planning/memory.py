@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from megatron.config.options import Config
 from megatron.parallel.shards import LayerDeclaration
-from megatron.planning.activations import layer_memory, loss_memory, mask_bytes, stream_bytes
+from megatron.planning.activations import adds_to_optimizers_sum, layer_memory, loss_memory, mask_bytes, stream_bytes
 from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers, number_size, parameters_of_layer
 from megatron.planning.zero import SharedState, held_layers, shared_state
@@ -130,12 +130,15 @@ class _Walk:
             yield "loss, forward", self._at(gradients, activations, temporary + loss.forward)
             yield "loss, backward", self._at(gradients, activations, temporary + loss.backward)
         gradients += state.microbatch_gradients + (0 if index else state.step_gradients)
+        output = self.layers[-1] if self.is_last and adds_to_optimizers_sum(self.config) else None
         tied = self.layers[-1].name if self.layers[-1].name in {layer.name for layer in self.layers[:-1]} else None
+        tied = None if output else tied
         pending, number, waiting = 0, number_size(self.config), 0
         for layer, memory, size in reversed(list(zip(self.layers, self.memories, self.gradients, strict=True))):
             # a gradient that is added to another is alive beside it for a moment, also in the dtype of the sum
             extra = self.largest[layer.name] * (number if state.keeps_gradients or state.bucket else number + 4)
             extra = extra if layer.name in seen or not state.keeps_gradients else 0
+            extra = 0 if layer is output else extra
             if layer.name == tied and waiting:  # the sum of both uses too
                 extra = max(extra, 2 * size)
             alive = temporary + memory.backward + extra + waiting

@@ -218,7 +218,7 @@ class Task(ABC):
         from megatron.parallel.losses import linear_cross_entropy
 
         labels, weights = targets
-        return LossResult(linear_cross_entropy(*outputs, labels, weights * scale, ctx))
+        return LossResult(linear_cross_entropy(*outputs, labels, weights * scale, ctx, is_total=True))
 
 
 def read_options(declared: Any, config: Config) -> Any:

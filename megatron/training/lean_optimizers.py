@@ -2,13 +2,15 @@
 
 For each parameter and step, DeepSpeed 0.19.8's BF16_Optimizer zeroes the 16-bit gradient, adds to it in backward,
 converts it, adds it to the float32 gradient, scales that for clipping and zeroes it twice. It reads the norm on the
-host twice as well. Here a 16-bit gradient is added (the first of a step is copied) as soon as it exists, and freed;
-clipping is part of the optimizer's update; and the host reads the norm once, with the loss, in the update gate. ZeRO's
-own optimizers clip in the update too, and divide by the loss scale that the gradients carry.
+host twice as well. Here a 16-bit gradient is added (the first of a step is copied) as soon as it exists, and freed; the
+loss adds that of the output weight itself, which never exists in 16 bits; clipping is part of the optimizer's update;
+and the host reads the norm once, with the loss, in the update gate. ZeRO's own optimizers clip in the update too, and
+divide by the loss scale that the gradients carry.
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +19,26 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import shard_of
+from megatron.parallel.weight_gradient import GradientSum
 from megatron.training.optimizer import clip_divisor, norm_over_model
+
+
+class _BufferedSum(GradientSum):
+    """A parameter's place in the optimizer's float32 gradients.
+
+    Holds neither: a cycle of parameter and optimizer is never collected.
+    """
+
+    def __init__(self, total: Tensor, flags: list[bool], index: int) -> None:
+        self._total, self._flags, self._index = total, flags, index
+
+    def open(self) -> tuple[Tensor, bool]:
+        had_gradient, self._flags[self._index] = self._flags[self._index], True
+        return self._total, had_gradient
+
+    def close(self) -> None:
+        """Nothing: the gradients are reduced after the last backward pass."""
 
 
 class LeanBF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
@@ -27,6 +48,21 @@ class LeanBF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
     """
 
     ctx: ParallelContext
+
+    def offer_sums(self) -> None:
+        """Let the loss add the gradients of vocabulary weights to the float32 ones itself."""
+        for group_idx, group in enumerate(self.bf16_groups):
+            for param_idx, lp in enumerate(group):
+                if shard_of(lp).vocabulary and self.grad_acc_dtype is torch.float32:
+                    lp._hp_grad = self.fp32_groups_gradients[group_idx][param_idx]  # read where weights are tied
+                    total, flags = lp._hp_grad.view(lp.shape), self.fp32_groups_has_gradients[group_idx]
+                    lp.gradient_sum = _BufferedSum(total, flags, param_idx)
+
+    def expect_loss_gradient(self, value: float) -> None:
+        """Set the gradient of a microbatch's loss with which the next backward passes will start."""
+        for lp in itertools.chain.from_iterable(self.bf16_groups):
+            if hasattr(lp, "gradient_sum"):
+                lp.gradient_sum.loss_gradient = value
 
     @torch.no_grad()
     def _update_hp_grad(self, lp: Any, group_idx: int, param_idx: int, clear_lp_grads: bool) -> None:
@@ -85,6 +121,7 @@ def lean(optimizer: Any, ctx: ParallelContext) -> None:
         # DeepSpeed compares its class with its own while it builds the engine, so it cannot be built as this one
         optimizer.__class__ = LeanBF16Optimizer
         optimizer.ctx = ctx
+        optimizer.offer_sums()
     elif hasattr(optimizer, "unscale_and_clip_grads"):
         optimizer.unscale_and_clip_grads = partial(_clip_in_update, optimizer)
         _grow_scale_after_update(optimizer)

@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.parallel import loss_chunks, weight_gradient
+from benchmarks import loss as loss_benchmark
+from megatron.parallel import loss_chunks, softmax, weight_gradient
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy, token_log_probs
-from megatron.parallel.shards import shard_of
+from megatron.parallel.shards import Shard, alias, shard_of
+from megatron.parallel.weight_gradient import GradientSum
 from tests.parallel import on_ranks
 from tests.ranks import RankPools
 
@@ -134,7 +137,8 @@ def test_the_result_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatc
 
 def test_chunks_are_neither_short_nor_long() -> None:
     assert loss_chunks.least_tokens(512) == 1024
-    assert loss_chunks.least_tokens(4096) == 4096
+    assert loss_chunks.least_tokens(1536) == 1536
+    assert loss_chunks.least_tokens(8192) == 2048
     for tokens in [0, 1, 1023, 1024, 1025, 2047, 2048, 2049, 3000, 16384]:
         sizes = [part.stop - part.start for part in loss_chunks.chunks(tokens, 512)]
         assert sum(sizes) == tokens
@@ -244,6 +248,75 @@ def test_a_factor_of_the_loss_is_not_rounded_to_16_bits() -> None:
     assert float(g @ h / (g @ g)) == pytest.approx(1 / 3, rel=5e-4)
 
 
+class Sum(GradientSum):
+    """Float32 memory with the remains of an earlier step."""
+
+    def __init__(self, weight: Tensor, loss_gradient: float) -> None:
+        self.total = torch.full_like(weight, torch.nan, dtype=torch.float32, requires_grad=False)
+        self.loss_gradient, self.has_gradient, self.num_closed = loss_gradient, False, 0
+
+    def open(self) -> tuple[Tensor, bool]:
+        had_gradient, self.has_gradient = self.has_gradient, True
+        return self.total, had_gradient
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def summed(weight: Tensor, batch: Batch, factor: float) -> tuple[Tensor, Tensor]:
+    """hidden and loss of a microbatch, whose backward pass starts with `factor`."""
+    hidden = torch.from_numpy(batch.hidden).to(weight.dtype).requires_grad_()
+    loss = linear_cross_entropy(
+        hidden,
+        alias(weight),
+        torch.from_numpy(batch.labels),
+        torch.from_numpy(batch.token_weights),
+        SINGLE,
+        is_total=True,
+    )
+    (loss * factor).backward()
+    return hidden, loss
+
+
+@pytest.mark.parametrize("least", [24, 5], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=["float32", "bfloat16"]
+)
+def test_gradients_are_added_to_the_optimizers_sum(
+    monkeypatch: pytest.MonkeyPatch, least: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Three microbatches, of which DeepSpeed takes the mean; weights near zero gain nothing from 16-bit remains."""
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    batch = Batch(scale=1 / 3, dtype=dtype)
+    weight = on_ranks.vocabulary_weight(batch.weight, 16, SINGLE)
+    weight.data = weight.data.to(dtype)
+    weight.gradient_sum = into = Sum(weight, 1 / 3)  # type: ignore[attr-defined]
+    for number in range(1, 4):
+        hidden, loss = summed(weight, batch, 1 / 3)
+        assert_near(loss, batch.loss, 2e-6 if dtype == torch.float32 else 1e-3)
+        assert hidden.grad is not None
+        assert_near(hidden.grad, batch.grad_hidden, 2e-6 if dtype == torch.float32 else 1e-2)
+        assert_near(into.total[:VOCABULARY], number * batch.grad_weight, tolerance)
+        assert not into.total[VOCABULARY:].any()
+        assert into.num_closed == number
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("least", [24, 5], ids=["whole", "chunks"])
+def test_a_factor_that_the_sum_does_not_expect_shows(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    batch = Batch(scale=2.0)
+    weight = on_ranks.vocabulary_weight(batch.weight, VOCABULARY, SINGLE)
+    weight.gradient_sum = into = Sum(weight, 1.0)  # type: ignore[attr-defined]
+    hidden, _ = summed(weight, batch, 2.0)
+    assert hidden.grad is not None
+    if least == 24:  # both gradients are computed in the backward pass, which knows the factor
+        assert_near(hidden.grad, batch.grad_hidden)
+        assert_near(into.total, batch.grad_weight)
+    else:
+        assert hidden.grad[batch.token_weights.T != 0].isnan().all()
+
+
 def test_float16_holds_the_gradient_of_one_label_many_times() -> None:
     tokens, hidden_size = 2048, 4
     hidden = torch.full((tokens, 1, hidden_size), 40.0, dtype=torch.float16, requires_grad=True)
@@ -326,6 +399,22 @@ def test_the_gradient_of_the_weight_is_summed_in_place(monkeypatch: pytest.Monke
     large = [name for name, size in zip(recorder.operators, recorder.sizes, strict=True) if size == weight.numel()]
     assert large.count("aten.empty_like.default") == 2  # the sum in float32 and the rounded gradient
     assert not [name for name in large if any(word in name for word in ("mm", "add", "mul"))]
+
+
+@pytest.mark.parametrize("vocabulary", [128_256, pytest.param(250_880, marks=pytest.mark.slow)])
+def test_peak_memory_is_a_twentieth_of_plain(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
+    """Of 16,384 tokens, counted over tensors without memory."""
+    monkeypatch.setattr(softmax, "BLOCK_LOGITS", 1 << 22)  # fewer operators to count
+    device, peaks = torch.device("cpu"), {}
+    with FakeTensorMode():
+        weight: Any = torch.nn.Parameter(torch.empty(vocabulary, 2048, dtype=torch.bfloat16))
+        weight.shard = Shard(tuple(weight.shape), dim=0, pieces=(vocabulary,))
+        weight.gradient_sum = loss_benchmark.Sum(weight)
+        hidden = torch.empty(16_384, 2048, dtype=torch.bfloat16, requires_grad=True)
+        case = loss_benchmark.Case(hidden, weight, torch.empty(16_384, dtype=torch.int64))
+        for name, side in loss_benchmark.sides([], device, ["ours", "plain"]).items():
+            peaks[name] = case.peak_bytes(side)
+    assert peaks["plain"] / peaks["ours"] > 20
 
 
 def test_no_gradients_are_computed_where_none_are_wanted() -> None:

@@ -112,6 +112,17 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
     }
 
 
+def train_in_chunks(arguments: str, steps: int, chunk_tokens: int) -> tuple[dict[str, Any], int]:
+    """`train` with a loss in chunks of so many tokens, and how often it adds to the optimizer's gradients itself."""
+    from megatron.training.lean_optimizers import _BufferedSum
+
+    with (
+        patch("megatron.parallel.loss_chunks.least_tokens", lambda _: chunk_tokens),
+        patch.object(_BufferedSum, "open", autospec=True, side_effect=_BufferedSum.open) as opened,
+    ):
+        return train(arguments, steps), opened.call_count
+
+
 def train_fp16(arguments: str, steps: int) -> dict[str, Any]:
     """`train` in float16, which torch computes on any CPU, though DeepSpeed allows it on few."""
     with allows_fp16():

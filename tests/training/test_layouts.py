@@ -149,6 +149,29 @@ def test_bf16_stays_near_float32(ranks: RankPools, reference: Any, model: str, l
     assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "tokens"),
+    [
+        ("bloom_learned", "111", 16),
+        ("bloom_learned", "211", 64),  # the only use of the tied weight on its stage
+        ("bloom_learned", "121s", 16),
+        ("llama_gqa", "112", 16),
+    ],
+)
+def test_a_loss_that_adds_to_the_optimizers_gradients_stays_near_float32(
+    ranks: RankPools, reference: Any, model: str, layout: str, tokens: int
+) -> None:
+    """In chunks of so many of its 64 tokens."""
+    expected = reference(model)
+    world_size, flags = arguments(layout)
+    results = ranks(world_size)(layouts.train_in_chunks, f"{layouts.MODELS[model]} {flags} --bf16", STEPS, tokens)
+    result, num_sums = results[-1]
+    assert num_sums == STEPS * 8 // (2 * int(layout[2]))  # each microbatch of a rank
+    assert result["losses"][0] == pytest.approx(expected["losses"][0], rel=2e-4)
+    assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=2e-3)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
+
+
 @pytest.mark.parametrize("layout", ["111", "211", "112", "121s"])
 def test_fp16_stays_near_float32(ranks: RankPools, reference: Any, layout: str) -> None:
     """Tied weights on two stages too, whose gradients are summed in another place than the others'."""
