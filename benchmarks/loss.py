@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=positive, default=2048 if cuda else 512)
     parser.add_argument("--rounds", type=positive, default=7 if cuda else 3)
     parser.add_argument("--chunk-tokens", type=positive, nargs="*", default=[1024, 4096] if cuda else [])
-    parser.add_argument("--sides", nargs="+", help="only these, such as ours plain torch; ratios are to plain")
+    parser.add_argument("--sides", nargs="*", help="beside ours and plain only these, such as torch")
     parser.add_argument("--profile", action="store_true", default=cuda, help="the ten largest operators of ours")
     options = parser.parse_args()
     device = torch.device("cuda" if cuda else "cpu")
@@ -95,7 +95,7 @@ def sides(chunk_tokens: list[int], device: torch.device, names: list[str] | None
         found["liger"] = liger
     if unknown := set(names or ()) - set(found):
         sys.exit(f"--sides {' '.join(sorted(unknown))}: not among {', '.join(found)}")
-    return {name: side for name, side in found.items() if not names or name in names}
+    return {name: side for name, side in found.items() if names is None or name in {"ours", "plain", *names}}
 
 
 class Sum(GradientSum):

@@ -412,7 +412,7 @@ def test_peak_memory_is_a_twentieth_of_plain(monkeypatch: pytest.MonkeyPatch, vo
         weight.gradient_sum = loss_benchmark.Sum(weight)
         hidden = torch.empty(16_384, 2048, dtype=torch.bfloat16, requires_grad=True)
         case = loss_benchmark.Case(hidden, weight, torch.empty(16_384, dtype=torch.int64))
-        for name, side in loss_benchmark.sides([], device, ["ours", "plain"]).items():
+        for name, side in loss_benchmark.sides([], device, []).items():
             peaks[name] = case.peak_bytes(side)
     assert peaks["plain"] / peaks["ours"] > 20
 
