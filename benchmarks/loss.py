@@ -226,7 +226,7 @@ class Case:
 
     def peak_bytes(self, side: Side) -> int:
         if not self.hidden.is_cuda:
-            with LiveBytes([self.hidden, self.weight, self.labels]) as live:
+            with LiveBytes([self.hidden, self.weight, self.weight.gradient_sum.total, self.labels]) as live:
                 before = live.now
                 side(self.hidden, self.weight, self.labels).backward()
             self.hidden.grad = self.weight.grad = None

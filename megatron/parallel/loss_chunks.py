@@ -24,7 +24,7 @@ def least_tokens(hidden_size: int) -> int:
 
 
 def chunk_size(num_tokens: int, hidden_size: int) -> int:
-    """Return the tokens of a chunk: all, or at least the hidden size, but from 1,024 to 2,048, and less than twice that.
+    """Return the tokens of a chunk: all, or at least the hidden size, but 1,024 to 2,048, and less than twice that.
 
     The logits of a chunk then take less memory than the float32 sum of the weight's gradient, which several chunks
     need and a single one does not. No chunk is a short remainder.
