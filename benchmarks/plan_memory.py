@@ -89,6 +89,8 @@ CPU_CASES = [
     Case("weights, fp32, ZeRO 2, offload", f"{WEIGHTS} --zero-stage 2 --offload-optimizer"),
     Case("weights, bf16, ZeRO 3, offload", f"{WEIGHTS} --bf16 --zero-stage 3 {OFFLOAD}"),
     Case("weights, bf16, DP 2", f"{WEIGHTS} --bf16", 2),
+    Case("weights, fp32, DP 2", WEIGHTS, 2),
+    Case("weights, bf16, sums in bf16, DP 2", f"{WEIGHTS} --bf16 --grad-reduce-dtype bf16", 2),
     Case("weights, bf16, ZeRO 2, DP 2", f"{WEIGHTS} --bf16 --zero-stage 2", 2),
     Case("weights, bf16, ZeRO 3, DP 2", f"{WEIGHTS} --bf16 --zero-stage 3", 2),
     Case("Bloom, bf16, PP 2", f"{TINY_BLOOM} --bf16 --pipeline-model-parallel-size 2", 2),

@@ -420,8 +420,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused(("HL_RECOMPUTE_NUM_LAYERS",), ("1",), "HL_CKP_ACT=1 recomputes each layer by itself. Set 1"),
     Refused(
         ("HL_OVERLAP_GRAD_REDUCE",),
-        ("0",),
-        "DeepSpeed schedules the reduction of gradients; --deepspeed-config may change it. Set 0",
+        ("0", "1"),
+        "gradients are always summed while the backward pass runs, with the same result; overlap_comm in "
+        "--deepspeed-config turns it off. Unset it",
     ),
     Refused(("HL_MICRO_BATCH_SYNC_INTERVAL",), ("0",), "ranks do not wait between microbatches. Unset it"),
     Refused(("HL_USE_CPU_INIT",), ("0", "1"), "weights are always initialised on the CPU. Unset it"),

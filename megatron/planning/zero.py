@@ -1,6 +1,7 @@
 """Memory of weights, gradients and optimizer states as DeepSpeed 0.19.8 allocates them, by optimizer and ZeRO stage.
 
-Its optimizers hold flat buffers, and reduce gradients through buckets; both count. Sizes in bytes, of one rank.
+Its optimizers and training/reduction.py hold flat buffers, and reduce gradients in buckets; both count. Sizes in bytes,
+of one rank.
 """
 
 from __future__ import annotations
@@ -25,15 +26,29 @@ PERSISTENT_PARAMETER = 100_000
 """DeepSpeed's `stage3_param_persistence_threshold`: smaller parameters are never cut."""
 
 
-def reduce_bucket_size(config: Config) -> int:
-    """Return the size of DeepSpeed's buckets: its default, but no more than a rank has gradients to put in.
+BUCKETS = 8
+"""Into which we cut the gradients of a model, within the two sizes below: more overlap, and fewer large collectives."""
+SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 40_000_000
 
-    DeepSpeed allocates the whole bucket, 2 GB in float32, for a model of any size.
+
+def reduce_bucket_size(config: Config) -> int:
+    """Return the number of gradients that are reduced at once, no more than a rank has.
+
+    Under ZeRO-2 and 3 and offload DeepSpeed's default: it allocates the whole bucket, 2 GB in float32, for a model of
+    any size.
     """
     layers, t = declared_layers(config), config.parallel.tensor_model_parallel_size
     bounds = stage_bounds(config, layers)
     held = [held_layers(layers[start:stop]) for start, stop in itertools.pairwise(bounds)]
-    return min(REDUCE_BUCKET, max(1, *(_parameters(stage, t, trained_only=True) for stage in held)))
+    most = max(1, *(_parameters(stage, t, trained_only=True) for stage in held))
+    if not has_gradient_buffers(config):
+        return min(REDUCE_BUCKET, most)
+    return min(max(SMALLEST_BUCKET, min(LARGEST_BUCKET, most // BUCKETS)), most)
+
+
+def has_gradient_buffers(config: Config) -> bool:
+    """Return True where gradients are summed from flat buffers of ours; under ZeRO-2 and 3 and offload by DeepSpeed."""
+    return config.effective_zero_stage < 2 and not config.optimizer.offload_optimizer
 
 
 def zero_settings(config: Config) -> dict[str, Any]:
@@ -100,14 +115,14 @@ def shared_state(config: Config, data_parallel_size: int, layers: Sequence[Layer
         microbatch_gradients=0,
         bucket=0,
         keeps_gradients=True,
-        at_reduction=4 * min(trained, REDUCE_BUCKET) if _flattens(config, data_parallel_size) else 0,
+        at_reduction=0,
         at_update=0,
         gathered=0,
     )
     if config.training.skip_train:
         weights = parameters * number if stage < 3 else -(-parameters * number // data_parallel_size)
-        return replace(bare, weights=weights, master_weights=0, optimizer_states=0, at_reduction=0)
-    if stage == 0:
+        return replace(bare, weights=weights, master_weights=0, optimizer_states=0)
+    if stage == 0 and data_parallel_size == 1:
         return bare
     sizes = [math.prod(shard.local_shape(t)) for layer in layers for shard in layer.shards.values()]
     largest = max(sizes, default=0)
@@ -115,8 +130,8 @@ def shared_state(config: Config, data_parallel_size: int, layers: Sequence[Layer
         persistent = sum(size for size in sizes if size <= PERSISTENT_PARAMETER)
         first = parameters_of_layer(layers[0], t) if layers else 0
         state = _zero_3(config, bare, data_parallel_size, parameters, share, persistent, first)
-    elif config.training.bf16 and stage == 1 and not optimizer.offload_optimizer:
-        state = _bf16_optimizer(config, bare, data_parallel_size, trained, share)
+    elif has_gradient_buffers(config):
+        state = _buffered(config, bare, data_parallel_size, trained, share)
     else:
         state = _zero_1_and_2(config, bare, data_parallel_size, trained, share)
     if optimizer.optimizer == "sgd" and optimizer.weight_decay > 0:
@@ -124,24 +139,15 @@ def shared_state(config: Config, data_parallel_size: int, layers: Sequence[Layer
     return _offloaded(config, state, share, largest) if optimizer.offload_optimizer else state
 
 
-def _flattens(config: Config, data_parallel_size: int) -> bool:
-    """Return True if DeepSpeed copies the gradients into one tensor, to reduce them in one call.
-
-    The sequential engine does so on a single rank too.
-    """
-    return data_parallel_size > 1 or not config.uses_pipeline
-
-
-def _bf16_optimizer(config: Config, bare: SharedState, dp: int, trained: int, share: int) -> SharedState:
-    """BF16_Optimizer: gradients are added to one flat buffer as soon as they exist."""
+def _buffered(config: Config, bare: SharedState, dp: int, trained: int, share: int) -> SharedState:
+    """Gradients are added to flat buffers as soon as they exist, and reduced in place, or as copies in `sent` bytes."""
     accumulated = 4 if config.training.grad_accum_dtype == "fp32" else 2
-    # two buffers, of weights that decay and of others; where one fills a bucket, it is reduced in place
-    flattened = _flattens(config, dp) and trained <= REDUCE_BUCKET
+    sent = 4 if (config.training.grad_reduce_dtype or config.training.grad_accum_dtype) == "fp32" else 2
     return replace(
         bare,
         gradients=accumulated * trained,
         keeps_gradients=False,
-        at_reduction=accumulated * trained if flattened else 0,
+        at_reduction=sent * trained if dp > 1 and sent != accumulated else 0,
         at_update=4 * share if accumulated == 2 else 0,
     )
 
@@ -162,11 +168,9 @@ def _zero_1_and_2(config: Config, bare: SharedState, dp: int, trained: int, shar
     flat += sent * full if sent != staged else 0
     partition = accumulated * share
     if stage == 1:
-        # the pipeline allocates its bucket a second time; every gradient lives until then
-        buckets = staged * bucket * (buffers + (1 if config.uses_pipeline else 0))
-        # accumulated in float32, each slice is added to the partition as it comes
+        # every gradient lives until then; accumulated in float32, each slice is added to the partition as it comes
         reduced = flat + partition if separate else max(flat, partition)
-        at_reduction = buckets - staged * bucket * buffers + max(0, reduced - staged * full)
+        at_reduction = max(0, reduced - staged * full)
         step = accumulated * trained if separate else 0
         return replace(
             bare,

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import deepspeed
 from deepspeed.runtime import compiler
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
@@ -67,10 +66,7 @@ def build_engine(
         from megatron.interop.universal import compare_sizes  # late: few runs need it
 
         compare_sizes(engine.optimizer, config.parallel.tensor_model_parallel_size)
-    lean(engine.optimizer, ctx)
-    if config.uses_pipeline and ctx.grad_size == 1 and not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        # alone, a rank has nothing to reduce; DeepSpeed would copy every gradient into a buffer and back
-        engine.pipeline_enable_backward_allreduce = False
+    lean(engine, config, ctx)
     if config.uses_pipeline and engine.steps_per_print() is None:
         # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
         engine.timers = NoopTimer()
@@ -90,8 +86,6 @@ def _prepare_frozen(model: nn.Module, ctx: ParallelContext) -> None:
                 "needs one: train more parameters, or use fewer stages"
             ]
         )
-    for parameter in frozen:
-        parameter._hp_grad = None  # type: ignore[attr-defined]  # read by DeepSpeed where weights are tied over stages
 
 
 def _import_muon_uncompiled() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import check, parallel_batch_size
 from megatron.parallel.shards import LayoutError
-from megatron.planning.zero import reduce_bucket_size, zero_settings
+from megatron.planning.zero import has_gradient_buffers, reduce_bucket_size, zero_settings
 from megatron.training.deepspeed_json import merge
 
 GATED_BF16 = {"immediate_grad_update": True, "check_grad_overflow": False}
@@ -30,8 +30,8 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if stage >= 1 and "reduce_bucket_size" not in zero_settings(config):
         zero["reduce_bucket_size"] = reduce_bucket_size(config)
-    if stage >= 1 and config.uses_pipeline:
-        zero["overlap_comm"] = False  # the pipeline schedules the reduction itself
+    if stage >= 1 and has_gradient_buffers(config):
+        zero["overlap_comm"] = False  # for DeepSpeed's own reduction; lean_optimizers.py has the user's choice
     if optimizer.offload_optimizer and not training.skip_train:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.parallel.device not in ("cpu", "auto")}
     if optimizer.offload_param:

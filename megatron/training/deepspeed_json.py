@@ -102,7 +102,12 @@ UNUSED = {
 """Keys of DeepSpeed without effect on these runs, and why; accepted where they request nothing."""
 
 
-FREE = ("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory")
+FREE = (
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+)
 """Keys that we set, and the file may set otherwise."""
 
 

@@ -20,7 +20,6 @@ from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
 from megatron.tasks.task import Microbatch, Task
-from megatron.training.lean_optimizers import LeanBF16Optimizer
 from megatron.training.losses import StepLosses
 from megatron.training.optimizer import Observation, UpdateGate
 from megatron.training.spikes import SpikeDetector
@@ -145,6 +144,8 @@ class Engine(ABC):
             ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
         normaliser = self._begin(microbatches)
         self._gate.begin_step()
+        if (buffers := getattr(self.deepspeed.optimizer, "buffers", None)) is not None:
+            buffers.begin_step(self._num_microbatches)
         skipped_before = self.deepspeed.skipped_steps
         self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
@@ -199,8 +200,6 @@ class Engine(ABC):
         if hasattr(engine.optimizer, "gradient_accumulation_steps"):
             # ZeRO's own copy, by which it adds up offloaded gradients; DeepSpeed 0.19.8 leaves it as it was
             engine.optimizer.gradient_accumulation_steps = number
-        if isinstance(engine.optimizer, LeanBF16Optimizer):
-            engine.optimizer.expect_loss_gradient(1.0 / number)  # DeepSpeed takes the mean over the microbatches
         self._num_microbatches = number
 
     def _begin(self, microbatches: Sequence[Microbatch]) -> float:

@@ -1,130 +1,169 @@
 """DeepSpeed's optimizers with fewer passes over memory, and fewer waits for the device.
 
-For each parameter and step, DeepSpeed 0.19.8's BF16_Optimizer zeroes the 16-bit gradient, adds to it in backward,
-converts it, adds it to the float32 gradient, scales that for clipping and zeroes it twice. It reads the norm on the
-host twice as well. Here a 16-bit gradient is added (the first of a step is copied) as soon as it exists, and freed; the
-loss adds that of the output weight itself, which never exists in 16 bits; clipping is part of the optimizer's update;
-and the host reads the norm once, with the loss, in the update gate. ZeRO's own optimizers clip in the update too, and
-divide by the loss scale that the gradients carry.
+DeepSpeed 0.19.8 sums gradients over ranks in one call after the last backward pass, and gives all of the sums to every
+rank, though under bf16 and ZeRO-1 each needs its shard alone. For that its BF16_Optimizer copies all of them into one
+tensor and back; its ZeRO-1 copies them into buckets, and the shard into a partition. It zeroes, converts, scales and
+zeroes gradients in passes of their own, and reads the norm on the host, once or twice. Here a gradient is added to its
+place in a flat buffer (the first of a step is copied) as soon as it exists, and freed, and the loss adds that of the
+output weight itself, which never exists in 16 bits; the buffers are reduced while the backward pass runs
+(reduction.py); norm, clipping and update read the shard; and the host reads the norm once, with the loss, in the update
+gate. ZeRO-2 and 3, and offloaded optimizers, reduce as DeepSpeed does; they too clip in the update, and divide by the
+loss scale that the gradients carry.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from torch import Tensor
+from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
 
+from megatron.config.options import Config
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import shard_of
-from megatron.parallel.weight_gradient import GradientSum
-from megatron.training.optimizer import clip_divisor, norm_over_model
+from megatron.planning.zero import reduce_bucket_size, zero_settings
+from megatron.training.optimizer import clip_divisor
+from megatron.training.reduction import GradientBuffers, ReductionOptions
+
+Group = tuple[Tensor, list[tuple[nn.Parameter, int]]]
+"""A flat buffer, and its parameters with the index of their first number."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _BufferedSum(GradientSum):
-    """A parameter's place in the optimizer's float32 gradients.
+class _FromBuffers:
+    """Update from flat gradient buffers, of which a rank holds the sums of its shard."""
 
-    Holds neither: a cycle of parameter and optimizer is never collected.
-    """
-
-    def __init__(self, total: Tensor, flags: list[bool], index: int) -> None:
-        self._total, self._flags, self._index = total, flags, index
-
-    def open(self) -> tuple[Tensor, bool]:
-        had_gradient, self._flags[self._index] = self._flags[self._index], True
-        return self._total, had_gradient
-
-    def close(self) -> None:
-        """Nothing: the gradients are reduced after the last backward pass."""
-
-
-class LeanBF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
-    """Class that `lean` gives DeepSpeed's BF16_Optimizer once it is built.
-
-    Needs `immediate_grad_update`, with which a hook of each parameter calls `_update_hp_grad` in the backward pass.
-    """
-
-    ctx: ParallelContext
-
-    def offer_sums(self) -> None:
-        """Let the loss add the gradients of vocabulary weights to the float32 ones itself."""
-        for group_idx, group in enumerate(self.bf16_groups):
-            for param_idx, lp in enumerate(group):
-                if shard_of(lp).vocabulary and self.grad_acc_dtype is torch.float32:
-                    lp._hp_grad = self.fp32_groups_gradients[group_idx][param_idx]  # read where weights are tied
-                    total, flags = lp._hp_grad.view(lp.shape), self.fp32_groups_has_gradients[group_idx]
-                    lp.gradient_sum = _BufferedSum(total, flags, param_idx)
-
-    def expect_loss_gradient(self, value: float) -> None:
-        """Set the gradient of a microbatch's loss with which the next backward passes will start."""
-        for lp in itertools.chain.from_iterable(self.bf16_groups):
-            if hasattr(lp, "gradient_sum"):
-                lp.gradient_sum.loss_gradient = value
+    buffers: GradientBuffers
 
     @torch.no_grad()
-    def _update_hp_grad(self, lp: Any, group_idx: int, param_idx: int, clear_lp_grads: bool) -> None:
-        if lp.grad is None:
+    def step(self: Any, closure: Any = None) -> None:
+        """Update the float32 weights through the gate, and round them to those of the model."""
+        optimizer, partitions = self.optimizer, self._partitions()
+        scaler = getattr(self, "loss_scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.cur_scale)
+        norm = self._global_grad_norm = optimizer.gate.find_norm(self.buffers.counted, self.buffers.uncounted, scale)
+        self.overflow = scaler is not None and scaler.dynamic and not optimizer.gate.is_norm_finite()
+        if self.overflow:
+            self._update_scale(True)
+            self._global_grad_norm = float("inf")
             return
-        total = self.fp32_groups_gradients[group_idx][param_idx]
-        has_gradient = self.fp32_groups_has_gradients[group_idx]
-        gradient = lp.grad.view(total.shape)
-        if has_gradient[param_idx]:
-            total.add_(gradient)
-        else:
-            total.copy_(gradient)
-        lp._hp_grad = total
-        has_gradient[param_idx] = True
-
-    def clear_hp_grads(self) -> None:
-        """Discard the gradients. Their memory keeps its content until the first gradient of the next step."""
-        for flags in self.fp32_groups_has_gradients:
-            flags[:] = [False] * len(flags)
-
-    def _zero_missing(self) -> None:
-        """Zero the gradients of parameters that this step has not used."""
-        for totals, flags in zip(self.fp32_groups_gradients, self.fp32_groups_has_gradients, strict=True):
-            for index, has_gradient in enumerate(flags):
-                if not has_gradient:
-                    totals[index].zero_()
-                    flags[index] = True
-
-    def get_grads_for_reduction(self) -> Any:
-        self._zero_missing()
-        return super().get_grads_for_reduction()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update the float32 weights through the gate, and round them to the 16-bit ones."""
-        self._zero_missing()
-        gradients = cast(list[Tensor], self.get_grads_for_norm()[0])
-        norm = self._global_grad_norm = norm_over_model(gradients, self.ctx)
-        divisor = clip_divisor(norm, self.clip_grad)
-        partitions = self.fp32_groups_flat_partition
-        for partition, gradient in zip(partitions, self.fp32_groups_gradient_flat_partition, strict=True):
+        optimizer.divisor = _divisor(norm, self.clip_grad, scale)
+        for partition, gradient in zip(partitions, self.buffers.shards, strict=True):
             partition.grad = gradient.to(partition.dtype)
-        self.optimizer.divisor = divisor
-        self.optimizer.step()
-        if self.grad_acc_dtype is not torch.float32:
-            for partition in partitions:
-                partition.grad = None
+        optimizer.step()
+        for partition in partitions:
+            partition.grad = None
         self._lazy_init_hp_params_optimizer_state()  # knows the moments only after the first update
         self.update_lp_params()
-        self.clear_hp_grads()
+        if scaler is not None:
+            self._update_scale(False)  # after the division by the scale that these gradients carry
 
 
-def lean(optimizer: Any, ctx: ParallelContext) -> None:
-    """Let DeepSpeed's optimizer, as 0.19.8 builds it around one of ours, wait less and scale right."""
+class LeanBF16Optimizer(_FromBuffers, BF16_Optimizer):  # type: ignore[misc]
+    """Class that `lean` gives DeepSpeed's BF16_Optimizer once it is built."""
+
+    def _partitions(self) -> Sequence[Tensor]:
+        return self.fp32_groups_flat_partition  # type: ignore[no-any-return]
+
+    def clear_hp_grads(self) -> None:
+        """Nothing: the buffers discard the gradients when a step begins."""
+
+
+class LeanZero1Optimizer(_FromBuffers, DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """Class that `lean` gives DeepSpeed's ZeRO-1 optimizer, of float32 and fp16, once it is built."""
+
+    def _partitions(self) -> Sequence[Tensor]:
+        return self.single_partition_of_fp32_groups  # type: ignore[no-any-return]
+
+
+def lean(engine: Any, config: Config, ctx: ParallelContext) -> None:
+    """Let a DeepSpeed engine, as 0.19.8 builds it around an optimizer of ours, reduce early, wait less and scale right.
+
+    The optimizer's `buffers` then are those of its gradients; those of ZeRO-2 and 3, and an offloaded one, have none,
+    nor has a bare optimizer on one rank, which has nothing to reduce.
+    """
+    optimizer, stage = engine.optimizer, config.effective_zero_stage
+    if config.training.skip_train:
+        return
+    if stage >= 2 or config.optimizer.offload_optimizer:
+        optimizer.unscale_and_clip_grads = partial(_clip_in_update, optimizer)
+        _grow_scale_after_update(optimizer)
+        return
+    if stage == 0:
+        groups = _bare_groups(optimizer, ctx) if ctx.grad_size > 1 else None
+    else:
+        groups = _wrapped_groups(optimizer, DTYPES[config.training.grad_accum_dtype])
+    if groups is not None:
+        optimizer.buffers = GradientBuffers(engine.module, groups, _options(engine, config, ctx), ctx)
+    _reduce_through(engine, getattr(optimizer, "buffers", None), is_bare=stage == 0)
+
+
+def _bare_groups(optimizer: Any, ctx: ParallelContext) -> list[Group]:
+    """Allocate buffers for an optimizer that DeepSpeed wraps nothing around."""
+    groups = []
+    for parameters in (group["params"] for group in optimizer.param_groups):
+        *starts, numel = itertools.accumulate((p.numel() for p in parameters), initial=0)
+        flat = torch.zeros(-(-numel // ctx.grad_size) * ctx.grad_size, dtype=parameters[0].dtype, device=ctx.device)
+        groups.append((flat, list(zip(parameters, starts, strict=True))))
+    return groups
+
+
+def _wrapped_groups(optimizer: Any, dtype: torch.dtype) -> list[Group]:
+    """Take over the gradients of an optimizer of DeepSpeed's, whose flat weights the buffers resemble."""
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    optimizer._grad_acc_hooks.clear()
     if type(optimizer) is BF16_Optimizer:
         # DeepSpeed compares its class with its own while it builds the engine, so it cannot be built as this one
         optimizer.__class__ = LeanBF16Optimizer
-        optimizer.ctx = ctx
-        optimizer.offer_sums()
-    elif hasattr(optimizer, "unscale_and_clip_grads"):
-        optimizer.unscale_and_clip_grads = partial(_clip_in_update, optimizer)
-        _grow_scale_after_update(optimizer)
+        parameters, weights = optimizer.bf16_groups, optimizer.bf16_groups_flat
+        buffers = optimizer.fp32_groups_gradients_flat
+    else:
+        optimizer.__class__ = LeanZero1Optimizer
+        parameters, weights = optimizer.bit16_groups, optimizer.bit16_groups_flat
+        buffers = [torch.zeros_like(flat, dtype=dtype) for flat in weights]
+    return [
+        (buffer, [(p, (p.data_ptr() - flat.data_ptr()) // flat.element_size()) for p in group])
+        for buffer, group, flat in zip(buffers, parameters, weights, strict=True)
+    ]
+
+
+def _options(engine: Any, config: Config, ctx: ParallelContext) -> ReductionOptions:
+    training, user, zero = config.training, zero_settings(config), engine._config.zero_config
+    divisor = engine.gradient_predivide_factor() if engine.postscale_gradients() else ctx.grad_size
+    return ReductionOptions(
+        DTYPES[training.grad_reduce_dtype or training.grad_accum_dtype],
+        zero.reduce_bucket_size if "reduce_bucket_size" in user else reduce_bucket_size(config),
+        overlaps="overlap_comm" not in user or zero.overlap_comm,
+        is_sharded=config.effective_zero_stage == 1 and zero.reduce_scatter,
+        scale_before=1 / divisor,
+        scale_after=divisor / ctx.grad_size,
+    )
+
+
+def _reduce_through(engine: Any, buffers: GradientBuffers | None, *, is_bare: bool) -> None:
+    """Let DeepSpeed's engine finish the reduction of the buffers where it would reduce itself."""
+
+    def finish(_: Any = None) -> None:
+        if buffers is not None:
+            buffers.finish()
+            if is_bare:
+                buffers.assign()
+
+    def finish_at_boundary() -> None:
+        if engine.is_gradient_accumulation_boundary():
+            finish()
+
+    engine.allreduce_gradients = finish_at_boundary
+    if hasattr(engine, "_INSTRUCTION_MAP"):
+        engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceGrads: finish}
+        if buffers is not None:
+            engine._INSTRUCTION_MAP |= {ReduceTiedGrads: lambda _: buffers.sum_tied()}
 
 
 def _grow_scale_after_update(optimizer: Any) -> None:
@@ -145,13 +184,19 @@ def _grow_scale_after_update(optimizer: Any) -> None:
 
 
 def _clip_in_update(optimizer: Any, gradients: list[Tensor] | int, norm: Tensor) -> None:
-    """Let the update divide by the loss scale and clip, in place of ZeRO's own passes and, in ZeRO-1 and 2, its wait.
+    """Let the update divide by the loss scale and clip, in place of ZeRO's own passes and, in ZeRO-2, its wait.
 
     `gradients`: those of a parameter group, or ZeRO-3's number of one. `norm`: of the gradients times the loss scale.
     """
     flat = optimizer.fp32_partitioned_groups_flat[gradients] if isinstance(gradients, int) else gradients[0]
     scale = float(optimizer.loss_scale)
-    divisor = clip_divisor(norm / scale, optimizer.clip_grad)
+    divisor = _divisor(norm / scale, optimizer.clip_grad, scale)
+    optimizer.optimizer.divisor = None if divisor is None else divisor.to(flat.device, torch.float32)
+
+
+def _divisor(norm: Tensor, max_norm: float, scale: float) -> Tensor | None:
+    """Return what the update divides gradients by that carry a loss scale, and have this norm without it."""
+    divisor = clip_divisor(norm, max_norm)
     if scale != 1.0:
         divisor = torch.full_like(norm, scale) if divisor is None else divisor * scale
-    optimizer.optimizer.divisor = None if divisor is None else divisor.to(flat.device, torch.float32)
+    return divisor

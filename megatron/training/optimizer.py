@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,16 +42,17 @@ class UpdateGate:
     """Decides once a training step, on all ranks alike, if the optimizer updates.
 
     Refuses steps that are not finite, and spikes where the detector refuses them. The optimizer queries it when
-    DeepSpeed lets it step: after the reduction and the norm, before anything is changed; under ZeRO once a parameter
-    group. Except in bf16, DeepSpeed's ZeRO refuses a norm that is not finite itself, and then does not step. What the
-    norm does not show is examined here too: the loss, and the gradients of which another tensor-parallel rank's copies
-    count.
+    DeepSpeed lets it step: after the reduction, before anything is changed; under ZeRO-2 and 3 once a parameter group.
+    One reduction over all ranks gives the norm and what the decision needs. ZeRO-2 and 3 find the norm themselves, and
+    except in bf16 refuse one that is not finite, and then do not step. What the norm does not show is examined here
+    too: the loss, and the gradients of which another tensor-parallel rank's copies count.
     """
 
     def __init__(
         self, ctx: ParallelContext, state: EngineState, losses: StepLosses, detector: SpikeDetector | None
     ) -> None:
         self._ctx, self._state, self._losses, self._detector = ctx, state, losses, detector
+        self._facts: _Facts | None = None
         self.observation: Observation | None = None
         """The one of this step; None until the optimizer steps."""
         self.sees_stop: Callable[[], bool] = lambda: False
@@ -59,10 +61,29 @@ class UpdateGate:
         """Called once a step, before the optimizer updates."""
 
     def begin_step(self) -> None:
-        self.observation = None
+        self.observation = self._facts = None
+
+    @torch.no_grad()
+    def find_norm(self, counted: list[Tensor], uncounted: list[Tensor], scale: float = 1.0) -> Tensor:
+        """Return the L2 norm of the whole model's gradient, a float32 scalar on the device, equal on every rank.
+
+        `counted`: this rank's gradients, `scale` times too large, each number of the model's on one rank alone;
+        `uncounted`: copies of what other ranks count. Collective over all ranks; waits for nothing.
+        """
+        squares = torch.zeros((), dtype=torch.float32, device=self._ctx.device)
+        if counted:
+            norms = torch._foreach_norm(counted, dtype=torch.float32)
+            squares = torch.stack(norms).square().sum() / scale**2
+        self._facts = self._reduce(squares, uncounted)
+        return self._facts.sums[1].sqrt_().clone()
+
+    def is_norm_finite(self) -> bool:
+        """Return False if this step's norm is not. Waits for the device, as the decision would."""
+        assert self._facts is not None, "find_norm comes first"
+        return math.isfinite(self._facts.read()[1])
 
     def is_open(self) -> bool:
-        """Return the decision. Collective over all ranks at the first call of a step."""
+        """Return the decision. Collective over all ranks at the first call of a step without `find_norm`."""
         if self.observation is None:
             self.observation = self._observe()
             if self.before_update is not None and self.observation.is_applied:
@@ -71,41 +92,62 @@ class UpdateGate:
 
     @torch.no_grad()
     def _observe(self) -> Observation:
-        """Reduce mean loss, gradient norm, and the numbers of ranks that see something not finite or a reason to stop.
+        """Decide. The wait for the sum is the only one of a step, but for those of DeepSpeed's ZeRO optimizers."""
+        facts = self._facts
+        if facts is None:  # DeepSpeed has found the norm: the first rank's is everyone's
+            norm = self._state.gradient_norm()
+            norm = torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float32, device=self._ctx.device)
+            facts = self._reduce(norm, self._state.uncounted_gradients(), is_everyones=True)
+        mean_loss, grad_norm, num_bad, num_stops = facts.read()
+        is_finite, is_stop_seen = not num_bad and math.isfinite(grad_norm), num_stops > 0
+        if not is_finite:
+            is_bad_here = facts.is_bad_here | ~facts.sums[1].isfinite()
+            return Observation(mean_loss, grad_norm, False, is_bad_here, is_applied=False, is_stop_seen=is_stop_seen)
+        spikes = () if self._detector is None else self._detector.find(mean_loss, grad_norm)
+        is_applied = not spikes or self._detector is None or not self._detector.refuses_spikes
+        return Observation(mean_loss, grad_norm, True, facts.is_bad_here, spikes, is_applied, is_stop_seen)
 
-        All ranks read the same sum, so their numbers are equal bit for bit. The wait for that sum is the only one of a
-        step, but for those of DeepSpeed's ZeRO optimizers.
+    def _reduce(self, size: Tensor, uncounted: list[Tensor], *, is_everyones: bool = False) -> _Facts:
+        """Sum mean loss, `size` of the gradient, and the numbers of ranks that see something not finite or a reason to
+        stop.
+
+        All ranks read the same sum, so their numbers are equal bit for bit. `is_everyones`: each rank has the sum of
+        the sizes already.
         """
         ctx = self._ctx
-        facts = torch.zeros(4, dtype=torch.float32)
-        facts[3] = self.sees_stop()
-        facts = facts.to(ctx.device, non_blocking=True)
-        seen = [facts[:1]]
+        sums = torch.zeros(4, dtype=torch.float32)
+        sums[3] = self.sees_stop()
+        sums = sums.to(ctx.device, non_blocking=True)
+        seen = [size.view(1)]
         if self._losses.values:
             loss = torch.stack(self._losses.values).float().mean()
             seen.append(loss.view(1))
             if ctx.tensor_rank == 0:
-                facts[0] = loss / ctx.grad_size
-        norm = self._state.gradient_norm()
-        if norm is not None:
-            norm = torch.as_tensor(norm, dtype=torch.float32, device=ctx.device)
-            seen.append(norm.view(1))
-            if ctx.rank == 0:
-                facts[1] = norm
-        if uncounted := self._state.uncounted_gradients():
+                sums[0] = loss / ctx.grad_size
+        if ctx.rank == 0 or not is_everyones:
+            sums[1] = size
+        if uncounted:
             # the largest number shows whatever is not finite, and no square can overflow
             largest = torch.stack(torch._foreach_norm(uncounted, float("inf"))).float().max()
             seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
-        facts[2] = is_bad_here = (~torch.isfinite(torch.cat(seen))).any()
+        sums[2] = is_bad_here = (~torch.isfinite(torch.cat(seen))).any()
         if ctx.world_size > 1:
-            dist.all_reduce(facts)
-        mean_loss, grad_norm, num_bad, num_stops = facts.tolist()
-        is_stop_seen = num_stops > 0
-        if num_bad:
-            return Observation(mean_loss, grad_norm, False, is_bad_here, is_applied=False, is_stop_seen=is_stop_seen)
-        spikes = () if self._detector is None else self._detector.find(mean_loss, grad_norm)
-        is_applied = not spikes or self._detector is None or not self._detector.refuses_spikes
-        return Observation(mean_loss, grad_norm, True, is_bad_here, spikes, is_applied, is_stop_seen)
+            dist.all_reduce(sums)
+        return _Facts(sums, is_bad_here)
+
+
+class _Facts:
+    """Sums over all ranks of what they see of a step."""
+
+    def __init__(self, sums: Tensor, is_bad_here: Tensor) -> None:
+        self.sums, self.is_bad_here = sums, is_bad_here
+        self._read: list[float] | None = None
+
+    def read(self) -> list[float]:
+        """Return the sums on the host; waits for the device the first time."""
+        if self._read is None:
+            self._read = self.sums.tolist()
+        return self._read
 
 
 def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> torch.optim.Optimizer:
@@ -201,11 +243,25 @@ def _clipping(gated: Any) -> Any:
             self.overflow = False
 
         def step(self, closure: Any = None) -> Any:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            norm = self._global_grad_norm = gradient_norm(parameters, self._ctx)
-            self.overflow = not (self.gate is None or self.gate.is_open())
+            buffers = getattr(self, "buffers", None)
+            counted, uncounted = self._alone() if buffers is None else (buffers.counted, buffers.uncounted)
+            norm = self._global_grad_norm = self.gate.find_norm(counted, uncounted)
+            self.overflow = not self.gate.is_open()
             self.divisor = clip_divisor(norm, self._max_norm)
             return super().step(closure)
+
+        def _alone(self) -> tuple[list[Tensor], list[Tensor]]:
+            """Return the gradients of a single data-parallel rank that the norm counts here, and its others.
+
+            Replicated parameters count on the first tensor-parallel rank, tied ones on their first stage.
+            """
+            parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            own = [p for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
+            is_counted = [self._ctx.tensor_rank == 0 or shard_of(p).dim is not None for p in own]
+            return (
+                [p.grad for p, counts in zip(own, is_counted, strict=True) if counts],
+                [p.grad for p, counts in zip(own, is_counted, strict=True) if not counts],
+            )
 
     return _named_as(Clipping, gated)
 
@@ -219,31 +275,3 @@ def _named_as(made: Any, cls: Any) -> Any:
     made.__name__ = cls.__name__
     made.__signature__ = inspect.signature(cls)
     return made
-
-
-def gradient_norm(parameters: Iterable[Tensor], ctx: ParallelContext) -> Tensor:
-    """Return the L2 norm of the whole model's gradient, a float32 scalar equal on every rank.
-
-    Counts each parameter once: replicated ones on the first tensor-parallel rank, tied ones on their first stage.
-    """
-    own = [
-        p.grad
-        for p in parameters
-        if p.grad is not None
-        and (ctx.tensor_rank == 0 or shard_of(p).dim is not None)
-        and not getattr(p, "ds_pipe_replicated", False)
-    ]
-    return norm_over_model(own, ctx)
-
-
-def norm_over_model(own: list[Tensor], ctx: ParallelContext) -> Tensor:
-    """Return the L2 norm over all ranks of one copy of the model, from the gradients that this rank counts.
-
-    A float32 scalar on the device, equal on every rank. Collective over the model's ranks.
-    """
-    squares = torch.zeros((), dtype=torch.float32, device=ctx.device)
-    if own:
-        squares = torch.stack(torch._foreach_norm(own)).float().square().sum()
-    if ctx.model_group is not None:
-        dist.all_reduce(squares, group=ctx.model_group)
-    return squares.sqrt()

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, ReduceTiedGrads
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 from torch import Tensor, nn
 
 from megatron.accelerator import marked
@@ -27,8 +26,6 @@ class PipelineEngine(Engine):
 
     def __init__(self, engine: Any, *arguments: Any) -> None:
         super().__init__(engine, *arguments)
-        if getattr(engine.optimizer, "use_grad_accum_attribute", False):
-            engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceTiedGrads: _reduce_tied_gradients}
         for instruction in (ForwardPass, BackwardPass):
             engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {
                 instruction: marked(engine._INSTRUCTION_MAP[instruction])
@@ -72,16 +69,6 @@ class PipelineEngine(Engine):
                 to_device(inputs, ctx.device) if ctx.is_first_stage else inputs,
                 to_device(targets, ctx.device) if ctx.is_last_stage else targets,
             )
-
-
-def _reduce_tied_gradients(engine: Any) -> None:
-    """Sum the accumulated gradients of tied weights over their stages.
-
-    DeepSpeed 0.19.8 sums `.grad`, from which ZeRO has moved them where it accumulates in another dtype than it trains.
-    """
-    for weight, group in engine.module.get_tied_weights_and_groups():
-        if weight.requires_grad:
-            dist.all_reduce(weight.grad_accum, group=group)
 
 
 class StageModule(PipelineModule):

@@ -253,15 +253,14 @@ class EngineState:
         return getattr(self._optimizer, "_global_grad_norm", None)
 
     def _uncounted_gradients(self) -> Callable[[], list[Tensor]]:
-        """Return a function that finds the gradients of parameters that the first tensor-parallel rank holds too."""
-        if self._ctx.tensor_rank == 0:
-            return list
+        """Return a function that finds the gradients of parameters that the first tensor-parallel rank holds too.
+
+        Only where DeepSpeed keeps the gradients: under ZeRO-2 and 3, and offload.
+        """
         optimizer, stage = self._optimizer, self._config.effective_zero_stage
+        if self._ctx.tensor_rank == 0 or not hasattr(optimizer, "averaged_gradients") or hasattr(optimizer, "buffers"):
+            return list
         parameters: list[Any] = [p for p in self._module.parameters() if p.requires_grad and shard_of(p).dim is None]
-        if stage == 0:
-            return lambda: [p.grad for p in parameters if p.grad is not None]
-        if not hasattr(optimizer, "averaged_gradients"):  # BF16_Optimizer, which has whole gradients
-            return lambda: [p._hp_grad for p in parameters if getattr(p, "_hp_grad", None) is not None]
         uncounted = {id(p) for p in parameters}
         if stage == 3:
             groups, flats = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat

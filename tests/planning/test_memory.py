@@ -75,11 +75,15 @@ def test_offload_moves_states_to_the_host() -> None:
 
 def test_a_bucket_is_no_larger_than_the_gradients_that_it_takes(tmp_path: Path) -> None:
     """DeepSpeed's own default is a buffer of 500 million numbers, whatever the model."""
-    assert reduce_bucket_size(config()) == memory_by_stage(config(), 1)[0].parameters
-    assert reduce_bucket_size(config(BLOOM_13B)) == 500_000_000
+    zero_2 = {"zero_stage": 2}
+    assert reduce_bucket_size(config(optimizer=zero_2)) == memory_by_stage(config(), 1)[0].parameters
+    assert reduce_bucket_size(config(BLOOM_13B, optimizer=zero_2)) == 500_000_000
+    # ours: several in a model, so that some are reduced while the backward pass still runs
+    assert reduce_bucket_size(config()) == 1_000_000
+    assert reduce_bucket_size(config(BLOOM_13B)) == 40_000_000
     for zero in (1, 2, 3):
-        given = deepspeed_config(config(optimizer={"zero_stage": zero}), 1)["zero_optimization"]
-        assert given["reduce_bucket_size"] == reduce_bucket_size(config())
+        staged = config(optimizer={"zero_stage": zero})
+        assert deepspeed_config(staged, 1)["zero_optimization"]["reduce_bucket_size"] == reduce_bucket_size(staged)
     users = tmp_path / "deepspeed.json"
     users.write_text('{"zero_optimization": {"reduce_bucket_size": 1000} /* as DeepSpeed allows */}', encoding="utf-8")
     run = config(optimizer={"zero_stage": 2}, training={"deepspeed_config": str(users)})

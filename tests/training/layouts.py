@@ -114,11 +114,11 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
 
 def train_in_chunks(arguments: str, steps: int, chunk_tokens: int) -> tuple[dict[str, Any], int]:
     """`train` with a loss in chunks of so many tokens, and how often it adds to the optimizer's gradients itself."""
-    from megatron.training.lean_optimizers import _BufferedSum
+    from megatron.training.reduction import BufferedSum
 
     with (
         patch("megatron.parallel.loss_chunks.least_tokens", lambda _: chunk_tokens),
-        patch.object(_BufferedSum, "open", autospec=True, side_effect=_BufferedSum.open) as opened,
+        patch.object(BufferedSum, "open", autospec=True, side_effect=BufferedSum.open) as opened,
     ):
         return train(arguments, steps), opened.call_count
 
