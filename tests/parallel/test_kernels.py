@@ -37,7 +37,7 @@ def rotated_by_complex_numbers(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return gate / (1 + (-gate).exp()) * up
+    return gate * (1 + (gate / 2).tanh()) / 2 * up
 
 
 # inputs, the operator of a set of kernels, and the same written otherwise
@@ -88,8 +88,36 @@ def test_operators_equal_float64(operator: str, form: Kernels, dtype: torch.dtyp
     check(operator, form, dtype)
 
 
-def check(operator: str, form: Kernels, dtype: torch.dtype) -> None:
-    inputs, ours, reference = OPERATORS[operator]
+def extremes(operator: str) -> list[Tensor]:
+    """Numbers near 10,000, whose squares float16 cannot hold, beside a row of zeros."""
+    inputs = [x.clone() for x in OPERATORS[operator][0]]
+    large = inputs[0][..., :WIDTH]  # of SwiGLU the gates alone
+    large *= 1e4 / large.abs().amax()
+    large[0, 0] = 0.0
+    return inputs
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("form", [PLAIN, EAGER], ids=lambda form: form.form)
+@pytest.mark.parametrize("operator", ["rotate", "swiglu", "rms_norm"])
+def test_large_numbers_and_zeros_equal_float64(operator: str, form: Kernels, dtype: torch.dtype) -> None:
+    check(operator, form, dtype, extremes(operator))
+
+
+@pytest.mark.parametrize("form", [PLAIN, EAGER], ids=lambda form: form.form)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_is_not_finite_is_passed_on(operator: str, value: float, form: Kernels) -> None:
+    inputs, ours, _ = OPERATORS[operator]
+    inputs = [x.float() for x in inputs]
+    inputs[0].view(-1)[0] = value
+    values, _ = differentiated(lambda *tensors: ours(form, *tensors), inputs)  # type: ignore[arg-type, return-value]
+    assert not values[0].isfinite().all()
+
+
+def check(operator: str, form: Kernels, dtype: torch.dtype, inputs: list[Tensor] | None = None) -> None:
+    drawn, ours, reference = OPERATORS[operator]
+    inputs = inputs or drawn
     rounded = [x.to(dtype) for x in inputs]
     found = differentiated(lambda *tensors: ours(form, *tensors), rounded)  # type: ignore[arg-type, return-value]
     expected = differentiated(reference, [x.double() for x in rounded])  # type: ignore[arg-type]
@@ -102,10 +130,12 @@ def check(operator: str, form: Kernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_compiled_operators_equal_float64(operator: str, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()  # after eight shapes of the other tests it would compute as it is written
     check(operator, compiled("inductor", "cpu"), dtype)
+    check(operator, compiled("inductor", "cpu"), dtype, extremes(operator))
 
 
 def test_eager_operators_keep_their_inputs_alone() -> None:
