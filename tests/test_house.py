@@ -419,7 +419,7 @@ def test_every_import_is_required() -> None:
     # transformers: an extra, imported where Hugging Face's own files are read; habana_frameworks: the extra hpu
     declared |= {"megatron", "tools", "benchmarks", "transformers", "habana_frameworks"}
     declared |= {"litgpt"}  # a peer of benchmarks/step.py, which names how to install it
-    declared |= {"fsspec"}  # the extra `remote`
+    declared |= {"fsspec", "bitsandbytes"}  # the extras `remote` and `qlora`
     # triton: comes with torch's CUDA builds, imported on CUDA; liger_kernel: an optional peer of benchmarks/loss.py
     declared |= {"triton", "liger_kernel"}
     declared |= {"trl", "instructlab"}  # in the environment of benchmarks/peers/tuning_peer.py, never in ours

@@ -14,6 +14,7 @@ NOT_COMPUTED = frozenset(
     {
         "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std", "attention_backend",
         "kernels", "use_fast_softmax", "fused_sdpa_recompute", "use_fused_rmsnorm", "freeze",
+        "quantize_base",
     }
 )  # fmt: skip
 """Options that leave the function of given weights as it is: padding, dropout, start, kernels, and what is trained.
@@ -87,6 +88,10 @@ class ModelConfig:
     """Use Habana's FusedRMSNorm on HPU; no effect on other devices."""
     freeze: tuple[str, ...] = ()
     """Names of parameters to exclude from training, or shell patterns such as `embedding.*` or `layers.[0-7].*`."""
+    quantize_base: Literal["none", "nf4"] = "none"
+    """Hold the frozen weights of the layers' linear layers in 4 bits, quantised while they are loaded (QLoRA). `nf4`:
+    4-bit NormalFloat with double quantisation, as in bitsandbytes. Embeddings, norms, biases and the output layer stay
+    as they are."""
 
     @property
     def ffn_size(self) -> int:

@@ -199,6 +199,7 @@ def config_of(
 
 _OF_THE_RUN = (
     "freeze",
+    "quantize_base",
     "make_vocab_size_divisible_by",
     "attention_backend",
     "kernels",

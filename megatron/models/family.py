@@ -5,8 +5,10 @@ A family is a file in families/ with a record `FAMILY`, or a user's own as `--ar
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,8 @@ from typing import Any, Protocol
 
 from megatron.config.options import Config, ConfigError, ModelConfig
 from megatron.config.plugins import load_plugin
-from megatron.parallel.shards import LayerDeclaration, declared_shards
+from megatron.parallel.nf4_layout import cut_fault
+from megatron.parallel.shards import LayerDeclaration, LayoutError, Shard, declared_shards
 
 
 class ConfigFields(Protocol):
@@ -77,14 +80,16 @@ class Family:
     """Faults of a config that this family refuses."""
 
     def layers(self, config: Config) -> list[LayerDeclaration]:
-        """Return the declared layers, without training for what `freeze` names. Raises ConfigError if it names none."""
+        """Return the declared layers, with what `freeze` and `quantize_base` say of their parameters.
+
+        Raises ConfigError if a pattern of `freeze` names none.
+        """
         layers = self.declare(config)
         patterns = config.model.freeze
-        if not patterns:
-            return layers
         if faults := list(_unmatched(patterns, list(declared_shards(layers)))):
             raise ConfigError(faults)
-        return [_frozen(layer, patterns) for layer in layers]
+        layers = [_frozen(layer, patterns) for layer in layers] if patterns else layers
+        return layers if config.model.quantize_base == "none" else [_quantized(layer) for layer in layers]
 
     def faults(self, config: Config) -> Iterator[str]:
         """Yield every fault of a config that concerns the family: its rules, and `freeze`."""
@@ -93,6 +98,8 @@ class Family:
         yield from _unmatched(config.model.freeze, names)
         if names and all(_matches(name, config.model.freeze) for name in names):
             yield f"freeze={' '.join(config.model.freeze)} matches every parameter; leave some to train"
+        if config.model.quantize_base != "none":
+            yield from _quantization_faults(config, self.declare(config))
 
     def huggingface_form(self, model: ModelConfig) -> HuggingFaceForm | None:
         """Return the form nearest to this model; None: the family has none."""
@@ -122,3 +129,36 @@ def _frozen(layer: LayerDeclaration, patterns: Iterable[str]) -> LayerDeclaratio
         for local, shard in layer.shards.items()
     }
     return dataclasses.replace(layer, shards=shards)
+
+
+def _base_weights(layer: LayerDeclaration) -> dict[str, Shard]:
+    """Return the weights of a transformer layer's linear layers, by local name."""
+    if layer.number is None:
+        return {}
+    return {local: shard for local, shard in layer.shards.items() if len(shard.shape) == 2 and shard.dim is not None}
+
+
+def _quantized(layer: LayerDeclaration) -> LayerDeclaration:
+    weights = _base_weights(layer).items()
+    shards = {local: dataclasses.replace(shard, quantized=True, trained=False) for local, shard in weights}
+    return dataclasses.replace(layer, shards={**layer.shards, **shards})
+
+
+def _quantization_faults(config: Config, layers: Sequence[LayerDeclaration]) -> Iterator[str]:
+    """Yield the faults of `quantize_base`: weights that are cut within a block, and weights that would be trained."""
+    size, freeze = config.parallel.tensor_model_parallel_size, config.model.freeze
+    weights = {layer.full_name(local): shard for layer in layers for local, shard in _base_weights(layer).items()}
+    with contextlib.suppress(LayoutError):  # reported by the rules of the layout
+        faults = (cut_fault(name, shard, size) for name, shard in weights.items())
+        yield from itertools.islice(filter(None, faults), 1)
+    trained = [name for name in weights if not _matches(name, freeze)]
+    if trained and not config.training.skip_train:
+        yield (
+            f"quantize_base={config.model.quantize_base} holds weights in 4 bits, which cannot be trained, such as "
+            f"{trained[0]}; freeze them (freeze=layers.*.weight and what else is not to be trained), or leave it out"
+        )
+    if config.checkpoint.save is not None:
+        yield (
+            f"quantize_base={config.model.quantize_base} keeps no weights from which a checkpoint could be saved; "
+            "leave save out"
+        )

@@ -25,6 +25,7 @@ from megatron.parallel.mappings import (
     leave_tensor_region,
     reduce_scatter_into,
 )
+from megatron.parallel.nf4 import QuantizedWeight
 from megatron.parallel.shards import Shard, Shards
 
 
@@ -74,7 +75,24 @@ class DenseMethod(LinearMethod):
         return super().row(layer, x)
 
 
-DENSE = DenseMethod()
+class QuantizedMethod(LinearMethod):
+    """x @ W^T + b with a weight held in 4 bits, dequantised for each product."""
+
+    def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        return layer.quantized.product(x)
+
+    # with the bias in the product, which then rounds to 16 bits once, as the dense one
+
+    def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
+        return layer.quantized.product(enter_tensor_region(hidden, layer.ctx), layer.bias)
+
+    def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        if layer.ctx.tensor_size == 1:
+            return layer.quantized.product(x, layer.bias)
+        return super().row(layer, x)
+
+
+DENSE, QUANTIZED = DenseMethod(), QuantizedMethod()
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -118,16 +136,28 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class ParallelLinear(nn.Module):
-    """A linear layer's declared parameters and its method."""
+    """A linear layer's declared parameters and its method.
+
+    `base` multiplies with the layer's own weight alone, dense or quantised; an adapter's method adds to its product.
+    """
 
     weight: nn.Parameter
+    """Absent where the weight is quantised."""
+    quantized: QuantizedWeight
+    """Present there."""
     bias: nn.Parameter | None
 
     def __init__(self, shards: Shards, ctx: ParallelContext) -> None:
         super().__init__()
-        self.ctx, self.method = ctx, shards.method or DENSE
+        self.ctx = ctx
         for name in shards:
-            self.register_parameter(name, shards.allocate(name, ctx))
+            if shards[name].quantized:
+                self.quantized = QuantizedWeight(shards.full_name(name), shards[name], ctx)
+            else:
+                self.register_parameter(name, shards.allocate(name, ctx))
+        self.weight_shard = shards["weight"]
+        self.base = QUANTIZED if self.weight_shard.quantized else DENSE
+        self.method = shards.method or self.base
         if "bias" not in shards:
             self.register_parameter("bias", None)
 

@@ -23,6 +23,8 @@ class TensorRanks(Protocol):
     @property
     def tensor_size(self) -> int: ...
     @property
+    def tensor_rank(self) -> int: ...
+    @property
     def tensor_group(self) -> Any: ...
     @property
     def sequence_parallel(self) -> bool: ...
@@ -49,6 +51,7 @@ class Shard:
     full tensor.
     `std` is the normal initialisation's standard deviation; None: filled with `value`.
     `trained`: the optimizer updates it. `vocabulary`: its rows are tokens.
+    `quantized`: held in 4 bits (nf4.py), in a layout of its own; never trained.
     `used_on`, required where a model declares a replicated parameter: "stream", applied to the residual stream, so that
     its gradient is summed over the tensor-parallel ranks under sequence parallelism only; "heads", applied by each rank
     to its own heads or channels, so that its gradient is always summed.
@@ -62,6 +65,7 @@ class Shard:
     value: float = 0.0
     trained: bool = True
     vocabulary: bool = False
+    quantized: bool = False
     used_on: Literal["stream", "heads"] | None = None
 
     def __post_init__(self) -> None:
@@ -163,12 +167,15 @@ class Shards(Mapping[str, Shard]):
         """Linear method declared for this module; None: dense."""
         return self._layer.methods.get(self._prefix.removesuffix("."))
 
+    def full_name(self, name: str) -> str:
+        return self._layer.full_name(self._prefix + name)
+
     def allocate(self, name: str, ctx: TensorRanks) -> nn.Parameter:
         """Return the uninitialised parameter of this rank, with its description.
 
         Its gradient is summed over the tensor-parallel ranks, once a backward pass, where `used_on` demands it.
         """
-        return allocate(self._layer.full_name(self._prefix + name), self[name], ctx)
+        return allocate(self.full_name(name), self[name], ctx)
 
 
 BuildModule = Callable[[Shards, Any], "nn.Module"]

@@ -7,11 +7,12 @@ Source of the counts: Korthikanti et al. 2022 (arXiv:2205.05198), whose figures 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.options import Config
 from megatron.config.plugins import load_task
 from megatron.parallel.loss_chunks import BLOCK_LOGITS, BLOCK_NUMBERS, chunk_size
+from megatron.parallel.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.planning.sizes import is_matrix, number_size
 
@@ -50,8 +51,13 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     """Return what a layer of the declared list needs. In 16 bit with GELU, dropout and MHA a transformer layer keeps
     S B H (10 + 24/t) bytes on CUDA, for t tensor-parallel ranks, or S B H 34/t with sequence parallelism.
     """
-    if layer.number is None:
-        return _other_layer(layer, config)
+    memory = _other_layer(layer, config) if layer.number is None else _transformer_layer(layer, config)
+    t, number = config.parallel.tensor_model_parallel_size, number_size(config)
+    dense = [dequantized_bytes(shard, t, number) for shard in layer.shards.values() if shard.quantized]
+    return replace(memory, backward=memory.backward + max(dense, default=0))
+
+
+def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     tokens, number, t = num_tokens(config), number_size(config), config.parallel.tensor_model_parallel_size
     stream = stream_bytes(config)
     columns, rows = _columns(layer), _rows(layer)

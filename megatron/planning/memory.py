@@ -86,7 +86,9 @@ class _Walk:
         self.memories = [layer_memory(layer, config) for layer in layers]
         self.gradients = [parameters_of_layer(layer, t, trained_only=True) * number for layer in layers]
         self.largest = {
-            layer.name: max((math.prod(shard.local_shape(t)) for shard in layer.shards.values()), default=0)
+            layer.name: max(
+                (math.prod(shard.local_shape(t)) for shard in layer.shards.values() if shard.trained), default=0
+            )
             for layer in layers
         }
         stream, others = stream_bytes(config), self.in_flight

@@ -14,7 +14,8 @@ from typing import Any
 
 from megatron.config.deepspeed_file import read_settings
 from megatron.config.options import Config, ConfigError
-from megatron.parallel.shards import LayerDeclaration
+from megatron.parallel import nf4_layout
+from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers, number_size, parameters_of_layer
 
@@ -98,7 +99,14 @@ class SharedState:
 
 
 def shared_state(config: Config, data_parallel_size: int, layers: Sequence[LayerDeclaration]) -> SharedState:
-    """Return what a rank that holds these layers allocates for its parameters."""
+    """Return what a rank that holds these layers allocates for its parameters and quantised weights."""
+    state, t = _state_of_parameters(config, data_parallel_size, layers), config.parallel.tensor_model_parallel_size
+    # each rank's own at every stage: DeepSpeed cuts and offloads parameters alone
+    quantized = sum(nf4_layout.num_bytes(shard, t) for layer in layers for shard in _quantized(layer))
+    return replace(state, weights=state.weights + quantized)
+
+
+def _state_of_parameters(config: Config, data_parallel_size: int, layers: Sequence[LayerDeclaration]) -> SharedState:
     t, number = config.parallel.tensor_model_parallel_size, number_size(config)
     parameters, trained = _parameters(layers, t), _parameters(layers, t, trained_only=True)
     share = -(-trained // data_parallel_size)
@@ -124,11 +132,12 @@ def shared_state(config: Config, data_parallel_size: int, layers: Sequence[Layer
         return replace(bare, weights=weights, master_weights=0, optimizer_states=0)
     if stage == 0 and data_parallel_size == 1:
         return bare
-    sizes = [math.prod(shard.local_shape(t)) for layer in layers for shard in layer.shards.values()]
+    dense = (shard for layer in layers for shard in layer.shards.values() if not shard.quantized)
+    sizes = [math.prod(shard.local_shape(t)) for shard in dense]
     largest = max(sizes, default=0)
     if stage == 3:
         persistent = sum(size for size in sizes if size <= PERSISTENT_PARAMETER)
-        first = parameters_of_layer(layers[0], t) if layers else 0
+        first = _parameters(layers[:1], t)
         state = _zero_3(config, bare, data_parallel_size, parameters, share, persistent, first)
     elif has_gradient_buffers(config):
         state = _buffered(config, bare, data_parallel_size, trained, share)
@@ -242,4 +251,12 @@ def _offloaded(config: Config, state: SharedState, share: int, largest: int) -> 
 
 
 def _parameters(layers: Sequence[LayerDeclaration], t: int, *, trained_only: bool = False) -> int:
-    return sum(parameters_of_layer(layer, t, trained_only=trained_only) for layer in layers)
+    """Numbers of the parameters that a rank holds, which quantised weights are not among."""
+    total = sum(parameters_of_layer(layer, t, trained_only=trained_only) for layer in layers)
+    if trained_only:
+        return total
+    return total - sum(math.prod(shard.local_shape(t)) for layer in layers for shard in _quantized(layer))
+
+
+def _quantized(layer: LayerDeclaration) -> list[Shard]:
+    return [shard for shard in layer.shards.values() if shard.quantized]

@@ -16,6 +16,7 @@ from megatron.accelerator import quiet
 from megatron.config.options import Config, ConfigError
 from megatron.models.sequential import build_layers
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.nf4 import quantized_weights
 from megatron.parallel.shards import initialise, named_parameters
 from megatron.tasks.task import Task
 from megatron.training.deepspeed_config import deepspeed_config
@@ -51,9 +52,9 @@ def build_engine(
             if config.uses_pipeline
             else sequential_module(config, ctx, specs, settings)
         )
+        model.to(ctx.device)
         if not will_restore:
             _start_parameters(model, config, ctx)
-        model.to(ctx.device)
     evaluates = config.training.skip_train
     model.requires_grad_(not evaluates) if evaluates else _prepare_frozen(model, ctx)
     after_model()
@@ -106,3 +107,5 @@ def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) ->
                     initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
         else:
             initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
+    for _, weight in quantized_weights(model):
+        weight.initialise(config.training.seed)

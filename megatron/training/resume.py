@@ -97,7 +97,9 @@ def restore_start(engine: Engine, start: Start) -> list[str]:
     """
     checkpoint, progress = start.checkpoint, start.progress
     assert checkpoint is not None
-    return raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
+    lines = raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
+    engine.state.finish_restore()
+    return lines
 
 
 def _resuming_options(options: CheckpointConfig) -> CheckpointConfig:
@@ -306,7 +308,7 @@ def restore(
 ) -> list[str]:
     """Restore weights, optimizer and counters into a new engine, and return the lines of `restore_start`.
 
-    `options`: those of `Start`, where they are not the engine's own. Not collective.
+    `options`: those of `Start`, where they are not the engine's own. Not collective; `EngineState.finish_restore` is.
     """
     plan = plan_restore(checkpoint, progress, engine.config, options or engine.config.checkpoint)
     if isinstance(checkpoint, Checkpoint):  # a foreign one was checked when it was opened

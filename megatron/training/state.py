@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from megatron.config.options import Config
 from megatron.config.training import OptimizerConfig
 from megatron.models.sequential import compute_dtype
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
 
@@ -108,6 +110,8 @@ class EngineState:
             tensor_rank = 0 if shard_of(parameter).dim is None else self._ctx.tensor_rank
             tensor = parameter.ds_tensor if stretches else parameter  # type: ignore[attr-defined]
             found[Copy(name, tensor_rank, self._ctx.grad_rank if stretches else 0)] = tensor
+        for name, weight in quantized_weights(self._module):
+            found[Copy(name, self._place(weight.shard)[0], 0)] = weight.packed
         return found
 
     # Restoring
@@ -115,14 +119,16 @@ class EngineState:
     def check_model(self, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
         """Raise CheckpointError, with every difference, if the checkpoint is not of this rank's model."""
         wrong, frozen = [], []
-        for name, parameter in named_parameters(self._module):
-            shard = shard_of(parameter)
+        trained = {name for name, parameter in named_parameters(self._module) if parameter.requires_grad}
+        shards = {name: shard_of(parameter) for name, parameter in named_parameters(self._module)}
+        shards |= {name: weight.shard for name, weight in quantized_weights(self._module)}
+        for name, shard in shards.items():
             saved = checkpoint.parameters.get(name)
             if saved is None:
                 wrong.append(f"{name} is not in it")
             elif (saved.shape, saved.pieces) != (shard.shape, shard.pieces):
                 wrong.append(f"{name} is {list(saved.shape)} there, {list(shard.shape)} here")
-            elif parameter.requires_grad and checkpoint.kinds_of(name) != checkpoint.kinds:
+            elif name in trained and checkpoint.kinds_of(name) != checkpoint.kinds:
                 frozen.append(name)
         if wrong:
             more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
@@ -139,7 +145,8 @@ class EngineState:
     def restore(self, checkpoint: Readable, saved: dict[str, Any] | None) -> None:
         """Read this rank's weights and, unless `saved` (of `scalars`) is None, its optimizer's state.
 
-        Raises CheckpointError where the checkpoint is of another model. Not collective.
+        Quantised weights need `finish_restore` afterwards. Raises CheckpointError where the checkpoint is of another
+        model. Not collective.
         """
         moments = [kind for kind in MOMENTS if kind in checkpoint.kinds] if saved is not None else []
         if moments:
@@ -164,9 +171,16 @@ class EngineState:
                 for kind in moments if owned.parameter.requires_grad else ():
                     target = owned.moments[kind]
                     target.copy_(read(owned.name, kind, owned.shard, owned.start, target.numel()))
+            for name, weight in quantized_weights(self._module):
+                weight.fill(partial(read, name, "weight", weight.shard))
         if saved is not None and saved.get("loss_scaler") and self._config.training.fp16:
             for name, value in saved["loss_scaler"].items():
                 setattr(self._optimizer.loss_scaler, name, value)
+
+    def finish_restore(self) -> None:
+        """Make restored quantised weights usable. Collective, so that a fault of `restore` on one rank hangs none."""
+        for _, weight in quantized_weights(self._module):
+            weight.finish()
 
     def regather(self) -> None:
         """Gather what ZeRO-3 keeps whole on all ranks, after a restore of an engine that has trained. Collective."""

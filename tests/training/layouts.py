@@ -245,6 +245,7 @@ def resume(engine: Engine) -> int:
     assert checkpoint is not None
     progress, _ = read_progress(checkpoint, engine.config.checkpoint)
     restore(engine, checkpoint, progress)
+    engine.state.finish_restore()
     return progress.iteration
 
 
