@@ -25,11 +25,6 @@ COMPILED = "--num-layers 2 --torch-compile"
     ("arguments", "compiled"),
     [
         (layouts.MODELS["llama_gqa"], COMPILED),
-        (layouts.MODELS["llama_gqa"], "--num-layers 2 --kernels fused"),
-        (
-            f"{layouts.MODELS['llama_gqa']} --tensor-model-parallel-size 2 --sequence-parallel",
-            "--num-layers 2 --kernels fused",
-        ),
         (f"{layouts.MODELS['bloom_alibi']} --reset-position-ids --reset-attention-mask --eod-token-id 7", COMPILED),
         (f"{layouts.MODELS['bloom_learned']} --recompute-granularity selective", COMPILED),
         (
@@ -43,8 +38,6 @@ COMPILED = "--num-layers 2 --torch-compile"
     ],
     ids=[
         "llama",
-        "kernels",
-        "kernels_on_ranks",
         "packed",
         "selective",
         "parts",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -110,6 +111,46 @@ def train(arguments: str, steps: int) -> dict[str, Any]:
         "skipped": engine.deepspeed.skipped_steps,
         "validation": _evaluate(engine, task),
     }
+
+
+def train_compiled(arguments: str, steps: int, backend: str) -> dict[str, Any]:
+    """`train` with the operators compiled by this backend of torch.compile, and the number of graphs as `graphs`."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from torch._dynamo.utils import counters
+
+    # after eight shapes of other runs it would compute as it is written
+    torch._dynamo.reset()
+    counters.clear()
+    with patch.object(get_accelerator(), "get_compile_backend", lambda: backend):
+        result = train(f"{arguments} --kernels fused", steps)
+    return result | {"graphs": counters["stats"]["unique_graphs"]}
+
+
+def text_of(path: str) -> np.ndarray:
+    """Tokens of a file, one a byte."""
+    return np.frombuffer(Path(path).read_bytes(), dtype=np.uint8).astype(np.int64)
+
+
+def stretches(text: np.ndarray, step: int, samples: int, seq_length: int) -> np.ndarray:
+    """Tokens [samples, seq_length + 1] of a step, from random places."""
+    starts = np.random.default_rng(step).integers(0, len(text) - seq_length, samples)
+    return np.stack([text[start : start + seq_length + 1] for start in starts])
+
+
+def train_on_text(arguments: str, steps: int, path: str) -> list[float]:
+    """Losses of steps over random stretches of a file."""
+    engine, task = build(f"{arguments} --vocab-size 256")
+    training, text, losses = engine.config.training, text_of(path), []
+    for step in range(steps):
+        tokens = stretches(text, step, training.global_batch_size, training.seq_length)
+        result = engine.train_step(
+            [task.collate(rows) for rows in np.split(tokens, num_microbatches(engine))],
+            consumed_samples=step * training.global_batch_size,
+            lr=engine.config.optimizer.lr,
+        )
+        losses.append(float(result.loss))
+    return losses
 
 
 def train_in_chunks(arguments: str, steps: int, chunk_tokens: int) -> tuple[dict[str, Any], int]:

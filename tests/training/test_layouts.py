@@ -7,6 +7,7 @@ tests/models/test_hf_logits.py. `-m slow` runs the whole product of layouts, rec
 from __future__ import annotations
 
 import itertools
+import shutil
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.ranks import RankPools
 from tests.training import layouts
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
 STEPS = 12
 LAYOUTS = ["111", "211", "121", "112", "221", "212", "122", "411", "141"]
 """Pipeline, tensor and data-parallel sizes; with an `s`, sequence parallelism too."""
@@ -96,6 +98,33 @@ def test_whole_product_learns_like_one_process(
     world_size, flags = arguments(layout, recompute, zero)
     result = ranks(world_size)(layouts.train, f"{layouts.MODELS[model]} {flags}", STEPS)[0]
     assert_equals_reference(result, reference(model))
+
+
+def with_compiled_operators() -> list[Any]:
+    """Every layout of the models that have these operators; always two of them, without the seconds of a C++ compiler.
+
+    That backend traces, differentiates and cuts into forward and backward what the real one compiles.
+    """
+    found = [
+        pytest.param("llama_gqa", *case, "aot_eager_decomp_partition")
+        for case in (("121s", RECOMPUTE[1], 1), ("211", RECOMPUTE[0], 0))
+    ]
+    for index, model in enumerate(("llama_mha", "llama_gqa", "llama_gqa_tied")):
+        marks = pytest.mark.slow, needs_compiler
+        found += [pytest.param(model, *case, "inductor", marks=marks) for case in each_once(index)]
+    return found
+
+
+@pytest.mark.parametrize(("model", "layout", "recompute", "zero", "backend"), with_compiled_operators())
+def test_compiled_operators_learn_like_one_process(
+    ranks: RankPools, reference: Any, model: str, layout: str, recompute: str, zero: int, backend: str
+) -> None:
+    world_size, flags = arguments(layout, recompute, zero)
+    results = ranks(world_size)(
+        layouts.train_compiled, f"{layouts.MODELS[model]} {flags}", STEPS, backend, timeout_s=600
+    )
+    assert results[0]["graphs"] >= 3, "rotation, SwiGLU and RMSNorm are compiled"
+    assert_equals_reference(results[0], reference(model))
 
 
 @pytest.mark.parametrize("layout", ["112", "122s", "212"])
