@@ -144,8 +144,6 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     if number == 0:
         results.put((measured, alone_s["check"], alone_s["reduce"], check_s))
     ctx.gather_objects(None)
-    results.close()
-    results.join_thread()
     os._exit(0)  # without Python's end, in which gloo's threads may abort
 
 

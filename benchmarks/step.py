@@ -9,8 +9,8 @@ CUDA: Llama 3.2 1B and Bloom 1.7B, sequence 4,096, the peers under torch.compile
 flags are options of a run and change ours and the shapes, as `--num-layers 4 --micro-batch-size 2`.
 
 Sections: rate (tokens/s, ratio, MFU, peak memory, first and last loss), profile (the ten largest operators of each
-side), counts (waits and collectives of one of our steps), flat (time of a microbatch among 8 and among 64, and of a
-step after 10 and after 1,000 steps). MFU is 6 N + 12 L A D S FLOPs a token (megatron/planning/flops.py), over the
+side), counts (waits and collectives of one of our steps), flat (time and work of a microbatch among 8 and among 64, and
+of a step after 10 and after 1,000). MFU is 6 N + 12 L A D S FLOPs a token (megatron/planning/flops.py), over the
 device's published bfloat16 peak; on a CPU over a matrix product measured here. Peak memory is what a side adds to the
 process. Exit status 1 if ours has less than 1.2 times the tokens/s of transformers or 1.05 times litgpt's, on CUDA 1.1
 and 1.05 times. litgpt and transformers are used where they are installed; transformers is in the extra `convert`:
@@ -82,7 +82,7 @@ def main() -> int:
     peaks = ", ".join(f"{p} {peak:.3g}" for p, peak in peak_tflops.items())
     print(f"torch {torch.__version__}, {threads}; peak for MFU, TFLOP/s: {peaks}", flush=True)
     reached = True
-    for model in options.models:
+    for model in options.models if set(options.sections) != {"flat"} else ():
         for precision in options.precisions:
             work = workload(model, device, precision, flags)
             peers = _peers(options.peers, model)
@@ -284,6 +284,7 @@ def _flat(ctx: Any, device: str) -> None:
     """Print the time of a microbatch among 8 and 64 of a step, and of a step among the first and last 100 of 1,000."""
     import torch
 
+    from benchmarks.step_counts import counted_work, live_objects
     from benchmarks.step_sides import Ours, Workload
     from megatron.config.command_line import parse_arguments
 
@@ -305,8 +306,17 @@ def _flat(ctx: Any, device: str) -> None:
     each = {n: [(t - one) / (int(n) - 1) for t, one in zip(times[n], times["1"], strict=True)] for n in ("8", "64")}
     print("\n## flat cost (a small Llama)")
     print(f"a microbatch among 64, to one among 8: {spread(quotients(each['64'], each['8']))}")
+    work = {n: counted_work(lambda: side.step(n)) for n in (1, 8, 64)}  # noqa: B023  # called at once
+    for fewer, more in ((1, 8), (8, 64)):
+        calls, operators = ((b - a) / (more - fewer) for a, b in zip(work[fewer], work[more], strict=True))
+        print(f"a further microbatch, {fewer} to {more}: {calls:g} calls in Python, {operators:g} operators")
+    before, objects = counted_work(lambda: side.step(1)), live_objects()
     steps = [seconds(1, 1) for _ in range(1000)]
     early, late = statistics.median(steps[10:110]), statistics.median(steps[900:])
+    after, objects = counted_work(lambda: side.step(1)), live_objects() - objects
+    for when, (calls, operators) in (("at first", before), ("after 1,000", after)):
+        print(f"a step {when}: {calls} calls in Python, {operators} operators")
+    print(f"objects that 1,000 steps leave: {objects}")
     print(f"steps 900 to 1,000, to steps 10 to 110: {late / early:.3f} ({late * 1000:.2f} and {early * 1000:.2f} ms)")
     side.close()
 

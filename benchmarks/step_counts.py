@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import traceback
 import warnings
 from collections import Counter
@@ -93,6 +95,42 @@ def counted(call: Callable[[], Any]) -> Counts:
             if "called a synchronizing" in str(warning.message):  # torch also warns that the mode is a prototype
                 counts.device_syncs[_place(warning.filename, warning.lineno)] += 1
     return counts
+
+
+class _AllOperators(TorchDispatchMode):
+    """Counts operators: forward, backward and update."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.number += 1
+        return function(*arguments, **(options or {}))
+
+
+def counted_work(call: Callable[[], Any]) -> tuple[int, int]:
+    """Call twice, and return the number of Python's function calls on this thread, and of torch's operators."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    gc.disable()  # a collection calls finalizers
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    with _AllOperators() as operators:
+        call()
+    return calls, operators.number
+
+
+def live_objects() -> int:
+    """Return the number of Python's objects."""
+    gc.collect()
+    return len(gc.get_objects())
 
 
 def largest_operators(call: Callable[[], Any], number: int = 10) -> list[tuple[str, float, float, int]]:
