@@ -78,7 +78,8 @@ class ModelConfig:
     operators that need no compiler. docs/kernels.md has the table."""
     attention_backend: Literal["auto", "sdpa", "flex", "fused_hpu"] = "auto"
     """Attention kernel. `sdpa`: torch's. `flex`: flex_attention, CUDA only. `fused_hpu`: Habana's FusedSDPA. `auto`:
-    fused_hpu on HPU, flex on CUDA for ALiBi or packed documents, otherwise and with `kernels=plain` sdpa."""
+    fused_hpu on HPU, flex on CUDA for ALiBi or packed documents, matrix products by blocks of queries on a CPU where
+    they are faster, otherwise and with `kernels=plain` sdpa."""
     use_fast_softmax: bool = False
     """Use the fast softmax of Habana's FusedSDPA. HPU only."""
     fused_sdpa_recompute: bool = True

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron.config.options import Config, ConfigError, ModelConfig
 from megatron.config.plugins import load_task
+from megatron.models.blockwise_attention import MIN_TOKENS, attend_blockwise, is_faster
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.kernels import choose_kernels
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -159,12 +160,15 @@ class SDPAttention:
 
     `by_document`: one call for each document of a packed row, which costs the squares of their lengths rather than of
     the row's. For the CPU: it looks at `starts_BS` on the host, where it would have to wait for a device. `repeats`:
-    repeat key/value heads in memory for their groups of query heads, also where the kernel takes fewer.
+    repeat key/value heads in memory for their groups of query heads, also where the kernel takes fewer. `blockwise`:
+    on a CPU, attend from matrix products where that is faster (megatron/models/blockwise_attention.py).
     """
 
-    def __init__(self, slopes: Tensor | None, *, by_document: bool = False, repeats: bool = False) -> None:
+    def __init__(
+        self, slopes: Tensor | None, *, by_document: bool = False, repeats: bool = False, blockwise: bool = False
+    ) -> None:
         self.masks = AttentionMask(slopes)
-        self._by_document, self._repeats = by_document, repeats
+        self._by_document, self._repeats, self._blockwise = by_document, repeats, blockwise
         self._key: tuple[Tensor, int] | None = None
         self._documents: list[list[_Place]] = []
 
@@ -193,6 +197,10 @@ class SDPAttention:
         return self._attend(q[part], k[part], v[part], own, dropout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        is_long = q.shape[2] == k.shape[2] >= MIN_TOKENS
+        # torch.compile traces torch's kernel as one operator, and would unroll the blocks
+        if self._blockwise and is_long and not dropout and is_faster(q.dtype) and not torch.compiler.is_compiling():
+            return attend_blockwise(q, k, v, mask)
         grouped = q.shape[1] != k.shape[1]
         if grouped and not self._takes_groups(q, mask):
             k, v, grouped = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
@@ -340,7 +348,9 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
         return FusedHPUAttention(slopes, fast_softmax=model.use_fast_softmax, recompute=model.fused_sdpa_recompute)
     if backend == "flex":
         return FlexAttention(slopes)
-    return SDPAttention(slopes, by_document=device == "cpu", repeats=model.kernels == "plain" or device == "hpu")
+    blockwise = device == "cpu" and model.attention_backend == "auto" and model.kernels != "plain"
+    repeats = model.kernels == "plain" or device == "hpu"
+    return SDPAttention(slopes, by_document=device == "cpu", repeats=repeats, blockwise=blockwise)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.config.command_line import parse_arguments
 from megatron.config.options import ConfigError, ModelConfig
+from megatron.models import attention, blockwise_attention
 from megatron.models.attention import (
     AttentionMask,
     FlexAttention,
@@ -339,6 +340,57 @@ def test_flex_sees_documents_that_moved_in_place() -> None:
     packing.starts_BS.copy_(packing_of([[12], [3, 9]]).starts_BS)
     expected = attention_by_loops(q, k, v, None, packing)
     torch.testing.assert_close(attend(q, k, v, packing, 0.0).double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
+@pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_blockwise_attention_equals_float64(
+    dtype: torch.dtype, bound: float, alibi: bool, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, over blocks of which the last is shorter, of inputs that lie by token."""
+    monkeypatch.setattr(blockwise_attention, "MIN_BLOCK", 5)
+    monkeypatch.setattr(blockwise_attention, "MAX_BLOCK", 5)
+    inputs = q, k, v = [
+        random(S, B, heads, HEAD_SIZE, seed=seed).to(dtype).permute(1, 2, 0, 3).requires_grad_()
+        for seed, heads in enumerate((HEADS, groups, groups))
+    ]
+    slopes, grad = alibi_slopes(HEADS) if alibi else None, random(B, HEADS, S, HEAD_SIZE, seed=5).to(dtype)
+    mask = AttentionMask(slopes).get(None, S, S, dtype, CPU)
+    context = blockwise_attention.attend_blockwise(q, k, v, mask)
+    exact_inputs = exact_q, exact_k, exact_v = [x.detach().double().requires_grad_() for x in inputs]
+    exact = attention_by_loops(exact_q, exact_k, exact_v, slopes, None)
+    torch.testing.assert_close(context.detach().double(), exact.detach(), rtol=0, atol=3 * bound)
+    for actual, expected in zip(
+        torch.autograd.grad(context, inputs, grad), torch.autograd.grad(exact, exact_inputs, grad.double()), strict=True
+    ):
+        assert actual.dtype == dtype
+        assert ((actual.double() - expected).norm() / expected.norm()).item() < bound
+
+
+@pytest.mark.parametrize(
+    ("length", "dropout", "backend"), [(8, 0.0, "auto"), (7, 0.0, "auto"), (8, 0.1, "auto"), (8, 0.0, "sdpa")]
+)
+def test_blockwise_attention_is_taken_where_it_is_faster(
+    length: int, dropout: float, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "MIN_TOKENS", 8)
+    monkeypatch.setattr(attention, "is_faster", lambda dtype: dtype == torch.float32)
+    calls: list[int] = []
+
+    def note(q: Tensor, *_: Any) -> Tensor:
+        calls.append(q.shape[2])
+        return q
+
+    monkeypatch.setattr(attention, "attend_blockwise", note)
+    kernel = build_kernel(ModelConfig(attention_backend=backend), ParallelContext.single(), packed=False)
+    q = random(1, 2, length, 8)
+    kernel(q, q, q, None, dropout)
+    kernel(q.bfloat16(), q.bfloat16(), q.bfloat16(), None, dropout)  # said to be slower
+    kernel(q[:, :, -1:], q, q, None, dropout)  # with a cache
+    assert calls == ([8] if (length, dropout, backend) == (8, 0.0, "auto") else [])
 
 
 def test_heads_of_a_group_share_their_key_head() -> None:

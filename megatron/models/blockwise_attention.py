@@ -1,0 +1,137 @@
+"""Causal attention on a CPU from matrix products, a block of queries at a time.
+
+torch's flash kernel multiplies small tiles one by one, which oneDNN's batched products outrun on processors with
+AVX-512. As that kernel does, this keeps the inputs alone and computes the probabilities of a block again in backward.
+Unlike it, 16-bit scores are rounded to 16 bits before the softmax.
+Shapes: B batch, n query and k key/value heads, g = n / k heads of a group, S sequence, d head size, Q queries of a
+block, E keys that they see.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+MIN_TOKENS = 256
+"""Below, one call of torch's kernel takes less time than these operators."""
+BLOCK_SCORES = 1 << 21
+"""Scores of a block: they stay in the cache between the product, the softmax and the next product."""
+MIN_BLOCK, MAX_BLOCK = 64, 256
+
+
+@functools.cache
+def is_faster(dtype: torch.dtype) -> bool:
+    """Return True if this CPU computes such attention faster from matrix products than in torch's flash kernel.
+
+    Measured with AVX-512 and its bfloat16 products. With AMX torch's kernel uses that.
+    """
+    if dtype == torch.float32:
+        return torch.backends.cpu.get_cpu_capability() == "AVX512"
+    has = [getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile")]
+    return dtype == torch.bfloat16 and has == [True, False]
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The inputs by key/value head, in memory as matrix products read them."""
+
+    q: Tensor
+    """[B k, g, S, d]"""
+    k: Tensor
+    """[B k, S, d]"""
+    v: Tensor
+    """[B k, S, d]"""
+    mask: Tensor | None
+    """[1 or B, n, S, S], added to the scores; None: causal."""
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> _Heads:
+        batch, heads, length, size = q.shape
+        groups = batch * k.shape[1], heads // k.shape[1]
+        key, value = (x.reshape(groups[0], length, size) for x in (k, v))
+        return cls(q.reshape(*groups, length, size), key, value, mask)
+
+    def blocks(self) -> Iterator[slice]:
+        """Yield the queries of each block; they see the keys up to its end."""
+        kv_heads, groups, length, _ = self.q.shape
+        size = min(MAX_BLOCK, max(MIN_BLOCK, BLOCK_SCORES // (kv_heads * groups * length)))
+        for begin in range(0, length, size):
+            yield slice(begin, min(begin + size, length))
+
+    def rows(self, x: Tensor, block: slice) -> Tensor:
+        """[B k, g, S, d] or [B, n, S, d] -> [B k, g Q, d]"""
+        kv_heads, _, length, size = self.q.shape
+        return x.reshape(kv_heads, -1, length, size)[:, :, block].reshape(kv_heads, -1, size)
+
+    def probabilities(self, rows: Tensor, keys_T: Tensor, block: slice, scale: float) -> Tensor:
+        """Return [B k, g Q, E] of the queries `rows` [B k, g Q, d] and all keys [B k, d, S]."""
+        kv_heads, groups = self.q.shape[:2]
+        begin, end = block.start, block.stop
+        if self.mask is None:
+            scores = scaled_product(rows, keys_T[..., :end], scale)
+            later = torch.full((end - begin, end - begin), -torch.inf, dtype=rows.dtype).triu_(1)
+            scores.view(kv_heads, groups, -1, end)[..., begin:] += later
+        else:
+            bias = self.mask[:, :, block, :end]
+            scores = rows.new_empty((kv_heads, rows.shape[1], end))
+            scores.view(-1, *bias.shape[1:]).copy_(bias)
+            scores.baddbmm_(rows, keys_T[..., :end], alpha=scale)  # added before the sum is rounded
+        return torch.softmax(scores, -1, out=scores)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """[b, m, k], [b, k, n] -> scale x product, scaled before it is rounded."""
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        function.save_for_backward(q, k, v, mask)
+        heads, scale = _Heads.of(q, k, v, mask), q.shape[-1] ** -0.5
+        keys_T = heads.k.mT.contiguous()
+        context = _by_token(q)
+        for block in heads.blocks():
+            probabilities = heads.probabilities(heads.rows(heads.q, block), keys_T, block, scale)
+            context[:, :, block] = torch.bmm(probabilities, heads.v[:, : block.stop]).view_as(context[:, :, block])
+        return context
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        q, k, v, mask = function.saved_tensors
+        heads, scale = _Heads.of(q, k, v, mask), q.shape[-1] ** -0.5
+        keys_T, values_T = heads.k.mT.contiguous(), heads.v.mT.contiguous()
+        grad_q = _by_token(q)
+        # sums over blocks, which 16 bits would round once a block
+        grad_k, grad_v = (torch.zeros(heads.k.shape, dtype=torch.promote_types(k.dtype, torch.float32)) for _ in "kv")
+        for block in heads.blocks():
+            rows, grad_rows = heads.rows(heads.q, block), heads.rows(grad, block)
+            probabilities = heads.probabilities(rows, keys_T, block, scale)
+            grad_v[:, : block.stop] += torch.bmm(probabilities.mT, grad_rows)
+            grad_probabilities = torch.bmm(grad_rows, values_T[..., : block.stop])
+            grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
+            part = scaled_product(grad_scores, heads.k[:, : block.stop], scale)
+            grad_q[:, :, block] = part.view_as(grad_q[:, :, block])
+            grad_k[:, : block.stop] += scaled_product(grad_scores.mT, rows, scale)
+        return grad_q, *(total.to(k.dtype).view(k.shape) for total in (grad_k, grad_v)), None
+
+
+def _by_token(q: Tensor) -> Tensor:
+    """Return new memory [B, n, S, d] that lies as [S, B, n, d], as the projections around the attention have it."""
+    batch, heads, length, size = q.shape
+    return q.new_empty((length, batch, heads, size)).permute(1, 2, 0, 3)
+
+
+def attend_blockwise(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention of q [B, n, S, d] over k and v [B, k, S, d], each for a group of n / k heads: [B, n, S, d].
+
+    mask: [1 or B, n, S, S], added to the scores, with -inf for later keys; None: causal without a bias.
+    """
+    return _BlockwiseAttention.apply(q, k, v, mask)  # type: ignore[no-any-return]
