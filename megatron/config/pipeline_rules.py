@@ -17,7 +17,8 @@ def check_partition(config: Config) -> Iterator[str]:
         return
     size, over = divmod(num_layers, num_ranges)
     example = ",".join(str(size + (place < over)) for place in range(num_ranges))
-    rule = f"each of the {num_ranges} stages needs its number of transformer layers, {num_layers} in all"
+    stages = "1 stage" if num_ranges == 1 else f"{num_ranges} stages"
+    rule = f"{stages} need a number of transformer layers each, {num_layers} in all"
     if listed is None:
         yield (
             f"pipeline_partition_method={given!r} is unknown; use {', '.join(METHODS)}, or a number of layers for each "

@@ -54,13 +54,13 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "partition's sum": (
         "--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-partition-method 3,1",
         2,
-        "pipeline_partition_method=3,1 adds up to 4; each of the 2 stages needs",
+        "pipeline_partition_method=3,1 adds up to 4; 2 stages need a number",
         "use 3,2, or cost",
     ),
     "partition's length": (
         "--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-partition-method 4",
         4,
-        "pipeline_partition_method=4 has 1 number; each of the 4 stages needs",
+        "pipeline_partition_method=4 has 1 number; 4 stages need a number",
         "use 1,1,1,1, or cost",
     ),
     "partition's empty stage": (

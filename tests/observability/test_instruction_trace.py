@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed.accelerator
 import pytest
+import torch
 
 from megatron.observability.instruction_trace import (
     TRACE_FILE,
+    InstructionTrace,
     idle_shares,
     read_trace,
     simulated_idle_shares,
 )
 from megatron.observability.profiling import Profile
 from megatron.planning.pipeline import bubble_fraction
+from tests.observability.test_timers import Stream
 from tests.ranks import RankPools
 from tests.training import layouts
 
@@ -91,6 +96,25 @@ def test_one_stage_is_traced_and_never_idle_by_its_order(ranks: RankPools, tmp_p
     trace = read_trace(tmp_path / TRACE_FILE)
     assert simulated_idle_shares(trace) == [0]
     assert {"ForwardPass", "BackwardPass", "OptimizerStep"} <= {one["args"]["instruction"] for one in spans(trace, 1)}
+
+
+def test_a_device_is_timed_by_events_and_waited_for_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: SimpleNamespace(Event=stream.event))
+    ctx: Any = SimpleNamespace(device=torch.device("cuda"), rank=0, stage=0, gather_objects=lambda mine: [mine])
+    trace = InstructionTrace(ctx, wanted=True)
+    forward = trace.recorded("ForwardPass", lambda: None)
+    for iteration in (1, 2):
+        trace.begin_step(iteration)
+        forward()
+        forward()
+        trace.end_step()
+        assert stream.waits == iteration
+    found = spans(trace.gather(), 0)
+    assert [one["dur"] for one in found] == [1e6] * 4, "events are a second apart"
+    assert [one["name"] for one in found] == ["ForwardPass 0", "ForwardPass 1"] * 2
+    assert found[1]["ts"] - found[0]["ts"] == 2e6
+    assert stream.made == 5, "events are used again"
 
 
 def trace_of(orders: list[list[tuple[str, int, int]]]) -> dict[str, Any]:
