@@ -134,9 +134,10 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer, learning rate schedule and ZeRO."""
 
-    optimizer: Literal["adamw", "adam", "sgd", "fusedadamw"] = "adamw"
+    optimizer: Literal["adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit"] = "adamw"
     """Optimizer. `adam`, as in Megatron, and `adamw` are one: Adam with decoupled weight decay. It runs fused where the
-    device supports it; `fusedadamw` is Habana's name for that."""
+    device supports it; `fusedadamw` is Habana's name for that. `paged_adamw_32bit`: bitsandbytes' AdamW on CUDA, whose
+    states move to host memory where the device's is short; on other devices adamw, which is logged."""
     decoupled_weight_decay: bool = True
     """Adam: subtract the weight decay from the weights (AdamW). Off: add it to the gradient (L2 regularisation)."""
     lr: PositiveFloat = 1e-4

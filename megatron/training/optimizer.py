@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from megatron.parallel.shards import shard_of
 from megatron.training.losses import StepLosses
 from megatron.training.spikes import SpikeDetector
 from megatron.training.state import EngineState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,19 @@ def _choose(config: Config, ctx: ParallelContext) -> tuple[Callable[..., torch.o
     if options.optimizer == "sgd":
         return torch.optim.SGD, {"momentum": options.sgd_momentum}
     arguments: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
+    if options.optimizer == "paged_adamw_32bit":
+        if ctx.device.type == "cuda":
+            from megatron.training.paged_adamw import paged_adamw
+
+            return paged_adamw(), arguments
+        if ctx.rank == 0:
+            log.warning(
+                "optimizer=paged_adamw_32bit pages its states on CUDA only; on %s it is adamw, %s",
+                ctx.device.type,
+                "whose states are in host memory"
+                if ctx.device.type == "cpu"
+                else "which offload_optimizer can offload",
+            )
     if ctx.device.type == "hpu" and options.decoupled_weight_decay:
         from habana_frameworks.torch.hpex.optimizers import FusedAdamW
 

@@ -201,6 +201,9 @@ class EngineState:
         else:
             tensors = list(_flat_partitions(self._optimizer))
         for tensor in tensors:
+            if hasattr(inner, "allocate_moments"):  # in memory of its own: paged_adamw.py
+                inner.allocate_moments(tensor, step)
+                continue
             state = inner.state[tensor]
             for kind in kinds:
                 if state.get(kind) is None:

@@ -26,6 +26,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "2 x pipeline_model",
         "multiple of 4",
     ),
+    "paged decay": (
+        "--optimizer paged_adamw_32bit --no-decoupled-weight-decay",
+        1,
+        "paged_adamw_32bit has decoupled weight decay only",
+        "use adam",
+    ),
     "flex dropout": (
         "--attention-backend flex --attention-dropout 0.1",
         1,
