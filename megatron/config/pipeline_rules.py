@@ -25,7 +25,7 @@ def check_partition(config: Config) -> Iterator[str]:
             f"stage, such as {example}"
         )
         return
-    wrong = []
+    wrong, remedy = [], f"{example}, or cost" if num_ranges <= num_layers else "cost"
     if len(listed) != num_ranges:
         wrong.append(f"has {len(listed)} {'number' if len(listed) == 1 else 'numbers'}")
     if sum(listed) != num_layers:
@@ -33,4 +33,4 @@ def check_partition(config: Config) -> Iterator[str]:
     if 0 in listed[1:-1]:  # the first and the last stage hold the embedding and the output projection
         wrong.append(f"leaves stage {listed.index(0, 1)} without a layer")
     if wrong:
-        yield f"pipeline_partition_method={given} {' and '.join(wrong)}; {rule}: use {example}, or cost"
+        yield f"pipeline_partition_method={given} {' and '.join(wrong)}; {rule}: use {remedy}"

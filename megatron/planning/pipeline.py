@@ -52,6 +52,8 @@ def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int
     holds = [layer.number is not None or layer is layers[-1] for layer in layers]
     of_trained = [is_held and size > 0 for is_held, size in zip(holds, trained, strict=True)]
     holds = of_trained if sum(of_trained) >= num_ranges else holds
+    if sum(holds) < num_ranges:  # refused by the rules, which need sizes all the same
+        return [min(place, len(layers)) for place in range(num_ranges + 1)]
     state = [STATE_BYTES * parameters_of_layer(layer, t) for layer in layers]
     kept = [layer_memory(layer, config).kept for layer in layers]
     return list(_balanced(tuple(weights), tuple(state), tuple(kept), tuple(holds), num_ranges))
@@ -72,8 +74,6 @@ def _balanced(
     Each range has at least one of the layers marked in `holds`. `state` and `kept`: bytes of a layer, once, and for
     each microbatch in flight; under 1F1B range i of n keeps n - i.
     """
-    if sum(holds) < num_ranges:
-        raise ValueError(f"{sum(holds)} layers cannot be cut into {num_ranges} ranges")
     weight_before, state_before, kept_before = ([0, *itertools.accumulate(sizes)] for sizes in (weights, state, kept))
 
     def weight(_: int, start: int, stop: int) -> int:

@@ -18,6 +18,7 @@ from megatron.planning.activations import layer_memory
 from megatron.planning.flops import layer_flops
 from megatron.planning.pipeline import bubble_fraction, partition_warnings, stage_bounds, stage_text
 from megatron.planning.sizes import declared_layers, parameters_of_layer
+from megatron.planning.zero import reduce_bucket_size
 from tests.planning.configs import LLAMA_8B, config
 
 
@@ -89,6 +90,14 @@ def test_an_output_projection_counts_as_the_layers_it_costs() -> None:
 )
 def test_a_list_cuts_after_so_many_transformer_layers(listed: str, expected: list[str]) -> None:
     assert _stages(_staged(4, listed.count(",") + 1, listed)) == expected
+
+
+@pytest.mark.parametrize("method", [*METHODS, "3,1", "9,9,9,9,9,9,9,9,9"])
+def test_cuts_that_the_rules_refuse_have_sizes(method: str) -> None:
+    """The rules of a DeepSpeed JSON compare its buckets in the message that refuses nine stages of four layers."""
+    run = _staged(4, 9, method)
+    assert len(stage_bounds(run, declared_layers(run))) >= 3
+    assert reduce_bucket_size(run) > 0
 
 
 def test_every_stage_has_something_to_train() -> None:
