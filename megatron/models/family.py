@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from megatron.config.options import Config, ConfigError, ModelConfig
 from megatron.config.plugins import load_plugin
 from megatron.parallel.nf4_layout import cut_fault
-from megatron.parallel.shards import LayerDeclaration, LayoutError, Shard, declared_shards
+from megatron.parallel.shards import LayerDeclaration, LayoutError, declared_shards
 
 
 class ConfigFields(Protocol):
@@ -89,7 +89,9 @@ class Family:
         if faults := list(_unmatched(patterns, list(declared_shards(layers)))):
             raise ConfigError(faults)
         layers = [_frozen(layer, patterns) for layer in layers] if patterns else layers
-        return layers if config.model.quantize_base == "none" else [_quantized(layer) for layer in layers]
+        if config.model.quantize_base == "none":
+            return layers
+        return [_quantized(layer, trains=not config.training.skip_train) for layer in layers]
 
     def faults(self, config: Config) -> Iterator[str]:
         """Yield every fault of a config that concerns the family: its rules, and `freeze`."""
@@ -99,7 +101,8 @@ class Family:
         if names and all(_matches(name, config.model.freeze) for name in names):
             yield f"freeze={' '.join(config.model.freeze)} matches every parameter; leave some to train"
         if config.model.quantize_base != "none":
-            yield from _quantization_faults(config, self.declare(config))
+            with contextlib.suppress(ConfigError):  # of `freeze`, reported above
+                yield from _quantization_faults(config, self.layers(config))
 
     def huggingface_form(self, model: ModelConfig) -> HuggingFaceForm | None:
         """Return the form nearest to this model; None: the family has none."""
@@ -131,34 +134,28 @@ def _frozen(layer: LayerDeclaration, patterns: Iterable[str]) -> LayerDeclaratio
     return dataclasses.replace(layer, shards=shards)
 
 
-def _base_weights(layer: LayerDeclaration) -> dict[str, Shard]:
-    """Return the weights of a transformer layer's linear layers, by local name."""
-    if layer.number is None:
-        return {}
-    return {local: shard for local, shard in layer.shards.items() if len(shard.shape) == 2 and shard.dim is not None}
-
-
-def _quantized(layer: LayerDeclaration) -> LayerDeclaration:
-    weights = _base_weights(layer).items()
-    shards = {local: dataclasses.replace(shard, quantized=True, trained=False) for local, shard in weights}
+def _quantized(layer: LayerDeclaration, *, trains: bool) -> LayerDeclaration:
+    """Hold the frozen weights of a transformer layer's linear layers in 4 bits; all of them where nothing `trains`."""
+    shards = {
+        local: dataclasses.replace(shard, quantized=True, trained=False)
+        for local, shard in layer.shards.items()
+        if local.endswith(".weight") and len(shard.shape) == 2 and shard.dim is not None
+        if layer.number is not None and not (trains and shard.trained)
+    }
     return dataclasses.replace(layer, shards={**layer.shards, **shards})
 
 
 def _quantization_faults(config: Config, layers: Sequence[LayerDeclaration]) -> Iterator[str]:
-    """Yield the faults of `quantize_base`: weights that are cut within a block, and weights that would be trained."""
-    size, freeze = config.parallel.tensor_model_parallel_size, config.model.freeze
-    weights = {layer.full_name(local): shard for layer in layers for local, shard in _base_weights(layer).items()}
+    """Yield the faults of `quantize_base`: nothing that is frozen, weights that are cut within a block, and a save."""
+    option = f"quantize_base={config.model.quantize_base}"
+    weights = {name: shard for name, shard in declared_shards(layers).items() if shard.quantized}
+    if not weights:
+        yield (
+            f"{option} holds frozen weights in 4 bits, but every linear layer of the model is trained, which 4 bits "
+            "cannot be; freeze weights (freeze=layers.*.mlp.*), or leave quantize_base out"
+        )
     with contextlib.suppress(LayoutError):  # reported by the rules of the layout
-        faults = (cut_fault(name, shard, size) for name, shard in weights.items())
+        faults = (cut_fault(*each, config.parallel.tensor_model_parallel_size) for each in weights.items())
         yield from itertools.islice(filter(None, faults), 1)
-    trained = [name for name in weights if not _matches(name, freeze)]
-    if trained and not config.training.skip_train:
-        yield (
-            f"quantize_base={config.model.quantize_base} holds weights in 4 bits, which cannot be trained, such as "
-            f"{trained[0]}; freeze them (freeze=layers.*.weight and what else is not to be trained), or leave it out"
-        )
     if config.checkpoint.save is not None:
-        yield (
-            f"quantize_base={config.model.quantize_base} keeps no weights from which a checkpoint could be saved; "
-            "leave save out"
-        )
+        yield f"{option} keeps no weights from which a checkpoint could be saved; leave save out"

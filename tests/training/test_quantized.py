@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.live_bytes import LiveBytes
 from megatron.checkpoint.reader import newest_checkpoint
+from megatron.config.command_line import load_config, parse_arguments
+from megatron.models.family import family_of
 from megatron.parallel import nf4
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.nf4 import QuantizedWeight, quantized_weights
-from megatron.parallel.shards import named_parameters
+from megatron.parallel.shards import declared_shards, named_parameters
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
 from megatron.training.resume import find_checkpoint
@@ -101,10 +103,6 @@ def assembled(parts: list[dict[str, np.ndarray]], model: str) -> dict[str, np.nd
 
 
 def quantized_shards(model: str) -> dict[str, Any]:
-    from megatron.config.command_line import parse_arguments
-    from megatron.models.family import family_of
-    from megatron.parallel.shards import declared_shards
-
     config, _ = parse_arguments([*layouts.COMMON.split(), *flags(model).split()])
     found = declared_shards(family_of(config).layers(config))
     return {name: shard for name, shard in found.items() if shard.quantized}
@@ -183,7 +181,7 @@ def export(saved: Path, folder: Path) -> bool:
             "layers.0.mlp.down.weight has 192 / tensor_model_parallel_size=2 = 96",
             "use 1 ranks",
         ),
-        ("--ffn-hidden-size 256", "cannot be trained, such as layers.0.attention.qkv.weight", "freeze them"),
+        ("--ffn-hidden-size 256", "every linear layer of the model is trained", "freeze=layers.*.mlp.*"),
         (f"{FROZEN} --ffn-hidden-size 256 --save out", "keeps no weights from which a checkpoint", "leave save out"),
     ],
 )
@@ -193,3 +191,17 @@ def test_what_cannot_be_quantised_is_refused(more: str, fault: str, remedy: str)
     assert len(found) == 1
     assert fault in found[0]
     assert remedy in found[0]
+
+
+def test_frozen_linear_layers_alone_are_quantised_and_all_where_nothing_trains() -> None:
+    arguments = f"{MODELS['llama']} --data-path none --train-iters 1 --quantize-base nf4"
+
+    def found(more: str) -> set[str]:
+        shards = declared_shards(family_of(config := load_config(f"{arguments} {more}".split())).layers(config))
+        assert all(shard.quantized <= (not shard.trained) for shard in shards.values())
+        return {name for name, shard in shards.items() if shard.quantized}
+
+    mlp = {f"layers.{number}.mlp.{name}.weight" for number in range(2) for name in ("gate_up", "down")}
+    attention = {f"layers.{number}.attention.{name}.weight" for number in range(2) for name in ("qkv", "dense")}
+    assert found("--freeze *mlp* *norm* *word*") == mlp
+    assert found("--skip-train --load folder") == mlp | attention
