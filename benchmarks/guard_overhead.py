@@ -2,10 +2,11 @@
 
     python benchmarks/guard_overhead.py [--config tiny_bloom] [--ranks 1] [--rounds 9] [--steps 10] [FLAGS of a run]
 
-Each rank is a process of this machine, over gloo. "Free" steps answer the optimizer at once, without a look at loss and
-norm and without the all-reduce. Prints how much longer a step takes, in which the ranks' waiting for each other is most
-of the noise; the time of one step check with its decision on a stop alone, one after the other, and its share of a step
-of 50 ms; and the time of a check of all copies. Exit status 1 if the share is above 1 %.
+Each rank is a process of this machine, over gloo. The check travels with the norm of the gradient, so it is compared
+with the norm alone: each rank's share of it, and an all-reduce of one number. "Free" steps find the norm so, and answer
+the optimizer at once. Prints how much longer a step takes, in which the ranks' waiting for each other is most of the
+noise; the time of norm, check and decision on a stop, that of the norm, and their difference as a share of a step of
+50 ms; and the time of a check of all copies. Exit status 1 if the share is above 1 %.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.alternating import alternate, positive, spread
 STEP_S = 0.05
 LIMIT = 0.01
 CALLS = 100
-"""In one timing."""
+"""Of each, by turns, in one round; its time is their median."""
 
 
 def main() -> int:
@@ -46,51 +47,66 @@ def main() -> int:
     processes = [spawn.Process(target=rank, args=(r, port, options, flags, results)) for r in range(options.ranks)]
     for process in processes:
         process.start()
-    measured, check_step_s, reduce_s, check_s = results.get()
+    measured, check_step_s, norm_s, check_s = results.get()
     for process in processes:
         process.join()
     added_s = [checked - free for checked, free in zip(measured["checked"], measured["free"], strict=True)]
-    share = statistics.median(check_step_s) / STEP_S
+    more_s = [check - norm for check, norm in zip(check_step_s, norm_s, strict=True)]
+    share = statistics.median(more_s) / STEP_S
     print(f"{options.config}: {options.ranks} ranks, {options.rounds} rounds of {options.steps} steps")
     for name, times in measured.items():
         print(f"{name:7s} {spread([s * 1000 for s in times])} ms a step")
     print(f"added   {spread([s * 1000 for s in added_s])} ms a step")
-    check_us, reduce_us = ([seconds * 1e6 for seconds in times] for times in (check_step_s, reduce_s))
-    print(f"check and decision alone: {spread(check_us, 0)} us, {share:.2%} of a step of {STEP_S * 1000:.0f} ms")
-    print(f"a bare all-reduce of four numbers: {spread(reduce_us, 0)} us")
+    check_us, norm_us, more_us = ([seconds * 1e6 for seconds in times] for times in (check_step_s, norm_s, more_s))
+    print(f"norm, check and decision: {spread(check_us, 0)} us")
+    print(f"norm alone:               {spread(norm_us, 0)} us")
+    print(f"check and decision add:   {spread(more_us, 0)} us, {share:.2%} of a step of {STEP_S * 1000:.0f} ms")
     print(f"a check of the copies: {spread([s * 1000 for s in check_s])} ms")
     return 0 if share <= LIMIT else 1
 
 
-def alone(engine: Any, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a check with its decision on a stop, and of a bare all-reduce of as many numbers, by round."""
+def norm_alone(engine: Any) -> Any:
+    """Return the norm of the gradient, found and reduced without anything else."""
     import torch
     import torch.distributed as dist
 
+    buffers = getattr(engine.deepspeed.optimizer, "buffers", None)
+    squares = torch.zeros(())
+    if buffers is not None:
+        squares = torch.stack(torch._foreach_norm(buffers.counted, dtype=torch.float32)).square().sum()
+    if engine.ctx.world_size > 1:
+        dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def alone(engine: Any, rounds: int) -> dict[str, list[float]]:
+    """Seconds of norm, check and decision on a stop, and of the norm alone, by round: the median call."""
     from megatron.planning.progress import Progress
     from megatron.resilience.shutdown import Shutdown
 
     gate, progress, shutdown = engine._gate, Progress(), Shutdown(engine.config.training, engine.ctx)
     engine.join_stop_decision(shutdown.sees_reason)
-    numbers = torch.zeros(4)
-
-    def timed(call: Callable[[], Any]) -> float:
-        began_s = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        return (time.perf_counter() - began_s) / CALLS
+    buffers = getattr(engine.deepspeed.optimizer, "buffers", None)
+    gradients = ([], []) if buffers is None else (buffers.counted, buffers.uncounted)
 
     def check() -> None:
         gate.begin_step()
+        gate.find_norm(*gradients)
         gate.is_open()
         assert gate.observation is not None
         shutdown.decide(progress, is_reason_seen=gate.observation.is_stop_seen)
 
-    def reduce() -> None:
-        if engine.ctx.world_size > 1:
-            dist.all_reduce(numbers)
+    def timed(call: Callable[[], Any]) -> float:
+        began_s = time.perf_counter()
+        call()
+        return time.perf_counter() - began_s
 
-    return alternate({"check": lambda: timed(check), "reduce": lambda: timed(reduce)}, rounds)
+    found: dict[str, list[float]] = {"check": [], "norm": []}
+    for _ in range(rounds):
+        pairs = [(timed(check), timed(lambda: norm_alone(engine))) for _ in range(CALLS)]
+        for name, times in zip(found, zip(*pairs, strict=True), strict=True):
+            found[name].append(statistics.median(times))  # a call that another process interrupts counts once
+    return found
 
 
 def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], results: Any) -> None:
@@ -118,10 +134,11 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
         for _ in range(size // training.micro_batch_size // ctx.num_batch_ranks)
     ]
     gate = engine._gate
-    observe, free = gate._observe, Observation(1.0, 1.0, True, False)
+    observe, find_norm, free = gate._observe, gate.find_norm, Observation(1.0, 1.0, True, False)
 
     def steps(judges: bool) -> float:
         gate._observe = observe if judges else lambda: free  # type: ignore[method-assign]
+        gate.find_norm = find_norm if judges else lambda *_: norm_alone(engine)  # type: ignore[method-assign]
         began_s = time.perf_counter()
         for _ in range(options.steps):
             engine.train_step(
@@ -133,7 +150,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
         return (time.perf_counter() - began_s) / options.steps
 
     measured = alternate({"checked": lambda: steps(True), "free": lambda: steps(False)}, options.rounds)
-    gate._observe = observe  # type: ignore[method-assign]
+    gate._observe, gate.find_norm = observe, find_norm  # type: ignore[method-assign]
 
     alone_s = alone(engine, options.rounds)
     replicas, check_s = ReplicaCheck(ctx, engine.state.held()), []
@@ -142,7 +159,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
         replicas.check(0)
         check_s.append(time.perf_counter() - began_s)
     if number == 0:
-        results.put((measured, alone_s["check"], alone_s["reduce"], check_s))
+        results.put((measured, alone_s["check"], alone_s["norm"], check_s))
     ctx.gather_objects(None)
     os._exit(0)  # without Python's end, in which gloo's threads may abort
 

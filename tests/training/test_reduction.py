@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron.config.command_line import parse_arguments
 from tests.ranks import RankPools
 from tests.training import layouts
 
@@ -134,3 +135,69 @@ def _record(flags: str) -> dict[str, Any]:
     last = len(kept) - 1 - kept[::-1].index("first layer")
     kept = [event for index, event in enumerate(kept) if event != "first layer" or index == last]
     return {"events": kept, "losses": losses, "norms": norms, "numel": numel}
+
+
+def test_gradients_are_final_when_counted_not_when_a_backward_pass_ends(ranks: RankPools) -> None:
+    """Against plain sums: a weight whose gradient comes in two parts a microbatch, the second after the backward pass
+    of the last one; a weight that one rank alone uses; frozen ones; 1 and 64 microbatches; a step that is discarded."""
+    for result in ranks(2)(edge_cases):
+        assert result["worst"] == 0.0, "every sum, of small integers, is exact"
+        assert result["started_early"] == {1: 2, 64: 2}, "the buckets of both other weights"
+        assert result["learned"] == 0, "the first step does not know yet what is final"
+        assert "weight.deferred: a gradient came after the sum" in result["late"]
+        assert result["nothing"] == ([], [])
+
+
+def edge_cases() -> dict[str, Any]:
+    import torch
+    from torch import nn
+
+    from megatron.parallel.context import ParallelContext
+    from megatron.parallel.shards import Shard
+    from megatron.training.reduction import GradientBuffers, ReductionOptions
+
+    ctx = ParallelContext.build(parse_arguments([*layouts.COMMON.split()])[0].parallel, "cpu")
+    module, names, size = nn.Module(), ["own", "deferred", "plain", "last"], 6
+    for name in [*names, "frozen"]:
+        parameter: Any = nn.Parameter(torch.zeros(size), requires_grad=name != "frozen")
+        parameter.shard, parameter.full_name = Shard((size,)), f"weight.{name}"
+        module.register_parameter(name, parameter)
+    places = [(getattr(module, name), index * size) for index, name in enumerate(names)]
+    options = ReductionOptions(torch.float32, 1, scale_after=1 / 2)
+    buffers = GradientBuffers(module, [(torch.zeros(4 * size), places)], options, ctx)
+    results: dict[str, Any] = {"worst": 0.0, "started_early": {}}
+
+    def step(num_microbatches: int, parts: int = 2) -> None:
+        """Rank r's gradients of microbatch m are (m + 1) (r + 1), of each part of the deferred one too."""
+        buffers.begin_step(num_microbatches)
+        for microbatch in range(num_microbatches):
+            factor = float((microbatch + 1) * (ctx.rank + 1))
+            used = [*names[1:], *(names[:1] if ctx.rank == 0 else [])]
+            sum((getattr(module, name) * factor).sum() for name in used).backward()
+        early = sum(bucket.work is not None for bucket in buffers._buckets)
+        for microbatch in range(num_microbatches):
+            for _ in range(parts - 1):
+                (module.deferred * float((microbatch + 1) * (ctx.rank + 1))).sum().backward()
+        buffers.finish()
+        total = num_microbatches * (num_microbatches + 1) / 2
+        expected = torch.tensor([total / 2, total * 3 / 2 * parts, total * 3 / 2, total * 3 / 2])
+        expected = expected.repeat_interleave(size)[ctx.rank * 2 * size :][: 2 * size]
+        results["worst"] = max(results["worst"], float((buffers.shards[0] - expected).abs().max()))
+        results["started_early"][num_microbatches] = early
+
+    step(1)
+    results["learned"] = results["started_early"][1]
+    step(1)
+    step(64)
+    buffers.begin_step(1)  # as after a step that was given up
+    module.plain.sum().backward()
+    step(64)
+    try:
+        step(1, parts=4)
+    except RuntimeError as error:
+        results["late"] = str(error)
+    empty = GradientBuffers(module, [], options, ctx)
+    empty.begin_step(1)
+    empty.finish()
+    results["nothing"] = empty.counted, empty.uncounted
+    return results
