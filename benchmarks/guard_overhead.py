@@ -29,7 +29,7 @@ from benchmarks.alternating import alternate, positive, spread
 STEP_S = 0.05
 LIMIT = 0.01
 CALLS = 100
-"""Of each, by turns, in one round; its time is their median."""
+"""Calls of each in a round, by turns; the round's time is their median."""
 
 
 def main() -> int:
