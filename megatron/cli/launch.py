@@ -17,7 +17,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,21 @@ from megatron.planning.describe import describe
 from megatron.planning.fit import memory_warning
 
 DEVICES = ("auto", "hpu", "cuda", "cpu")
+VARIABLES_OF = {
+    "--nodes": "HL_NUM_NODES",
+    "--devices-per-node": "HL_DEVICES_PER_NODE",
+    "--data-parallel-size": "HL_DP",
+    "--hostsfile": "HL_HOSTSFILE",
+    "--max-restarts": "HL_MAX_RESTARTS",
+    "--min-nodes": "HL_MIN_NODES",
+    "--rendezvous": "HL_RENDEZVOUS",
+    "--activate": "HL_QNPU_DIR",
+    "--env": "HL_ENV_FLAGS",
+    "--chats": "HL_DATA",
+    "--chat-template": "HL_CHAT_TEMPLATE",
+    "--dry-run": "HL_DRY_RUN=1",
+}
+"""Variable that stands for a flag of the launcher where a script is used."""
 
 
 def plan_text(plan: LaunchPlan, title: str) -> str:
@@ -115,12 +130,19 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None
         place = own.index("--")
         own, train_flags = own[:place], own[place + 1 :]
     options, faults, unread = _read_options(own)
-    if (script := options.pop("variables")) is not None:
+    script = options.pop("variables")
+    train_flags, misplaced = _without_own(train_flags, options)
+    for name in misplaced:
+        remedy = _as_variable(name) if script else "write it before `--`"
+        faults.append(f"{name} is a flag of the launcher, not of megatron.train; {remedy}")
+        unread |= {name.removeprefix("--").replace("-", "_")} & UNREADABLE
+    if script is not None:
         request = from_environment(os.environ, script, train_flags)
         default = vars(build_launch_parser().parse_args([]))
         request.faults += faults
+        request.unread |= unread
         request.faults += [
-            f"{_flag(name)} has no effect beside --variables {script}; set the HL_* variable of it, or leave it out"
+            f"{_flag(name)} has no effect beside --variables {script}; {_as_variable(_flag(name))}"
             for name, value in options.items()
             if value != default[name]
         ]
@@ -163,6 +185,25 @@ def _read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str], set[
     if rest and not unknown:
         faults.append(f"{rest[0]!r} does not follow a flag; flags of megatron.train stand after `--`")
     return options, faults, unread & (UNREADABLE | {"device", "config"})
+
+
+def _without_own(train_flags: list[str], options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the flags without those of the launcher alone and their values, and the names of these."""
+    own = {_flag(name) for name in options}
+    kept: list[str] = []
+    names: list[str] = []
+    is_value = False
+    for word in train_flags:
+        name = word.split("=", 1)[0]
+        if word.startswith("-"):
+            is_value = name in own and bool(build_parser().parse_known_args([word])[1])
+            names += [name] if is_value else []
+        kept += [] if is_value else [word]
+    return kept, names
+
+
+def _as_variable(name: str) -> str:
+    return f"set {VARIABLES_OF[name]}" if name in VARIABLES_OF else "leave it out"
 
 
 def _flag(name: str) -> str:

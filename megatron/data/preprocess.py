@@ -265,9 +265,14 @@ class GrowingDatasets:
         totals = self.totals
         for key, partitions, num_empty in zip(self._job.keys, self._unsealed, totals.num_empty, strict=True):
             if not any(builder.num_tokens for builder in partitions):
+                shard = self._job.shard
+                where = (
+                    f"shard {shard} of {len(self._job.sources)} files" if shard else f"{len(self._job.sources)} files"
+                )
+                remedy = "divide the input into fewer shards" if shard else "give text that is not empty"
                 raise DataError(
-                    f"no text under key {key!r} in {len(self._job.sources)} files: {num_empty} empty, "
-                    f"{totals.num_blank} blank, {totals.num_bad} bad; give text that is not empty"
+                    f"no text under key {key!r} in {where}: {num_empty} empty, {totals.num_blank} blank, "
+                    f"{totals.num_bad} bad; {remedy}"
                 )
 
 

@@ -178,6 +178,8 @@ def _unknown_or_refused(given: Mapping[str, str], script: Script, reader: _Varia
             reader.fault(f"unknown variable {name}={value}; {hint}", *near)
         elif value.lower() not in refused.off:
             reader.fault(f"{name}={value} is not supported: {refused.reason}")
+        elif refused.is_noted:
+            reader.request.notes.append(f"{name}={value} has no effect: {refused.reason}")
 
 
 def _preset(given: Mapping[str, str], script: Script, reader: _VariableReader) -> str | None:

@@ -370,8 +370,9 @@ class Refused:
     names: tuple[str, ...]
     """A trailing * matches every name that starts so."""
     off: tuple[str, ...]
-    """Accepted values: they request nothing."""
+    """Accepted values: they request nothing, or what a note says is done otherwise."""
     reason: str
+    is_noted: bool = False
 
 
 _FP8 = "there is no FP8 here; the run would be bf16. Unset it"
@@ -414,8 +415,12 @@ REFUSED: tuple[Refused, ...] = (
         "checkpoints have a format of this project; tools/convert_checkpoint.py converts them. Unset it",
     ),
     Refused(("HL_CKPT_FULLY_PARALLEL_LOAD",), ("0", "1"), "each rank reads its own part of a checkpoint. Unset it"),
-    Refused(("HL_SAVE_DISTRIB_OPTIMIZER_METHOD",), ("serial_per_node",), "each rank writes its own part. Unset it"),
-    Refused(("HL_LOAD_DISTRIB_OPTIMIZER_METHOD",), ("serial_per_dp_groups",), "each rank reads its own part. Unset it"),
+    Refused(
+        ("HL_SAVE_DISTRIB_OPTIMIZER_METHOD",), ("serial_per_node",), "each rank writes its own part. Unset it", True
+    ),
+    Refused(
+        ("HL_LOAD_DISTRIB_OPTIMIZER_METHOD",), ("serial_per_dp_groups",), "each rank reads its own part. Unset it", True
+    ),
     Refused(("HL_NO_LOAD_STRICT",), ("0",), "a checkpoint must have every parameter of the model. Set 0"),
     Refused(("HL_RECOMPUTE_NUM_LAYERS",), ("1",), "HL_CKP_ACT=1 recomputes each layer by itself. Set 1"),
     Refused(
@@ -429,7 +434,10 @@ REFUSED: tuple[Refused, ...] = (
     Refused(("HL_REDIRECT_LOGS",), ("0", "1"), "the log is always in train.log of the results folder. Unset it"),
     Refused(("HL_LM_EVAL",), ("0",), "there is no evaluation harness. Set 0"),
     Refused(
-        ("HL_LAUNCHER_TYPE",), ("mpirun",), "an agent of this project's own starts the ranks on every host. Unset it"
+        ("HL_LAUNCHER_TYPE",),
+        ("mpirun",),
+        "an agent of this project's own starts the ranks on every host. Unset it",
+        is_noted=True,
     ),
     Refused(("HL_PE", "HL_PPR"), (), "ranks are not bound to cores. Unset it"),
     Refused(

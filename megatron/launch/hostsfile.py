@@ -19,7 +19,9 @@ def parse_hostsfile(text: str, source: str) -> tuple[list[Host], list[str]]:
     """
     hosts: list[Host] = []
     faults = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    if text.startswith("\ufeff"):  # DeepSpeed's launcher reads the file too, and would take it for a part of the name
+        faults.append(f"{source} begins with a byte order mark; save it as UTF-8 without one")
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         content = line.split("#", 1)[0].strip()
         if not content:
             continue

@@ -52,6 +52,7 @@ class Request:
     train_flags: list[str] = field(default_factory=list)
     fine_tuning: FineTuning | None = None
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     """Options, and fields of this request, whose values are among the faults; `config` is all options."""
     lazy: bool | None = None

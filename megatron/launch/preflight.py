@@ -78,7 +78,7 @@ def preflight(request: Request) -> LaunchPlan:
 
     (layout,), given = layouts, command.config
     derived = _flags_of_device(given, layout.config)
-    notes = [*command.notes, *_notes_of_device(given, layout.config, lazy=lazy)]
+    notes = [*request.notes, *command.notes, *_notes_of_device(given, layout.config, lazy=lazy)]
     flags += derived
     chats = request.fine_tuning
     if chats is not None:

@@ -306,6 +306,9 @@ def test_impossible_shards_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(0)))
     assert preprocess(tmp_path, tmp_path / "out", "--shard", "1/2") == 1
     assert "1 files give work for 1 of 2 shards" in capsys.readouterr().err
+    (tmp_path / "b.jsonl").write_text('{"text": "1 2"}\n{"text": "' + "3 " * 500 + '"}\n')  # the rest is one document
+    assert preprocess(tmp_path / "b.jsonl", tmp_path / "out", "--shard", "3/3") == 1
+    assert "shard 3/3 of 1 files: 0 empty, 0 blank, 0 bad; divide the input into fewer" in capsys.readouterr().err
     for wrong in ("0/2", "3/2", "1", "a/b"):
         with pytest.raises(SystemExit):
             preprocess(tmp_path, tmp_path / "out", "--shard", wrong)

@@ -69,4 +69,4 @@ def test_a_refused_flag_has_the_pages_reason(capsys: pytest.CaptureFixture[str])
 
 def test_newlines_are_kept() -> None:
     given = ["--input", "x.jsonl", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer", "--keep-newlines"]
-    preprocess_data.parse_arguments(given)
+    assert preprocess_data.parse_arguments(given).keep_newlines

@@ -86,7 +86,7 @@ def test_every_preset_has_a_published_count_or_is_tiny() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_preset_is_valid_at_sensible_layouts(name: str, sequence_parallel: bool) -> None:
     for tensor, pipeline, data in LAYOUTS[name]:
-        load_config(
+        config = load_config(
             [
                 *("--config", name, "--data-path", "corpus"),
                 *("--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline)),
@@ -94,6 +94,8 @@ def test_preset_is_valid_at_sensible_layouts(name: str, sequence_parallel: bool)
             ],
             world_size=tensor * pipeline * data,
         )
+        assert config.parallel.pipeline_model_parallel_size == pipeline
+        assert config.parallel.sequence_parallel == sequence_parallel
 
 
 @pytest.mark.parametrize("name", PRESETS)

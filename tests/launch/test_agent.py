@@ -154,7 +154,8 @@ def flag_value(words: list[str], flag: str) -> str:
 def test_what_a_killed_run_left_does_not_bar_the_next_try(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     (tmp_path / ".global_step5.partial-abc").mkdir()
-    preflight(tiny("--save", str(tmp_path), "--load", str(tmp_path), max_restarts=1, devices_per_node=2))
+    plan = preflight(tiny("--save", str(tmp_path), "--load", str(tmp_path), max_restarts=1, devices_per_node=2))
+    assert plan.max_restarts == 1
 
 
 def test_all_nodes_of_a_rendezvous_give_the_run_one_name() -> None:

@@ -93,6 +93,12 @@ def test_hostsfile_skips_comments_and_blank_lines() -> None:
     ]
 
 
+def test_a_byte_order_mark_is_named_once() -> None:
+    hosts, wrong = parse_hostsfile("\ufeffworker-0 slots=8\nworker-1 slots=8\n", "hosts")
+    assert [host.name for host in hosts] == ["worker-0", "worker-1"]
+    assert wrong == ["hosts begins with a byte order mark; save it as UTF-8 without one"]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

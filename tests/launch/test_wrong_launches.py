@@ -338,6 +338,23 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "--no-save-at-epoch --nodes 0 -- --config tiny_bloom",
         ["--nodes='0' must be", "--no-save-at-epoch is a flag of megatron.train"],
     ),
+    (
+        "llama",
+        TINY,
+        "--data-path corpus --dry-run --nodes 2 --master-port=5 --lr x",
+        [
+            "--dry-run is a flag of the launcher, not of megatron.train; set HL_DRY_RUN=1",
+            "--nodes is a flag of the launcher, not of megatron.train; set HL_NUM_NODES",
+            "--master-port is a flag of the launcher, not of megatron.train; leave it out",
+            "lr='x'",
+        ],
+    ),
+    (
+        "",
+        "",
+        "--device cpu -- --config tiny_bloom --data-path corpus --dry-run --lr x",
+        ["--dry-run is a flag of the launcher, not of megatron.train; write it before `--`", "lr='x'"],
+    ),
     ("", "", "--nodes 0 --config tiny_bloom --lr x", ["--nodes='0' must be", "--config is a flag of megatron.train"]),
     ("", "", "--nodes 0 --dry-run stray -- --train-iters 5", ["--nodes='0' must be", "'stray' does not follow a flag"]),
     (

@@ -307,7 +307,9 @@ def test_without_results_dir_only_the_line_is_written(
 
 def test_close_twice_is_harmless(tmp_path: Path) -> None:
     with open_log(config_for(tmp_path)) as log:
+        log.log_step(STEP)
         log.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_pipe_gets_no_bar(capsys: pytest.CaptureFixture[str]) -> None:

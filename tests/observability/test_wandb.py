@@ -176,3 +176,4 @@ def test_not_asked_for_it_is_not_imported(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import would fail
     with open_log(config_of(tmp_path, wandb_project=None)) as log:
         log.log_step(STEP)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
