@@ -82,6 +82,11 @@ class Config:
         return not (self.parallel.no_pipeline_parallel or optimizer.zero_stage >= 2 or optimizer.offload_optimizer)
 
     @property
+    def uses_own_schedule(self) -> bool:
+        """True for a pipeline schedule that DeepSpeed does not run."""
+        return self.uses_pipeline and self.parallel.schedule != "1f1b"
+
+    @property
     def effective_zero_stage(self) -> int:
         """ZeRO stage that DeepSpeed runs: its 16-bit optimizers always shard their states."""
         return max(self.optimizer.zero_stage, 0 if self.training.precision == "fp32" else 1)

@@ -28,6 +28,12 @@ class ParallelConfig:
     output projection, loss and recomputation. `parameters`, `uniform`, `type:TransformerLayer`: the largest stage has
     as few trained parameters, layers, or transformer layers as possible. `3,1`: transformer layers of each stage; the
     first also holds the embedding, the last the final norm and the output projection."""
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = None
+    """Order of the microbatches' passes on each stage. `interleaved`: several chunks of the model a stage, so that
+    stages wait less and send more. `zero-bubble`: ZB-H1, which computes the gradients of weights while a stage would
+    wait. Unset: `interleaved` with num_virtual_stages_per_pipeline_rank above 1, otherwise `1f1b`."""
+    num_virtual_stages_per_pipeline_rank: Positive = 1
+    """Chunks of the model on each pipeline stage, of the interleaved schedule."""
     device: Literal["auto", "hpu", "cuda", "cpu"] = "auto"
     """Device type. `auto`: the first available of hpu, cuda, cpu."""
     device_memory: str | None = None
@@ -37,15 +43,21 @@ class ParallelConfig:
     """Timeout of collectives; one that waits longer fails the run."""
 
     @property
-    def num_pipeline_ranges(self) -> int:
-        """Number of ranges of layers that the pipeline cuts the model into."""
-        return self.pipeline_model_parallel_size
-
-    @property
     def listed_layers(self) -> tuple[int, ...] | None:
         """Transformer layers of each range, where `pipeline_partition_method` lists them."""
         words = self.pipeline_partition_method.split(",")
         return tuple(map(int, words)) if all(re.fullmatch("[0-9]+", word) for word in words) else None
+
+    @property
+    def schedule(self) -> str:
+        """Name of the pipeline schedule."""
+        default = "interleaved" if self.num_virtual_stages_per_pipeline_rank > 1 else "1f1b"
+        return self.pipeline_schedule or default
+
+    @property
+    def num_pipeline_ranges(self) -> int:
+        """Number of ranges of layers that the pipeline cuts the model into."""
+        return self.pipeline_model_parallel_size * self.num_virtual_stages_per_pipeline_rank
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -27,6 +27,7 @@ from megatron.config.devices import KNOWN_DEVICES, known_device, parse_memory_gi
 from megatron.config.options import Config, ConfigError, batch_sizes, options, samples_after, sections
 from megatron.config.pipeline_rules import check_partition
 from megatron.config.plugins import known_plugins, load_plugin, load_task
+from megatron.config.schedule_rules import check_schedule
 
 DOCUMENT_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
@@ -38,6 +39,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_tensor_parallel(config),
         *_check_engine(config),
         *check_partition(config),
+        *check_schedule(config),
         *_check_family(config),
         *_check_model(config),
         *_check_precision(config),

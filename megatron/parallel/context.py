@@ -14,6 +14,7 @@ import torch
 from megatron import network
 from megatron.accelerator import quiet
 from megatron.parallel import plain_data
+from megatron.parallel.deferred import DeferredGradients
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shards import LayoutError
 
@@ -134,6 +135,8 @@ class ParallelContext:
     grid: Any = None
     """DeepSpeed's PipelineParallelGrid, its `mpu`."""
     streams: RandomStreams = field(default_factory=RandomStreams)
+    deferred: DeferredGradients | None = None
+    """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""
 
     @classmethod
     def single(cls) -> ParallelContext:
@@ -189,6 +192,7 @@ class ParallelContext:
             device=device,
             topology=topology,
             grid=grid,
+            deferred=DeferredGradients() if parallel.schedule == "zero-bubble" else None,
         )
 
     @property

@@ -8,8 +8,8 @@ Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 20
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.deferred import DeferredGradients
 from megatron.parallel.mappings import (
     all_gather_into,
     all_gather_rows,
@@ -62,17 +63,22 @@ class DenseMethod(LinearMethod):
     """x @ W^T + b; the column side's backward communicates behind its matrix products."""
 
     def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        return F.linear(x, layer.weight)
+        return self._linear(layer, x, None)
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
         if layer.ctx.tensor_size == 1:
-            return F.linear(hidden, layer.weight, layer.bias)
+            return self._linear(layer, hidden, layer.bias)
         return _ColumnLinear.apply(hidden, layer.weight, layer.bias, layer.ctx)
 
     def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         if layer.ctx.tensor_size == 1:
-            return F.linear(x, layer.weight, layer.bias)
+            return self._linear(layer, x, layer.bias)
         return super().row(layer, x)
+
+    def _linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        if layer.ctx.deferred is None:
+            return F.linear(x, layer.weight, bias)
+        return _DeferringLinear.apply(x, layer.weight, bias, layer.ctx.deferred)
 
 
 class QuantizedMethod(LinearMethod):
@@ -95,16 +101,68 @@ class QuantizedMethod(LinearMethod):
 DENSE, QUANTIZED = DenseMethod(), QuantizedMethod()
 
 
+class _Parameters(NamedTuple):
+    """Weight and bias of a product, and where their gradients may be deferred."""
+
+    weight: Tensor
+    bias: Tensor | None
+    deferred: DeferredGradients | None
+
+    def gradients(
+        self, needed: Sequence[bool], grad: Tensor, inputs: Callable[[], Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias, None for what is deferred or not `needed`."""
+        trained = [
+            (parameter, compute)
+            for parameter, is_needed, compute in zip(self[:2], needed, (_weight_gradient, _bias_gradient), strict=True)
+            if parameter is not None and is_needed
+        ]
+        rows = grad.flatten(0, -2)
+        if self.deferred is not None and self.deferred.is_open:
+            if trained:
+                parameters = [parameter for parameter, _ in trained]
+                self.deferred.defer(parameters, lambda: [compute(rows, inputs) for _, compute in trained])
+            return None, None
+        found = {id(parameter): compute(rows, inputs) for parameter, compute in trained}
+        return found.get(id(self.weight)), found.get(id(self.bias))
+
+
+def _weight_gradient(rows: Tensor, inputs: Callable[[], Tensor]) -> Tensor:
+    return rows.t() @ inputs().flatten(0, -2)
+
+
+def _bias_gradient(rows: Tensor, inputs: Callable[[], Tensor]) -> Tensor:
+    return rows.sum(0)
+
+
+class _DeferringLinear(torch.autograd.Function):
+    """x @ W^T + b, whose gradients of W and b may be deferred."""
+
+    @staticmethod
+    def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
+        function.parameters = _Parameters(weight, bias, deferred)
+        function.save_for_backward(x)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        (x,), parameters = function.saved_tensors, function.parameters
+        grad_x = grad @ parameters.weight if function.needs_input_grad[0] else None
+        return grad_x, *parameters.gradients(function.needs_input_grad[1:3], grad, lambda: x), None
+
+
 class _ColumnLinear(torch.autograd.Function):
     """x @ W^T + b from the residual stream, with the backward's communication behind its matrix products.
 
     Forward keeps only this rank's rows of x under sequence parallelism and gathers them again in backward, as
-    Korthikanti et al. do: the gathered copy would undo the memory that sequence parallelism saves.
+    Korthikanti et al. do: the gathered copy would undo the memory that sequence parallelism saves. A deferred gradient
+    of the weight gathers them only when it is computed.
     """
 
     @staticmethod
     def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
-        function.ctx, function.has_bias = ctx, bias is not None
+        function.ctx, function.parameters = ctx, _Parameters(weight, bias, ctx.deferred)
         function.save_for_backward(x, weight)
         return F.linear(all_gather_rows(x, ctx) if ctx.sequence_parallel else x, weight, bias)
 
@@ -114,8 +172,9 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = function.saved_tensors
         ctx: ParallelContext = function.ctx
         grad = grad.contiguous()
+        defers = ctx.deferred is not None and ctx.deferred.is_open
         gathering = None
-        if ctx.sequence_parallel:
+        if ctx.sequence_parallel and not defers:
             full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
             gathering = all_gather_into(full, x.contiguous(), group=ctx.tensor_group, async_op=True)
         else:
@@ -123,16 +182,18 @@ class _ColumnLinear(torch.autograd.Function):
         grad_full = grad @ weight
         if gathering is not None:
             gathering.wait()
+        if ctx.sequence_parallel:
             grad_x = torch.empty_like(x)
             reducing = reduce_scatter_into(grad_x, grad_full, group=ctx.tensor_group, async_op=True)
         else:
             grad_x = grad_full
             reducing = dist.all_reduce(grad_x, group=ctx.tensor_group, async_op=True)
-        rows = grad.flatten(0, -2)
-        grad_weight = rows.t() @ full.flatten(0, -2) if function.needs_input_grad[1] else None
-        grad_bias = rows.sum(0) if function.has_bias and function.needs_input_grad[2] else None
+        gathers_later = ctx.sequence_parallel and defers
+        gradients = function.parameters.gradients(
+            function.needs_input_grad[1:3], grad, lambda: all_gather_rows(x, ctx) if gathers_later else full
+        )
         reducing.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, *gradients, None
 
 
 class ParallelLinear(nn.Module):

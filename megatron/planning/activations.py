@@ -27,6 +27,17 @@ class LayerMemory:
     """More than `kept` at the peak of the layer's backward pass: gradients of activations, and what is recomputed."""
 
 
+def deferred_bytes(layer: LayerDeclaration, config: Config) -> int:
+    """Return what the deferred gradients of a layer's weights keep: the inputs and the outputs' gradients of its
+    matrix products. A column-parallel input is a rank's own rows under sequence parallelism."""
+    if layer.number is None:
+        return 0
+    t, number, cut = config.parallel.tensor_model_parallel_size, number_size(config), _sequence_cut(config)
+    columns = sum(shard.shape[1] // cut + shard.shape[0] // t for shard in _columns(layer))
+    rows = sum(shard.shape[1] // t + shard.shape[0] for shard in _rows(layer))
+    return num_tokens(config) * (columns + rows) * number
+
+
 @dataclass(frozen=True)
 class LossMemory:
     """Bytes that the output projection and the loss of one microbatch need."""

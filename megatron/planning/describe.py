@@ -10,10 +10,11 @@ from typing import Any
 from megatron.config.devices import GIB, KNOWN_DEVICES
 from megatron.config.options import Config, ModelConfig, batch_sizes, samples_after
 from megatron.config.plugins import load_task
+from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.fit import MOST_DEVICES, capacity, fit_text, for_device, needed_bytes, propose
 from megatron.planning.flops import flops_per_token
 from megatron.planning.memory import Stage, StageMemory, memory_by_stage
-from megatron.planning.pipeline import bubble_fraction, cost_shares, stage_text
+from megatron.planning.pipeline import cost_shares, schedule_bubble, stage_bounds, stage_text
 from megatron.planning.sizes import count_parameters, declared_layers
 
 _INDENT: Any = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
@@ -59,7 +60,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         )
     )
     lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
-    lines += ["", f"  memory per rank, GiB, at the peak of a step (1F1B{'' if p > 1 else ', one stage'})"]
+    lines += ["", f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})"]
     lines += ["  " + line for line in _memory_table(config, stages)]
     lines += ["", *_fit_lines(config, stages, world_size, devices_per_node)]
     return "\n".join(lines) + "\n"
@@ -105,11 +106,31 @@ def _bubble_text(config: Config, data_parallel_size: int) -> str:
     m = load_task(config).num_microbatches(data_parallel_size)
     if m is None:
         return "depends on the data: as many microbatches as the samples of a step fill"
-    text = f"{bubble_fraction(p, m):.1%} of a step: (p - 1) / (m + p - 1) with p={p}, m={m}"
+    text = f"{schedule_bubble(config, m):.1%} of a step: {_bubble_formula(config, m)}"
     first = batch_sizes(config.training)[0] // (config.training.micro_batch_size * data_parallel_size)
-    return (
-        text if first == m else text + f"\n{'':<13}{bubble_fraction(p, max(1, first)):.1%} at the start of the ramp-up"
-    )
+    if first == m:
+        return text
+    return f"{text}\n{'':<13}{schedule_bubble(config, max(1, first)):.1%} at the start of the ramp-up"
+
+
+def _schedule_text(config: Config) -> str:
+    v = config.parallel.num_virtual_stages_per_pipeline_rank
+    name = config.parallel.schedule.replace("1f1b", "1F1B")
+    if config.parallel.pipeline_model_parallel_size == 1:
+        return f"{name}, one stage"
+    return f"{name}, {v} chunks a stage" if v > 1 else name
+
+
+def _bubble_formula(config: Config, m: int) -> str:
+    p, v = config.parallel.pipeline_model_parallel_size, config.parallel.num_virtual_stages_per_pipeline_rank
+    sizes = f"with p={p}, m={m}"
+    if config.parallel.schedule == "1f1b":
+        return f"(p - 1) / (m + p - 1) {sizes}"
+    if config.parallel.schedule == "zero-bubble":
+        return f"zero-bubble {sizes}" if m < p else f"(p - 1) / (3 m + p - 1) {sizes}"
+    if m % p:
+        return f"interleaved {sizes}, v={v}; least if p divides m"
+    return f"(p - 1) / (v m + p - 1) {sizes}, v={v}"
 
 
 def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
@@ -118,7 +139,8 @@ def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
     layers = declared_layers(config)
     worst = max(stages, key=lambda stage: stage.memory.total)
     is_cut = len(stages) > 1
-    shares = cost_shares(config, [0, *(stage.stop for stage in stages)]) if is_cut else [1.0]
+    of_ranges = cost_shares(config, stage_bounds(config, layers))
+    shares = [sum(of_ranges[number :: len(stages)]) for number in range(len(stages))]
     lines = [" ".join(["stage", *(f"{head:>7}" for head in heads), *(["cost"] if is_cut else []), "holds"])]
     for number, (stage, share) in enumerate(zip(stages, shares, strict=True)):
         parts = [getattr(stage.memory, field.name) for field in fields(StageMemory)]
@@ -126,10 +148,14 @@ def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
         mark = "*" if stage is worst and is_cut else " "
         cells = [f"{number:>4}{mark}", *(f"{_gib(figure):>7}" for figure in figures)]
         cells += [f"{share:>4.0%}"] if is_cut else []
-        lines.append(" ".join([*cells, stage_text(layers, stage.start, stage.stop)]))
+        lines.append(" ".join([*cells, _holds_text(layers, stage)]))
     if is_cut:
         lines.append("   * the stage that needs most; cost: share of a microbatch's FLOPs")
     return lines
+
+
+def _holds_text(layers: Sequence[LayerDeclaration], stage: Stage) -> str:
+    return "; ".join(stage_text(layers, start, stop) for start, stop in stage.ranges)
 
 
 def _fit_lines(config: Config, stages: Sequence[Stage], num_devices: int, devices_per_node: int) -> list[str]:

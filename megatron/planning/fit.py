@@ -16,7 +16,7 @@ from megatron.config.options import Config, flag, sections
 from megatron.config.plugins import load_task
 from megatron.config.validation import check
 from megatron.planning.memory import Stage, memory_by_stage, num_microbatches
-from megatron.planning.pipeline import bubble_fraction
+from megatron.planning.pipeline import schedule_bubble
 
 RESERVE = 0.1
 """Share of the memory that allocators, communication libraries and kernels need beyond what a plan counts."""
@@ -161,6 +161,9 @@ def _candidates(
             "recompute_modules": PARTS if granularity == "selective" != own else training.recompute_modules,
             "micro_batch_size": size,
         }
+        if p == 1 and parallel.schedule != "1f1b":  # which needs a pipeline
+            layout |= {"num_virtual_stages_per_pipeline_rank": 1}
+            layout |= {"pipeline_schedule": "1f1b"} if parallel.pipeline_schedule else {}
         for extra in ({}, {"sequence_parallel": True} if t > 1 else None, {"offload_optimizer": True}):
             if extra is None or ("offload_optimizer" in extra and stage < 2):
                 continue
@@ -192,7 +195,7 @@ def _cost(config: Config, num_devices: int, devices_per_node: int) -> float:
     parallel, optimizer = config.parallel, config.optimizer
     t, p = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     m = num_microbatches(config, num_devices // (t * p))
-    cost = 1 / (1 - bubble_fraction(p, m))
+    cost = 1 / (1 - schedule_bubble(config, m))
     cost *= {"none": 1.0, "selective": 1.03, "full": 4 / 3}[config.training.recompute_granularity]
     cost *= 1 + 0.05 * math.log2(t) + (1.0 if t > devices_per_node else 0.0)
     cost *= {3: 1.15, 2: 1.05}.get(optimizer.zero_stage, 1.0)

@@ -9,8 +9,16 @@ from dataclasses import dataclass, fields
 
 from megatron.config.options import Config
 from megatron.parallel.shards import LayerDeclaration
-from megatron.planning.activations import adds_to_optimizers_sum, layer_memory, loss_memory, mask_bytes, stream_bytes
-from megatron.planning.pipeline import stage_bounds
+from megatron.planning.activations import (
+    adds_to_optimizers_sum,
+    deferred_bytes,
+    layer_memory,
+    loss_memory,
+    mask_bytes,
+    stream_bytes,
+)
+from megatron.planning.pipeline import schedule_of, stage_ranges
+from megatron.planning.pipeline_schedules import PipelineSchedule
 from megatron.planning.sizes import declared_layers, number_size, parameters_of_layer
 from megatron.planning.zero import SharedState, held_layers, shared_state
 
@@ -37,12 +45,12 @@ class StageMemory:
 class Stage:
     """One pipeline stage: the entries of the list of layers it holds, and what each of its ranks needs."""
 
-    start: int
-    stop: int
+    ranges: tuple[tuple[int, int], ...]
+    """[start, stop) of each chunk."""
     parameters: int
     """Held by one rank, before ZeRO cuts anything."""
     in_flight: int
-    """Microbatches whose activations are alive at once."""
+    """Forward passes, of one chunk each, whose activations are alive at once."""
     memory: StageMemory
     peak: str
     """Moment of the step at which it needs most."""
@@ -56,19 +64,21 @@ def num_microbatches(config: Config, data_parallel_size: int) -> int:
 
 
 def memory_by_stage(config: Config, data_parallel_size: int) -> list[Stage]:
-    """Return what each rank of each pipeline stage needs under 1F1B, where stage i holds min(m, p - i) microbatches.
+    """Return what each rank of each pipeline stage needs, with the activations that its schedule keeps alive.
 
     Not counted: what the allocator and the communication library keep for themselves, and kernels' work space.
     """
     layers, t = declared_layers(config), config.parallel.tensor_model_parallel_size
     stages = []
-    for number, (start, stop) in enumerate(itertools.pairwise(stage_bounds(config, layers))):
-        held = held_layers(layers[start:stop])  # a tied weight is held once a stage
+    schedule = schedule_of(config, num_microbatches(config, data_parallel_size))
+    for number, ranges in enumerate(stage_ranges(config, layers)):
+        chunks = [layers[start:stop] for start, stop in ranges]
+        held = held_layers(list(itertools.chain(*chunks)))  # a tied weight is held once a stage
         state = shared_state(config, data_parallel_size, held)
-        walk = _Walk(config, layers[start:stop], state, number, num_microbatches(config, data_parallel_size))
+        walk = _Walk(config, chunks, state, number, schedule)
         peak, memory = max(walk.moments(), key=lambda moment: moment[1].total)
         parameters = sum(parameters_of_layer(layer, t) for layer in held)
-        stages.append(Stage(start, stop, parameters, walk.in_flight, memory, peak, state.host))
+        stages.append(Stage(tuple(ranges), parameters, walk.in_flight, memory, peak, state.host))
     return stages
 
 
@@ -76,11 +86,17 @@ class _Walk:
     """A step of one stage, moment by moment: what is alive as activations come and go and gradients appear."""
 
     def __init__(
-        self, config: Config, layers: Sequence[LayerDeclaration], state: SharedState, stage: int, microbatches: int
+        self,
+        config: Config,
+        chunks: Sequence[Sequence[LayerDeclaration]],
+        state: SharedState,
+        stage: int,
+        schedule: PipelineSchedule,
     ) -> None:
-        num_stages = config.parallel.pipeline_model_parallel_size
-        self.config, self.layers, self.state, self.microbatches = config, layers, state, microbatches
-        self.in_flight = min(microbatches, num_stages - stage)
+        num_stages, layers = schedule.num_stages, list(itertools.chain(*chunks))
+        self.config, self.layers, self.state, self.schedule = config, layers, state, schedule
+        self.microbatches, self.stage = schedule.num_microbatches, stage
+        self.in_flight = schedule.in_flight(stage)
         self.is_last = stage == num_stages - 1
         t, number = config.parallel.tensor_model_parallel_size, number_size(config)
         self.memories = [layer_memory(layer, config) for layer in layers]
@@ -91,15 +107,23 @@ class _Walk:
             )
             for layer in layers
         }
-        stream, others = stream_bytes(config), self.in_flight
-        self.kept = sum(memory.kept for memory in self.memories)
-        self.passed = mask_bytes(config)
+        self.kept = [sum(layer_memory(layer, config).kept for layer in chunk) for chunk in chunks]
+        self.deferred = [sum(deferred_bytes(layer, config) for layer in chunk) for chunk in chunks]
+        self.passed = self._passed(stage)
+
+    def _passed(self, stage: int) -> int:
+        """Bytes of what is received from and sent to other stages."""
+        config, stream, others = self.config, stream_bytes(self.config), self.in_flight
+        size = mask_bytes(config)
+        if config.uses_own_schedule:  # outputs until their gradients come, and one gradient each way
+            return size + (others + 2) * stream
         if stage > 0:  # received, beside the copy that the first layer is given
-            self.passed += max(2, others) * stream
+            size += max(2, others) * stream
         if not self.is_last:  # sent, and the gradient received for it
-            self.passed += (others + 1) * stream
-        elif config.uses_pipeline and microbatches > 1:
-            self.passed += stream  # DeepSpeed holds the previous microbatch's output
+            size += (others + 1) * stream
+        elif config.uses_pipeline and self.microbatches > 1:
+            size += stream  # DeepSpeed holds the previous microbatch's output
+        return size
 
     def moments(self) -> Iterator[tuple[str, StageMemory]]:
         """Yield each moment at which the total may be largest, with the bytes then alive."""
@@ -122,7 +146,7 @@ class _Walk:
     def _backward(self, index: int) -> Iterator[tuple[str, StageMemory]]:
         """The backward pass of the first or second microbatch, which comes after all forward passes in flight."""
         state = self.state
-        activations = min(self.in_flight, self.microbatches - index) * self.kept
+        activations = self.schedule.kept(self.stage, self.kept, self.deferred, without=index)
         seen = self._own_gradients() if index and state.keeps_gradients else {}
         gradients = state.gradients + sum(seen.values())
         gradients += state.step_gradients + state.later_gradients if index else 0

@@ -13,6 +13,7 @@ from megatron.config.options import Config, flag
 from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.activations import layer_memory
 from megatron.planning.flops import layer_flops
+from megatron.planning.pipeline_schedules import PipelineSchedule
 from megatron.planning.sizes import declared_layers, parameters_of_layer
 
 STATE_BYTES = 16
@@ -137,6 +138,27 @@ def partition_warnings(config: Config) -> Iterator[str]:
             f"pipeline_partition_method={parallel.pipeline_partition_method} makes the slowest stage take "
             f"{own / least:.2f} times as long as the best cuts do; use {flag('pipeline_partition_method')} cost"
         )
+
+
+def stage_ranges(config: Config, layers: Sequence[LayerDeclaration]) -> list[list[tuple[int, int]]]:
+    """Return for each stage the ranges [start, stop) of the list of layers that it holds, one for each chunk."""
+    p, ranges = config.parallel.pipeline_model_parallel_size, list(itertools.pairwise(stage_bounds(config, layers)))
+    return [ranges[stage::p] for stage in range(p)]
+
+
+def schedule_of(config: Config, num_microbatches: int) -> PipelineSchedule:
+    """Return the schedule of a step of so many microbatches."""
+    parallel = config.parallel
+    p, v = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    return PipelineSchedule(parallel.schedule, p, num_microbatches, v)
+
+
+def schedule_bubble(config: Config, num_microbatches: int) -> float:
+    """Return the part of a step that the stages wait, if all cost the same."""
+    schedule = schedule_of(config, num_microbatches)
+    if schedule.name == "1f1b":
+        return bubble_fraction(schedule.num_stages, num_microbatches)
+    return schedule.bubble()
 
 
 def stage_text(layers: Sequence[LayerDeclaration], start: int, stop: int) -> str:

@@ -6,7 +6,6 @@ of one rank.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from megatron.config.deepspeed_file import read_settings
 from megatron.config.options import Config, ConfigError
 from megatron.parallel import nf4_layout
 from megatron.parallel.shards import LayerDeclaration, Shard
-from megatron.planning.pipeline import stage_bounds
+from megatron.planning.pipeline import stage_ranges
 from megatron.planning.sizes import declared_layers, number_size, parameters_of_layer
 
 REDUCE_BUCKET = 500_000_000
@@ -39,8 +38,10 @@ def reduce_bucket_size(config: Config) -> int:
     any size.
     """
     layers, t = declared_layers(config), config.parallel.tensor_model_parallel_size
-    bounds = stage_bounds(config, layers)
-    held = [held_layers(layers[start:stop]) for start, stop in itertools.pairwise(bounds)]
+    held = [
+        held_layers([layer for start, stop in ranges for layer in layers[start:stop]])
+        for ranges in stage_ranges(config, layers)
+    ]
     most = max(1, *(_parameters(stage, t, trained_only=True) for stage in held))
     if not has_gradient_buffers(config):
         return min(REDUCE_BUCKET, most)

@@ -25,6 +25,7 @@ from megatron.training.lean_optimizers import lean
 from megatron.training.losses import StepLosses
 from megatron.training.optimizer import build_optimizer
 from megatron.training.pipeline_engine import PipelineEngine, pipeline_module
+from megatron.training.pipeline_executor import run_schedule
 from megatron.training.sequential_engine import SequentialEngine, sequential_module
 from megatron.training.spikes import SpikeDetector
 
@@ -71,6 +72,8 @@ def build_engine(
     if config.uses_pipeline and engine.steps_per_print() is None:
         # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
         engine.timers = NoopTimer()
+    if config.uses_own_schedule:
+        run_schedule(engine, config.parallel.schedule, ctx)
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
     return cls(engine, config, ctx, task, losses, detector)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 from torch import Tensor, nn
 
@@ -19,17 +19,17 @@ from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers
 from megatron.training.engine import Engine, to_device
 from megatron.training.losses import StepLosses
+from megatron.training.pipeline_executor import StageModule, WeightPass
 
 
 class PipelineEngine(Engine):
-    """DeepSpeed's 1F1B schedule over a PipelineModule, of one stage or more."""
+    """A pipeline of one stage or more: DeepSpeed's 1F1B, or a schedule that PipelineExecutor runs."""
 
     def __init__(self, engine: Any, *arguments: Any) -> None:
         super().__init__(engine, *arguments)
-        for instruction in (ForwardPass, BackwardPass):
-            engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {
-                instruction: marked(engine._INSTRUCTION_MAP[instruction])
-            }
+        table = engine._INSTRUCTION_MAP
+        passes = (kind for kind in (ForwardPass, BackwardPass, WeightPass) if kind in table)
+        engine._INSTRUCTION_MAP = table | {kind: marked(table[kind]) for kind in passes}
         self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
         if engine.steps_per_print() is None and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
@@ -45,9 +45,10 @@ class PipelineEngine(Engine):
 
     def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         table = self.deepspeed._INSTRUCTION_MAP
+        last = WeightPass if self.config.parallel.schedule == "zero-bubble" else BackwardPass
         self.deepspeed._INSTRUCTION_MAP = table | {
-            ForwardPass: around(table[ForwardPass], before=before_forward),
-            BackwardPass: around(table[BackwardPass], after=after_backward),
+            ForwardPass: _of_first_chunk(table[ForwardPass], before=before_forward),
+            last: _of_first_chunk(table[last], after=after_backward),
         }
 
     def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
@@ -71,16 +72,15 @@ class PipelineEngine(Engine):
             )
 
 
-class StageModule(PipelineModule):
-    """This rank's stage of the list of layers: DeepSpeed's PipelineModule, cut at `bounds` of `stage_bounds`."""
+def _of_first_chunk(function: Callable[..., Any], **calls: Callable[[], None]) -> Callable[..., Any]:
+    """Return an instruction with calls around the first of a stage's chunks: each microbatch begins and ends there."""
+    watched = around(function, **calls)
 
-    def __init__(self, specs: Sequence[LayerSpec], bounds: Sequence[int], **options: Any) -> None:
-        self.parts = list(bounds)  # read by DeepSpeed's constructor
-        super().__init__(specs, **options)
+    def call(engine: Any, buffer_id: int, chunk: int = 0) -> None:
+        chunks = {"chunk": chunk} if chunk else {}
+        (function if chunk else watched)(engine, buffer_id, **chunks)
 
-    def _partition_layers(self, method: str = "") -> None:
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(*self.parts[stage : stage + 2])
+    return call
 
 
 def pipeline_module(

@@ -16,10 +16,18 @@ from megatron.config.pipeline_rules import METHODS
 from megatron.config.training import TrainingConfig
 from megatron.planning.activations import layer_memory
 from megatron.planning.flops import layer_flops
-from megatron.planning.pipeline import bubble_fraction, partition_warnings, stage_bounds, stage_text
+from megatron.planning.memory import memory_by_stage
+from megatron.planning.pipeline import (
+    bubble_fraction,
+    partition_warnings,
+    schedule_bubble,
+    stage_bounds,
+    stage_ranges,
+    stage_text,
+)
 from megatron.planning.sizes import declared_layers, parameters_of_layer
 from megatron.planning.zero import reduce_bucket_size
-from tests.planning.configs import LLAMA_8B, config
+from tests.planning.configs import BLOOM_13B, LLAMA_8B, config
 
 
 def test_bubble_of_bloom_176b() -> None:
@@ -150,3 +158,25 @@ def test_stage_text_names_what_a_stage_holds() -> None:
     assert [stage_text(layers, *cut) for cut in cuts] == [
         *("embed 0-3 head", "embed", "embed", "embed 0-1", "0", "1-3", "2-3 norm", "norm", "head", "head", "nothing")
     ]
+
+
+def test_the_plan_counts_the_chosen_schedule() -> None:
+    sizes = {"pipeline_model_parallel_size": 4}
+    common = {"training": {"global_batch_size": 8}}
+    one, interleaved, zero_bubble = (
+        config(BLOOM_13B, parallel=sizes | more, **common)
+        for more in ({}, {"num_virtual_stages_per_pipeline_rank": 2}, {"pipeline_schedule": "zero-bubble"})
+    )
+    bubbles = [schedule_bubble(run, 8) for run in (one, interleaved, zero_bubble)]
+    assert bubbles == pytest.approx([3 / 11, 1.5 / 9.5, 1 / 9])
+    layers = declared_layers(one)
+    assert [len(ranges) for ranges in stage_ranges(interleaved, layers)] == [2] * 4
+    held = sorted(itertools.chain(*stage_ranges(interleaved, layers)))
+    assert list(itertools.chain(*held)) == [0, *(bound for bound in held_bounds(held)), len(layers)]
+    first = [memory_by_stage(run, 1)[0].memory.activations for run in (one, interleaved)]
+    assert first[1] / first[0] == pytest.approx(1 + 3 / 8, rel=0.1)  # 1 + (p - 1) / (p v)
+
+
+def held_bounds(ranges: list[tuple[int, int]]) -> list[int]:
+    """Where one range ends and the next begins, twice each."""
+    return [bound for (_, stop), (start, _) in itertools.pairwise(ranges) for bound in (stop, start)]

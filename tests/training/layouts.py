@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -86,7 +86,7 @@ def evaluate_loaded(arguments: str, load: str) -> float:
     return _evaluate(engine, task)
 
 
-def train(arguments: str, steps: int) -> dict[str, Any]:
+def train(arguments: str, steps: int, build: Callable[[str], tuple[Engine, PretrainTask]] = build) -> dict[str, Any]:
     """Losses and gradient norms of `steps` steps, then the validation loss."""
     engine, task = build(arguments)
     training = engine.config.training
@@ -382,3 +382,28 @@ def loss_of_step(engine: Engine, task: PretrainTask, step: int) -> float:
         lr=1e-3,
     )
     return float(result.loss)
+
+
+def train_schedules(arguments: str, schedules: list[str], steps: int) -> list[dict[str, Any]]:
+    """`train` for each of these schedules, with a digest of the rank's final weights by name."""
+    import hashlib
+
+    from megatron.parallel.shards import named_parameters
+
+    found = []
+    for schedule in schedules:
+        built: list[Engine] = []
+
+        def remembered(flags: str, built: list[Engine] = built) -> tuple[Engine, PretrainTask]:
+            engine, task = build(flags)
+            built.append(engine)
+            return engine, task
+
+        result = train(f"{arguments} {schedule}", steps, build=remembered)
+        (engine,) = built
+        weights = {
+            name: hashlib.sha256(parameter.detach().float().numpy().tobytes()).hexdigest()
+            for name, parameter in named_parameters(engine.module)
+        }
+        found.append(result | {"weights": weights, "tensor_rank": engine.ctx.tensor_rank})
+    return found
