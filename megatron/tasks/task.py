@@ -218,7 +218,9 @@ class Task(ABC):
         from megatron.parallel.losses import linear_cross_entropy
 
         labels, weights = targets
-        return LossResult(linear_cross_entropy(*outputs, labels, weights * scale, ctx, is_total=True))
+        # a subclass may scale, replace or merely report what it gets from here
+        is_total = type(self).loss is Task.loss
+        return LossResult(linear_cross_entropy(*outputs, labels, weights * scale, ctx, is_total=is_total))
 
 
 def read_options(declared: Any, config: Config) -> Any:

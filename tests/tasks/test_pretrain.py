@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.command_line import from_dict, parse_arguments
+from megatron.parallel import loss_chunks
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.pretrain import PretrainTask
-from megatron.tasks.task import Microbatch
+from megatron.tasks.task import LossResult, Microbatch
 from tests.models.outputs import build_model
+from tests.parallel import on_ranks
+from tests.parallel.test_losses import SINGLE, Batch, Sum, assert_near
 from tests.ranks import RankPools
 from tests.training import layouts
 
@@ -154,3 +158,27 @@ def test_loss_is_the_mean_over_loss_tokens_of_all_ranks(ranks: RankPools, engine
 def test_masking_makes_the_normaliser_vary() -> None:
     assert task_with(eod_mask_loss=True).varies_normaliser
     assert not task_with(reset_position_ids=True).varies_normaliser
+
+
+class HalfTask(PretrainTask):
+    def loss(self, *arguments: Any) -> LossResult:
+        result = super().loss(*arguments)
+        return dataclasses.replace(result, total=result.total / 2)
+
+
+@pytest.mark.parametrize("task", [PretrainTask, HalfTask])
+def test_a_task_may_scale_the_loss_of_its_base(monkeypatch: pytest.MonkeyPatch, task: type[PretrainTask]) -> None:
+    """Also in several chunks, where the optimizer's sum would take the gradient before that factor is known."""
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 5)
+    batch, factor = Batch(), 0.5 if task is HalfTask else 1.0
+    hidden = torch.from_numpy(batch.hidden).requires_grad_()
+    weight = on_ranks.vocabulary_weight(batch.weight, len(batch.weight), SINGLE)
+    weight.gradient_sum = into = Sum(weight, 1.0)  # type: ignore[attr-defined]
+    targets = torch.from_numpy(batch.labels), torch.from_numpy(batch.token_weights)
+    result = task(from_dict({})).loss((hidden, weight), targets, 1.0, SINGLE)
+    result.total.backward()
+    assert_near(result.total, batch.loss * factor)
+    assert hidden.grad is not None
+    assert_near(hidden.grad, batch.grad_hidden * factor)
+    assert (weight.grad is None) == (task is PretrainTask), "added straight to the sum"
+    assert_near(into.total if weight.grad is None else weight.grad, batch.grad_weight * factor)
