@@ -23,6 +23,9 @@ MIN_TOKENS = 256
 BLOCK_SCORES = 1 << 21
 """Scores of a block: they stay in the cache between the product, the softmax and the next product."""
 MIN_BLOCK, MAX_BLOCK = 64, 256
+MAX_LENGTHS = 16
+"""Different numbers of keys. oneDNN builds a kernel for each shape of a product, and keeps up to 1,024 of them, of
+nearly 1 MB each."""
 
 
 @functools.cache
@@ -64,6 +67,12 @@ class _Heads:
         for begin in range(0, length, size):
             yield slice(begin, min(begin + size, length))
 
+    def num_keys(self, block: slice) -> int:
+        """Return the number of keys with which a block is multiplied: those that it sees, rounded up."""
+        length, size = self.q.shape[2], block.stop - block.start
+        step = -(-length // MAX_LENGTHS)
+        return block.stop if size >= step else min(length, -(-block.stop // step) * step)
+
     def rows(self, x: Tensor, block: slice) -> Tensor:
         """[B k, g, S, d] or [B, n, S, d] -> [B k, g Q, d]"""
         kv_heads, _, length, size = self.q.shape
@@ -72,10 +81,10 @@ class _Heads:
     def probabilities(self, rows: Tensor, keys_T: Tensor, block: slice, scale: float) -> Tensor:
         """Return [B k, g Q, E] of the queries `rows` [B k, g Q, d] and all keys [B k, d, S]."""
         kv_heads, groups = self.q.shape[:2]
-        begin, end = block.start, block.stop
+        begin, end = block.start, self.num_keys(block)
         if self.mask is None:
             scores = scaled_product(rows, keys_T[..., :end], scale)
-            later = torch.full((end - begin, end - begin), -torch.inf, dtype=rows.dtype).triu_(1)
+            later = torch.full((block.stop - begin, end - begin), -torch.inf, dtype=rows.dtype).triu_(1)
             scores.view(kv_heads, groups, -1, end)[..., begin:] += later
         else:
             bias = self.mask[:, :, block, :end]
@@ -99,7 +108,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         context = _by_token(q)
         for block in heads.blocks():
             probabilities = heads.probabilities(heads.rows(heads.q, block), keys_T, block, scale)
-            context[:, :, block] = torch.bmm(probabilities, heads.v[:, : block.stop]).view_as(context[:, :, block])
+            context[:, :, block] = torch.bmm(probabilities, heads.v[:, : heads.num_keys(block)]).view_as(
+                context[:, :, block]
+            )
         return context
 
     @staticmethod
@@ -112,14 +123,15 @@ class _BlockwiseAttention(torch.autograd.Function):
         # sums over blocks, which 16 bits would round once a block
         grad_k, grad_v = (torch.zeros(heads.k.shape, dtype=torch.promote_types(k.dtype, torch.float32)) for _ in "kv")
         for block in heads.blocks():
+            end = heads.num_keys(block)
             rows, grad_rows = heads.rows(heads.q, block), heads.rows(grad, block)
             probabilities = heads.probabilities(rows, keys_T, block, scale)
-            grad_v[:, : block.stop] += torch.bmm(probabilities.mT, grad_rows)
-            grad_probabilities = torch.bmm(grad_rows, values_T[..., : block.stop])
+            grad_v[:, :end] += torch.bmm(probabilities.mT, grad_rows)
+            grad_probabilities = torch.bmm(grad_rows, values_T[..., :end])
             grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
-            part = scaled_product(grad_scores, heads.k[:, : block.stop], scale)
+            part = scaled_product(grad_scores, heads.k[:, :end], scale)
             grad_q[:, :, block] = part.view_as(grad_q[:, :, block])
-            grad_k[:, : block.stop] += scaled_product(grad_scores.mT, rows, scale)
+            grad_k[:, :end] += scaled_product(grad_scores.mT, rows, scale)
         return grad_q, *(total.to(k.dtype).view(k.shape) for total in (grad_k, grad_v)), None
 
 

@@ -347,10 +347,12 @@ def test_flex_sees_documents_that_moved_in_place() -> None:
 )
 @pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [2, 16])
 def test_blockwise_attention_equals_float64(
-    dtype: torch.dtype, bound: float, alibi: bool, groups: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, bound: float, alibi: bool, groups: int, lengths: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and gradients, over blocks of which the last is shorter, of inputs that lie by token."""
+    monkeypatch.setattr(blockwise_attention, "MAX_LENGTHS", lengths)
     monkeypatch.setattr(blockwise_attention, "MIN_BLOCK", 5)
     monkeypatch.setattr(blockwise_attention, "MAX_BLOCK", 5)
     inputs = q, k, v = [
@@ -368,6 +370,16 @@ def test_blockwise_attention_equals_float64(
     ):
         assert actual.dtype == dtype
         assert ((actual.double() - expected).norm() / expected.norm()).item() < bound
+
+
+@pytest.mark.parametrize("length", [1, 300, 4096, 16_385])
+def test_blockwise_attention_has_few_shapes_of_products(length: int) -> None:
+    """Memory and time of oneDNN's kernels, one for each shape, must not grow with the sequence."""
+    q, k, v = torch.empty(3, 1, 8, length, 8, device="meta")
+    heads = blockwise_attention._Heads.of(q, k, v, None)
+    numbers = [(block.stop, heads.num_keys(block)) for block in heads.blocks()]
+    assert all(stop <= number <= length for stop, number in numbers)
+    assert len({number for _, number in numbers}) <= 16
 
 
 @pytest.mark.parametrize(
