@@ -1,5 +1,11 @@
 """Options that have no effect without another one, by what they need."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron.config.options import Config, options
+
 SAVING = (
     "save_interval_in_mins",
     "save_samples",
@@ -31,3 +37,75 @@ PROFILING = (
 )
 TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
+ADAPTERS = (
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_modules_to_save",
+    "lora_bias",
+    "use_rslora",
+    "loraplus_lr_ratio",
+    "lora_rank_pattern",
+    "lora_alpha_pattern",
+    "lora_base",
+)
+
+
+def idle_without(config: Config) -> Iterator[str]:
+    """Yield a message for each option that has no effect without another one, which is not given."""
+    checkpoint, logging, model = config.checkpoint, config.logging, config.model
+    rope, tokenizer = model.position_embedding_type == "rope", config.data.tokenizer_type
+    traces = logging.profile or logging.profile_instructions
+    exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
+    needs: list[tuple[object, str, str, tuple[str, ...]]] = [
+        (checkpoint.save, "save", "give the folder to save in", SAVING),
+        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only",)),
+        (exports, "exports in folders of their own", "give save_hf alone", ("save_hf_keep_last",)),
+        (checkpoint.load, "load", "give the folder to resume from", LOADING),
+        (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
+        (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
+        (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),
+        (config.optimizer.optimizer != "sgd", "an Adam", "choose one", ("decoupled_weight_decay",)),
+        (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rope_scaling_factor")),
+        (model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
+        (
+            config.parallel.device in ("auto", "hpu"),
+            "device=hpu",
+            "choose that",
+            ("use_fast_softmax", "fused_sdpa_recompute"),
+        ),
+        (
+            config.training.recompute_granularity == "selective",
+            "recompute_granularity=selective",
+            "choose that",
+            ("recompute_modules",),
+        ),
+        (
+            tokenizer == "GPT2BPETokenizer",
+            "tokenizer_type=GPT2BPETokenizer",
+            "choose that",
+            ("vocab_file", "merge_file"),
+        ),
+        (tokenizer == "TikTokenizer", "tokenizer_type=TikTokenizer", "choose that", TIKTOKEN),
+        # an export copies its files, whatever their kind
+        (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
+        (logging.profile, "profile", "turn it on", PROFILING),
+        (traces, "profile or profile_instructions", "turn one on", TRACING),
+        (config.lora.lora_rank, "lora_rank", "give one", ADAPTERS),
+        (logging.wandb_project, "wandb_project", "give one", WANDB),
+    ]
+    for present, needed, remedy, names in needs:
+        if not present:
+            yield from idle_options(config, needed, remedy, names)
+    start, iters = logging.profile_step_start, config.training.train_iters
+    if traces and iters and start > iters:
+        yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
+
+
+def idle_options(config: Config, needed: str, remedy: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each option in `names` that differs from its default, for lack of what is `needed`."""
+    for name in names:
+        section, declared = options()[name]
+        value = getattr(getattr(config, section), name)
+        if value != declared.default:
+            yield f"{name}={value} has no effect without {needed}; {remedy}, or leave it out"

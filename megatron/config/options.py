@@ -19,6 +19,7 @@ from typing import Any, Literal, cast, get_type_hints
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from megatron.config.adapters import LoraConfig
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
@@ -68,6 +69,7 @@ class Config:
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
     sft: SFTConfig = Field(default_factory=SFTConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
 
     @property
     def effective_watchdog_timeout_s(self) -> float:

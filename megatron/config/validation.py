@@ -7,24 +7,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron.config.data import parse_data_path, parse_split
-from megatron.config.dependents import (
-    LOADING,
-    LOSS_SCALING,
-    PROFILING,
-    RECOMPUTED,
-    ROPE_SCALING,
-    SAVING,
-    TIKTOKEN,
-    TRACING,
-    WANDB,
-    WSD_DECAY,
-)
+from megatron.config.dependents import RECOMPUTED, idle_options, idle_without
 from megatron.config.devices import KNOWN_DEVICES, known_device, parse_memory_gib
-from megatron.config.options import Config, ConfigError, batch_sizes, options, samples_after, sections
+from megatron.config.options import Config, ConfigError, batch_sizes, samples_after, sections
 from megatron.config.pipeline_rules import check_partition
 from megatron.config.plugins import known_plugins, load_plugin, load_task
 from megatron.config.schedule_rules import check_schedule
@@ -67,9 +56,10 @@ def idle(config: Config) -> list[str]:
     own = (config.training.task, *task.sections)
     others = [name for name in known_plugins("task") if name in sections() and name not in own]
     return [
-        *_idle_without(config),
+        *idle_without(config),
         *(line for other in others for line in idle_options(config, f"task={other}", "choose that", _names(other))),
         *task.idle(),
+        *load_plugin("architecture", config.model.architecture).idle(config),
     ]
 
 
@@ -439,61 +429,3 @@ def _check_guard(config: Config) -> Iterator[str]:
         )
     if timeout_s is not None and 0 < timeout_s < 1:
         yield f"watchdog_timeout_s={timeout_s:g} leaves no time for a step; use 1 or more, or 0 for no watchdog"
-
-
-def _idle_without(config: Config) -> Iterator[str]:
-    checkpoint, logging, model = config.checkpoint, config.logging, config.model
-    rope, tokenizer = model.position_embedding_type == "rope", config.data.tokenizer_type
-    traces = logging.profile or logging.profile_instructions
-    exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
-    needs: list[tuple[object, str, str, tuple[str, ...]]] = [
-        (checkpoint.save, "save", "give the folder to save in", SAVING),
-        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only",)),
-        (exports, "exports in folders of their own", "give save_hf alone", ("save_hf_keep_last",)),
-        (checkpoint.load, "load", "give the folder to resume from", LOADING),
-        (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
-        (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
-        (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),
-        (config.optimizer.optimizer != "sgd", "an Adam", "choose one", ("decoupled_weight_decay",)),
-        (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rope_scaling_factor")),
-        (model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
-        (
-            config.parallel.device in ("auto", "hpu"),
-            "device=hpu",
-            "choose that",
-            ("use_fast_softmax", "fused_sdpa_recompute"),
-        ),
-        (
-            config.training.recompute_granularity == "selective",
-            "recompute_granularity=selective",
-            "choose that",
-            ("recompute_modules",),
-        ),
-        (
-            tokenizer == "GPT2BPETokenizer",
-            "tokenizer_type=GPT2BPETokenizer",
-            "choose that",
-            ("vocab_file", "merge_file"),
-        ),
-        (tokenizer == "TikTokenizer", "tokenizer_type=TikTokenizer", "choose that", TIKTOKEN),
-        # an export copies its files, whatever their kind
-        (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
-        (logging.profile, "profile", "turn it on", PROFILING),
-        (traces, "profile or profile_instructions", "turn one on", TRACING),
-        (logging.wandb_project, "wandb_project", "give one", WANDB),
-    ]
-    for present, needed, remedy, names in needs:
-        if not present:
-            yield from idle_options(config, needed, remedy, names)
-    start, iters = logging.profile_step_start, config.training.train_iters
-    if traces and iters and start > iters:
-        yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
-
-
-def idle_options(config: Config, needed: str, remedy: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each option in `names` that differs from its default, for lack of what is `needed`."""
-    for name in names:
-        section, declared = options()[name]
-        value = getattr(getattr(config, section), name)
-        if value != declared.default:
-            yield f"{name}={value} has no effect without {needed}; {remedy}, or leave it out"

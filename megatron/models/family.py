@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from megatron.config.options import Config, ConfigError, ModelConfig
 from megatron.config.plugins import load_plugin
+from megatron.models import adapters
 from megatron.parallel.nf4_layout import cut_fault
 from megatron.parallel.shards import LayerDeclaration, LayoutError, declared_shards
 
@@ -80,29 +81,46 @@ class Family:
     """Faults of a config that this family refuses."""
 
     def layers(self, config: Config) -> list[LayerDeclaration]:
-        """Return the declared layers, with what `freeze` and `quantize_base` say of their parameters.
+        """Return the declared layers, with adapters and what `freeze` and `quantize_base` say of their parameters.
 
-        Raises ConfigError if a pattern of `freeze` names none.
+        Raises ConfigError where the options name nothing of the model.
         """
-        layers = self.declare(config)
-        patterns = config.model.freeze
-        if faults := list(_unmatched(patterns, list(declared_shards(layers)))):
+        layers, patterns, lora = self.declare(config), config.model.freeze, config.lora
+        faults = list(_unmatched(patterns, list(declared_shards(layers))))
+        if faults := [*faults, *self._adapter_faults(layers, config)]:
             raise ConfigError(faults)
-        layers = [_frozen(layer, patterns) for layer in layers] if patterns else layers
+        if lora.lora_rank is not None:
+            layers = adapters.with_adapters(layers, self.huggingface_form(config.model), lora)
+        elif patterns:
+            layers = [_frozen(layer, patterns) for layer in layers]
         if config.model.quantize_base == "none":
             return layers
         return [_quantized(layer, trains=not config.training.skip_train) for layer in layers]
 
     def faults(self, config: Config) -> Iterator[str]:
-        """Yield every fault of a config that concerns the family: its rules, and `freeze`."""
+        """Yield every fault of a config that concerns the family: its rules, `freeze`, and adapters."""
         yield from self.rules(config)
-        names = list(declared_shards(self.declare(config)))
+        layers = self.declare(config)
+        yield from self._adapter_faults(layers, config)
+        if config.lora.lora_rank is not None and config.checkpoint.save_hf is not None:
+            yield (
+                f"save_hf={config.checkpoint.save_hf} exports whole models, but the checkpoints of "
+                f"lora_rank={config.lora.lora_rank} hold adapters; leave save_hf out"
+            )
+        names = list(declared_shards(layers))
         yield from _unmatched(config.model.freeze, names)
         if names and all(_matches(name, config.model.freeze) for name in names):
             yield f"freeze={' '.join(config.model.freeze)} matches every parameter; leave some to train"
         if config.model.quantize_base != "none":
             with contextlib.suppress(ConfigError):  # of `freeze`, reported above
                 yield from _quantization_faults(config, self.layers(config))
+
+    def idle(self, config: Config) -> Iterator[str]:
+        """Yield a message for every name in the options of adapters that selects nothing."""
+        yield from adapters.unmatched(self.declare(config), self.huggingface_form(config.model), config.lora)
+
+    def _adapter_faults(self, layers: Sequence[LayerDeclaration], config: Config) -> Iterator[str]:
+        return adapters.faults(layers, self.huggingface_form(config.model), config.lora, config.model.freeze)
 
     def huggingface_form(self, model: ModelConfig) -> HuggingFaceForm | None:
         """Return the form nearest to this model; None: the family has none."""
@@ -157,5 +175,5 @@ def _quantization_faults(config: Config, layers: Sequence[LayerDeclaration]) -> 
     with contextlib.suppress(LayoutError):  # reported by the rules of the layout
         faults = (cut_fault(*each, config.parallel.tensor_model_parallel_size) for each in weights.items())
         yield from itertools.islice(filter(None, faults), 1)
-    if config.checkpoint.save is not None:
+    if config.checkpoint.save is not None and config.lora.lora_rank is None:
         yield f"{option} keeps no weights from which a checkpoint could be saved; leave save out"

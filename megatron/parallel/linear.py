@@ -44,6 +44,10 @@ class LinearMethod(ABC):
         """
         return {}
 
+    def linear_method(self) -> LinearMethod:
+        """Return itself. A declaration that is made without torch returns the method that it stands for."""
+        return self
+
     @abstractmethod
     def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         """Return x [..., in] times this rank's weight, [..., out], without the bias."""
@@ -157,13 +161,14 @@ class _ColumnLinear(torch.autograd.Function):
 
     Forward keeps only this rank's rows of x under sequence parallelism and gathers them again in backward, as
     Korthikanti et al. do: the gathered copy would undo the memory that sequence parallelism saves. A deferred gradient
-    of the weight gathers them only when it is computed.
+    of the weight gathers them only when it is computed. A frozen weight needs no x in backward, and a frozen x no
+    communication.
     """
 
     @staticmethod
     def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
         function.ctx, function.parameters = ctx, _Parameters(weight, bias, ctx.deferred)
-        function.save_for_backward(x, weight)
+        function.save_for_backward(x if function.needs_input_grad[1] else None, weight)
         return F.linear(all_gather_rows(x, ctx) if ctx.sequence_parallel else x, weight, bias)
 
     @staticmethod
@@ -171,28 +176,30 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(function: Any, grad: Tensor) -> Any:
         x, weight = function.saved_tensors
         ctx: ParallelContext = function.ctx
+        needs_x, needs_weight, needs_bias, _ = function.needs_input_grad
         grad = grad.contiguous()
         defers = ctx.deferred is not None and ctx.deferred.is_open
-        gathering = None
-        if ctx.sequence_parallel and not defers:
+        full, grad_x, gathering, reducing = x, None, None, None
+        if needs_weight and ctx.sequence_parallel and not defers:
             full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
             gathering = all_gather_into(full, x.contiguous(), group=ctx.tensor_group, async_op=True)
-        else:
-            full = x
-        grad_full = grad @ weight
-        if gathering is not None:
+        if needs_x:
+            grad_x = grad_full = grad @ weight
+            if gathering is not None:
+                gathering.wait()
+            if ctx.sequence_parallel:
+                grad_x = grad_full.new_empty((grad_full.shape[0] // ctx.tensor_size, *grad_full.shape[1:]))
+                reducing = reduce_scatter_into(grad_x, grad_full, group=ctx.tensor_group, async_op=True)
+            else:
+                reducing = dist.all_reduce(grad_x, group=ctx.tensor_group, async_op=True)
+        elif gathering is not None:
             gathering.wait()
-        if ctx.sequence_parallel:
-            grad_x = torch.empty_like(x)
-            reducing = reduce_scatter_into(grad_x, grad_full, group=ctx.tensor_group, async_op=True)
-        else:
-            grad_x = grad_full
-            reducing = dist.all_reduce(grad_x, group=ctx.tensor_group, async_op=True)
         gathers_later = ctx.sequence_parallel and defers
         gradients = function.parameters.gradients(
-            function.needs_input_grad[1:3], grad, lambda: all_gather_rows(x, ctx) if gathers_later else full
+            (needs_weight, needs_bias), grad, lambda: all_gather_rows(x, ctx) if gathers_later else full
         )
-        reducing.wait()
+        if reducing is not None:
+            reducing.wait()
         return grad_x, *gradients, None
 
 

@@ -1,10 +1,11 @@
-"""Random streams: one that tensor-parallel ranks share, and one of each rank's own.
+"""Random streams: some that tensor-parallel ranks share, and some of each rank's own.
 
 Tensor-parallel ranks hold the same residual stream, so its dropout must be the same on all of them; what they
 hold different parts of (heads, rows of the sequence under sequence parallelism) must be dropped independently.
-The device's default generator is the *replicated* stream; the *sharded* one is swapped in where it is needed.
+The device's default generator is the *replicated* stream; the *sharded* one is swapped in where it is needed. Adapters
+have two of their own, so that the model below them draws what it would draw without them.
 
-Both are seeded again at each step from the run's seed and the samples consumed, so a resumed run draws what the
+All are seeded again at each step from the run's seed and the samples consumed, so a resumed run draws what the
 uninterrupted one would have drawn, and no generator state needs saving.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,40 +28,49 @@ def derive_seed(*parts: int | str) -> int:
 
 
 class RandomStreams:
-    """The replicated and the sharded stream of one rank. The state lives here and in the default generator."""
+    """The streams of one rank. Their state lives here, that of the replicated one in the default generator."""
 
     def __init__(self) -> None:
-        self._sharded: Tensor | None = None
+        self._states: dict[str, Tensor] = {}
 
     def seed_step(self, seed: int, consumed_samples: int, stage: int, grad_rank: int, tensor_rank: int) -> None:
-        """Start both streams for one step. Stages and data-parallel ranks always draw apart."""
+        """Start the streams for one step. Stages and data-parallel ranks always draw apart."""
         generator = _accelerator()
-        generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, "sharded", tensor_rank))
-        self._sharded = generator.get_rng_state()
+        own = {"sharded": (tensor_rank,), "adapters": (), "adapters sharded": (tensor_rank,)}
+        for name, ranks in own.items():
+            generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, name, *ranks))
+            self._states[name] = generator.get_rng_state()
         generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, "replicated"))
 
-    @contextmanager
-    def sharded(self) -> Iterator[None]:
+    def sharded(self) -> AbstractContextManager[None]:
         """Draw from this tensor-parallel rank's own stream inside."""
-        if self._sharded is None:  # never seeded: a single layer in a unit test
+        return self._drawing("sharded")
+
+    def adapters(self, *, sharded: bool) -> AbstractContextManager[None]:
+        """Draw from the adapters' stream inside: `sharded`, this tensor-parallel rank's own."""
+        return self._drawing("adapters sharded" if sharded else "adapters")
+
+    @contextmanager
+    def _drawing(self, stream: str) -> Iterator[None]:
+        if stream not in self._states:  # never seeded: a single layer in a unit test
             yield
             return
         generator = _accelerator()
         replicated = generator.get_rng_state()
-        generator.set_rng_state(self._sharded)
+        generator.set_rng_state(self._states[stream])
         try:
             yield
         finally:
-            self._sharded = generator.get_rng_state()
+            self._states[stream] = generator.get_rng_state()
             generator.set_rng_state(replicated)
 
     @contextmanager
-    def _replaying(self, state: Tensor | None) -> Iterator[None]:
-        present, self._sharded = self._sharded, state
+    def _replaying(self, states: dict[str, Tensor]) -> Iterator[None]:
+        present, self._states = self._states, states
         try:
             yield
         finally:
-            self._sharded = present
+            self._states = present
 
     # torch.compile cannot trace checkpoint's contexts; what is inside `function` it still compiles
     # (torch.compiler.disable would do so at import, and import the whole compiler for it: 2 s)
@@ -68,11 +78,11 @@ class RandomStreams:
     def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """function(*inputs), whose activations are dropped and computed again in the backward pass.
 
-        Dropout draws the same both times, from both streams.
+        Dropout draws the same both times, from all streams.
         """
 
         def contexts() -> tuple[Any, Any]:
-            return nullcontext(), self._replaying(self._sharded)
+            return nullcontext(), self._replaying(dict(self._states))
 
         return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
 

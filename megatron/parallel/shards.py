@@ -34,6 +34,7 @@ class DeclaresShards(Protocol):
     """The declaring part of a LinearMethod (parallel/linear.py), which imports this file."""
 
     def shards(self, weight: Shard) -> Mapping[str, Shard]: ...
+    def linear_method(self) -> Any: ...
 
 
 class LayoutError(ValueError):
@@ -49,8 +50,10 @@ class Shard:
     rank holds its part of every piece, one after the other.
     `padding` rows of zeros follow the last piece so that it divides evenly (the vocabulary); they are not part of the
     full tensor.
-    `std` is the normal initialisation's standard deviation; None: filled with `value`.
-    `trained`: the optimizer updates it. `vocabulary`: its rows are tokens.
+    `std` is the normal initialisation's standard deviation, `bound` that of the uniform one in [-bound, bound]; without
+    them it is filled with `value`.
+    `trained`: the optimizer updates it. `vocabulary`: its rows are tokens. `added`: a linear method declares it beside
+    the base model's parameters.
     `quantized`: held in 4 bits (nf4.py), in a layout of its own; never trained.
     `used_on`, required where a model declares a replicated parameter: "stream", applied to the residual stream, so that
     its gradient is summed over the tensor-parallel ranks under sequence parallelism only; "heads", applied by each rank
@@ -62,10 +65,12 @@ class Shard:
     pieces: tuple[int, ...] = ()
     padding: int = 0
     std: float | None = None
+    bound: float | None = None
     value: float = 0.0
     trained: bool = True
     vocabulary: bool = False
     quantized: bool = False
+    added: bool = False
     used_on: Literal["stream", "heads"] | None = None
 
     def __post_init__(self) -> None:
@@ -132,10 +137,14 @@ class Shard:
 
         from megatron.parallel.rng import derive_seed
 
-        if self.std is None:
+        if self.std is None and self.bound is None:
             return torch.full(self.local_shape(size), self.value, dtype=torch.float32)
         generator = torch.Generator().manual_seed(derive_seed(seed, name))
-        full = torch.empty(self.shape, dtype=torch.float32).normal_(0.0, self.std, generator=generator)
+        full = torch.empty(self.shape, dtype=torch.float32)
+        if self.bound is not None:
+            full.uniform_(-self.bound, self.bound, generator=generator)
+        else:
+            full.normal_(0.0, self.std or 0.0, generator=generator)
         return self.take(full, rank, size)
 
 
@@ -165,7 +174,8 @@ class Shards(Mapping[str, Shard]):
     @property
     def method(self) -> Any:
         """Linear method declared for this module; None: dense."""
-        return self._layer.methods.get(self._prefix.removesuffix("."))
+        declared = self._layer.methods.get(self._prefix.removesuffix("."))
+        return None if declared is None else declared.linear_method()
 
     def full_name(self, name: str) -> str:
         return self._layer.full_name(self._prefix + name)
@@ -222,7 +232,10 @@ class LayerDeclaration:
 
     def with_method(self, prefix: str, method: DeclaresShards) -> LayerDeclaration:
         """Return this layer with the linear layer at `prefix` computed by `method`, whose own shards are added."""
-        added = {f"{prefix}.{name}": shard for name, shard in method.shards(self.shards[f"{prefix}.weight"]).items()}
+        added = {
+            f"{prefix}.{name}": dataclasses.replace(shard, added=True)
+            for name, shard in method.shards(self.shards[f"{prefix}.weight"]).items()
+        }
         return dataclasses.replace(self, shards={**self.shards, **added}, methods={**self.methods, prefix: method})
 
 
@@ -263,7 +276,8 @@ def shard_of(parameter: Tensor) -> Shard:
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (full name, parameter), each once, in the order of the module; the same names in every engine."""
-    return ((parameter.full_name, parameter) for parameter in module.parameters())  # type: ignore[attr-defined,misc]
+    declared = (parameter for parameter in module.parameters() if not hasattr(parameter, "is_placeholder"))
+    return ((parameter.full_name, parameter) for parameter in declared)  # type: ignore[attr-defined,misc]
 
 
 def alias(parameter: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ def parameters_of_layer(layer: LayerDeclaration, tensor_model_parallel_size: int
 
 
 def is_matrix(shard: Shard) -> bool:
-    """True for the weight of a linear layer."""
-    return len(shard.shape) > 1 and not shard.vocabulary
+    """True for the weight of a linear layer; not for an adapter's."""
+    return len(shard.shape) > 1 and not shard.vocabulary and not shard.added
 
 
 def number_size(config: Config) -> int:

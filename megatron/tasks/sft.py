@@ -11,8 +11,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.config.data import parse_data_path
+from megatron.config.dependents import idle_options
 from megatron.config.options import Config
-from megatron.config.validation import DOCUMENT_ENDS, divisors, idle_options, parallel_batch_size
+from megatron.config.validation import DOCUMENT_ENDS, divisors, parallel_batch_size
 from megatron.tasks.task import Microbatch, Task
 
 if TYPE_CHECKING:

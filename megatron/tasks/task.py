@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from megatron.command_names import command_name
+from megatron.config.dependents import idle_options
 from megatron.config.options import Config, ConfigError
-from megatron.config.validation import idle_options, parallel_batch_size
+from megatron.config.validation import parallel_batch_size
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
 from megatron.accelerator import quiet
-from megatron.config.options import Config, ConfigError
+from megatron.config.options import Config
 from megatron.models.sequential import build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.nf4 import quantized_weights
@@ -23,7 +23,7 @@ from megatron.training.deepspeed_config import deepspeed_config
 from megatron.training.engine import Engine
 from megatron.training.lean_optimizers import lean
 from megatron.training.losses import StepLosses
-from megatron.training.optimizer import build_optimizer
+from megatron.training.optimizer import add_placeholder, build_optimizer
 from megatron.training.pipeline_engine import PipelineEngine, pipeline_module
 from megatron.training.pipeline_executor import run_schedule
 from megatron.training.sequential_engine import SequentialEngine, sequential_module
@@ -57,7 +57,10 @@ def build_engine(
         if not will_restore:
             _start_parameters(model, config, ctx)
     evaluates = config.training.skip_train
-    model.requires_grad_(not evaluates) if evaluates else _prepare_frozen(model, ctx)
+    if evaluates:
+        model.requires_grad_(False)
+    else:
+        add_placeholder(model, ctx)
     after_model()
     with quiet():
         optimizer = None if evaluates else build_optimizer(model, config, ctx)
@@ -76,20 +79,6 @@ def build_engine(
         run_schedule(engine, config.parallel.schedule, ctx)
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
     return cls(engine, config, ctx, task, losses, detector)
-
-
-def _prepare_frozen(model: nn.Module, ctx: ParallelContext) -> None:
-    """Raise ConfigError, on every rank alike, if a stage has no trained parameter: DeepSpeed needs one to optimize."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    is_frozen = bool(frozen) and len(frozen) == len(list(model.parameters()))
-    stages = sorted({stage for stage, found in ctx.gather_objects((ctx.stage, is_frozen)) if found})
-    if stages:
-        raise ConfigError(
-            [
-                f"freeze leaves no trained parameter on pipeline stage {', '.join(map(str, stages))}; every stage "
-                "needs one: train more parameters, or use fewer stages"
-            ]
-        )
 
 
 def _import_muon_uncompiled() -> None:

@@ -138,6 +138,7 @@ class Checkpoints:
             "optimizer": engine.state.scalars() if with_optimizer else None,
             "rng": {"seed": engine.dropout_seed},
             "source": self._source,
+            "base": engine.base,
             "export": to_export and self._exports is not None,
         }
         self._count += 1

@@ -77,9 +77,12 @@ class Engine(ABC):
         self.deepspeed, self.config, self.ctx = engine, config, ctx
         self._task, self._losses = task, losses
         self._num_microbatches = 0  # set by the first step
-        self._draws = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
+        dropouts = config.model.hidden_dropout, config.model.attention_dropout, config.lora.lora_dropout
+        self._draws = max(dropouts) > 0
         self.dropout_seed = config.training.seed
         """Seed of the random streams. A resumed run keeps that of its checkpoint."""
+        self.base: dict[str, Any] | None = None
+        """With adapters, where the base model comes from and the checksums of its tensors."""
         marks = is_profiled(config.logging, ctx.rank)
         self.timers = StepTimers(config.logging.timing_log_level, ctx.device, marks=marks)
         self.trace = InstructionTrace(ctx, wanted=config.logging.profile_instructions)
@@ -137,7 +140,7 @@ class Engine(ABC):
         ctx = self.ctx
         self._set_num_microbatches(len(microbatches) if num_microbatches is None else num_microbatches)
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_mult"]
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay * group["wd_mult"]
         if self._draws:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.config.options import Config
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import shard_of
+from megatron.parallel.shards import Shard, shard_of
 from megatron.training.losses import StepLosses
 from megatron.training.spikes import SpikeDetector
 from megatron.training.state import EngineState
@@ -154,17 +154,23 @@ class _Facts:
 
 
 def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> torch.optim.Optimizer:
-    """Return AdamW, Adam or SGD over two groups: matrices, which decay, and biases and norms, which do not. The weight
-    decay of a group is the schedule's times its `wd_mult`.
+    """Return AdamW, Adam or SGD over groups: matrices, which decay, and biases and norms, which do not; the adapters' B
+    may have a learning rate of their own. The weight decay of a group is the schedule's times its `wd_mult`, its
+    learning rate times `lr_mult`.
 
     Its attribute `gate` may refuse updates. In float32 without ZeRO, DeepSpeed leaves the optimizer bare: then it finds
     the norm, and clips by it, itself.
     """
     options = config.optimizer
+    ratio = config.lora.loraplus_lr_ratio
     trained = [p for p in model.parameters() if p.requires_grad]
+    ups = {id(p) for p in trained if ratio != 1.0 and _is_up(p)}
+    matrices = [p for p in trained if _decays(p) and id(p) not in ups]
+    decayed: dict[str, Any] = {"weight_decay": options.weight_decay, "wd_mult": 1.0}
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if _decays(p)], "weight_decay": options.weight_decay, "wd_mult": 1.0},
-        {"params": [p for p in trained if not _decays(p)], "weight_decay": 0.0, "wd_mult": 0.0},
+        {"params": matrices, **decayed, "lr_mult": 1.0},
+        {"params": [p for p in trained if id(p) in ups], **decayed, "lr": options.lr * ratio, "lr_mult": ratio},
+        {"params": [p for p in trained if not _decays(p)], "weight_decay": 0.0, "wd_mult": 0.0, "lr_mult": 1.0},
     ]
     groups = [group for group in groups if group["params"]]
     cls, arguments = _choose(config, ctx)
@@ -172,6 +178,26 @@ def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> t
     if config.effective_zero_stage == 0:
         return _clipping(gated)(groups, lr=options.lr, ctx=ctx, max_norm=options.clip_grad, **arguments)
     return gated(groups, lr=options.lr, **arguments)
+
+
+def add_placeholder(model: nn.Module, ctx: ParallelContext) -> None:
+    """Give a pipeline stage of frozen layers one number to optimize, since DeepSpeed needs one.
+
+    Its gradient is zero in every step; it belongs to no layer, and no norm and no checkpoint has it.
+    """
+    parameters = list(model.parameters())
+    if any(parameter.requires_grad for parameter in parameters):
+        return
+    dtype = parameters[0].dtype if parameters else torch.float32
+    found: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=ctx.device))
+    found.shard, found.is_placeholder = Shard((1,), used_on="stream"), True
+    found.tensor_model_parallel, found.ds_pipe_replicated = False, True
+    model.register_parameter("placeholder", found)
+
+
+def _is_up(parameter: Any) -> bool:
+    """Return True for the B of an adapter."""
+    return shard_of(parameter).added and parameter.full_name.rpartition(".")[2].startswith("lora_B")
 
 
 def _decays(parameter: Tensor) -> bool:
@@ -259,6 +285,9 @@ def _clipping(gated: Any) -> Any:
             self.overflow = False
 
         def step(self, closure: Any = None) -> Any:
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                if parameter.grad is None and hasattr(parameter, "is_placeholder"):  # steps are counted with it
+                    parameter.grad = torch.zeros_like(parameter)
             buffers = getattr(self, "buffers", None)
             counted, uncounted = self._alone() if buffers is None else (buffers.counted, buffers.uncounted)
             norm = self._global_grad_norm = self.gate.find_norm(counted, uncounted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class PipelineEngine(Engine):
         table = engine._INSTRUCTION_MAP
         passes = (kind for kind in (ForwardPass, BackwardPass, WeightPass) if kind in table)
         engine._INSTRUCTION_MAP = table | {kind: marked(table[kind]) for kind in passes}
+        if not self.config.uses_own_schedule:  # ours leaves out what is frozen by itself
+            engine._INSTRUCTION_MAP[BackwardPass] = marked(_if_needed(table[BackwardPass]))
         self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
         if engine.steps_per_print() is None and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
@@ -70,6 +73,21 @@ class PipelineEngine(Engine):
                 to_device(inputs, ctx.device) if ctx.is_first_stage else inputs,
                 to_device(targets, ctx.device) if ctx.is_last_stage else targets,
             )
+
+
+def _if_needed(backward: Callable[..., None]) -> Callable[..., None]:
+    """Return the backward pass of a microbatch, left out where the first stage has nothing to train."""
+
+    @functools.wraps(backward)
+    def run(engine: Any, buffer_id: int) -> None:
+        outputs = engine.pipe_buffers["outputs"][buffer_id]
+        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        if engine.is_last_stage() or any(tensor.requires_grad for tensor in tensors):
+            backward(engine, buffer_id)
+        else:
+            engine.pipe_buffers["outputs"][buffer_id] = None
+
+    return run
 
 
 def _of_first_chunk(function: Callable[..., Any], **calls: Callable[[], None]) -> Callable[..., Any]:

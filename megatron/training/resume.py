@@ -31,6 +31,14 @@ from megatron.planning.progress import Progress
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
 from megatron.tasks.task import Task
+from megatron.training.adapter_start import (
+    AdapterStart,
+    base_config,
+    check_lora_options,
+    holds_adapters,
+    joined_checksums,
+    open_adapters,
+)
 from megatron.training.checkpoints import TAG
 from megatron.training.engine import Engine
 from megatron.training.resume_plan import Resumable, plan_restore
@@ -59,7 +67,7 @@ class Start:
 
     options: CheckpointConfig
     """Those that start it now; see `_resuming_options`."""
-    checkpoint: Resumable | None
+    checkpoint: Resumable | AdapterStart | None
     """None: a new run."""
     progress: Progress
     run: Run
@@ -80,9 +88,14 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     own = ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: None if ctx.rank else _own_run(options)))
     if own is not None:
         options = _resuming_options(options)
-    checkpoint = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
+    found = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
+    checkpoint: Resumable | AdapterStart | None = found
+    if config.lora.lora_rank is not None:
+        checkpoint = open_adapters(found, config, ctx)
+        if not holds_adapters(found):  # a base model: its weights alone are taken
+            options = dataclasses.replace(options, finetune=True)
     run = ctx.broadcast_object(
-        raise_on_all_ranks(ctx, lambda: None if ctx.rank else _run_of_start(config.checkpoint, own, checkpoint))
+        raise_on_all_ranks(ctx, lambda: None if ctx.rank else _run_of_start(config.checkpoint, own, found, options))
     )
     if checkpoint is None:
         return Start(options, None, Progress(), run)
@@ -99,6 +112,10 @@ def restore_start(engine: Engine, start: Start) -> list[str]:
     assert checkpoint is not None
     lines = raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
     engine.state.finish_restore()
+    if isinstance(checkpoint, AdapterStart):
+        checksums = joined_checksums(engine.ctx.gather_objects(engine.state.base_sums))
+        checkpoint.check_base(checksums)
+        engine.base = {**checkpoint.record, "checksums": checksums}
     return lines
 
 
@@ -128,20 +145,23 @@ def _own_run(options: CheckpointConfig) -> Run | None:
     return next((run for run in runs if run is not None and is_own(run)), None)
 
 
-def _run_of_start(options: CheckpointConfig, own: Run | None, checkpoint: Resumable | None) -> Run:
+def _run_of_start(
+    options: CheckpointConfig, own: Run | None, checkpoint: Resumable | None, effective: CheckpointConfig
+) -> Run:
     """Return the run that starts from this checkpoint. Raises CheckpointError if `save` is used by another run.
 
-    It is that of the checkpoint where it is resumed in its own folder, and a new one elsewhere.
+    It is that of the checkpoint where it is resumed in its own folder, and a new one elsewhere. `effective`: the
+    options as they apply now.
     """
     if own is not None:
         return own
-    if isinstance(checkpoint, Checkpoint) and _resumes_itself(options):
+    if isinstance(checkpoint, Checkpoint) and _resumes_itself(options) and not effective.finetune:
         return Run.of(checkpoint.metadata)
     parent = None if isinstance(checkpoint, HuggingFaceStart) else checkpoint
-    is_continued = isinstance(checkpoint, Checkpoint) and not (options.finetune or options.no_load_optim)
+    is_continued = isinstance(checkpoint, Checkpoint) and not (effective.finetune or options.no_load_optim)
     start = {name: getattr(options, name) for name in START_OPTIONS}
     run = Run.new(start, parent, is_continued=is_continued)
-    goes_back = checkpoint is not None and _same(options.load, options.save) and not options.finetune
+    goes_back = checkpoint is not None and _same(options.load, options.save) and not effective.finetune
     if options.save is not None and not options.allow_used_save and not goes_back:
         _check_unused(Path(options.save))
     return run
@@ -216,6 +236,7 @@ def _check_model(checkpoint: Resumable | None, config: Config) -> None:
     if isinstance(checkpoint, Checkpoint):
         saved = _saved_section(checkpoint, "model")
         seq_length = _saved_section(checkpoint, "training").get("seq_length")
+        check_lora_options(checkpoint, config)
         check_model_options(checkpoint.folder, saved, seq_length, config)
 
 
@@ -268,7 +289,7 @@ def _opened(folder: Path, ctx: ParallelContext) -> tuple[Checkpoint | None, str 
 def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> DeepSpeedCheckpoint:
     from megatron.interop.deepspeed_checkpoint import read  # late: few runs need it
 
-    checkpoint = read(folder, config)
+    checkpoint = read(folder, base_config(config))
     checkpoint.verify((ctx.rank, ctx.world_size))
     return checkpoint
 
@@ -281,12 +302,12 @@ def _opened_huggingface(folder: Path, config: Config, ctx: ParallelContext) -> H
             f"load={folder} is a Hugging Face folder, which has weights only: a run starts at iteration 0, and "
             f"ckpt_step={step} would do nothing; leave it out"
         )
-    start = HuggingFaceStart(folder, config)
+    start = HuggingFaceStart(folder, base_config(config))
     start.verify((ctx.rank, ctx.world_size))
     return start
 
 
-def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:
+def read_progress(checkpoint: Resumable | AdapterStart, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:
     """Return the saved progress and description of the data; a new start with `finetune`, or from Hugging Face.
 
     Raises CheckpointError if the metadata is damaged.
@@ -304,15 +325,16 @@ def read_progress(checkpoint: Resumable, options: CheckpointConfig) -> tuple[Pro
 
 
 def restore(
-    engine: Engine, checkpoint: Resumable, progress: Progress, options: CheckpointConfig | None = None
+    engine: Engine, checkpoint: Resumable | AdapterStart, progress: Progress, options: CheckpointConfig | None = None
 ) -> list[str]:
     """Restore weights, optimizer and counters into a new engine, and return the lines of `restore_start`.
 
     `options`: those of `Start`, where they are not the engine's own. Not collective; `EngineState.finish_restore` is.
     """
     plan = plan_restore(checkpoint, progress, engine.config, options or engine.config.checkpoint)
-    if isinstance(checkpoint, Checkpoint):  # a foreign one was checked when it was opened
-        engine.state.check_model(checkpoint, with_optimizer=plan.optimizer is not None)
+    for one in (checkpoint.trained, checkpoint.base) if isinstance(checkpoint, AdapterStart) else (checkpoint,):
+        if isinstance(one, Checkpoint):  # a foreign one was checked when it was opened
+            engine.state.check_model(one, with_optimizer=plan.optimizer is not None)
     engine.state.restore(checkpoint, plan.optimizer)
     if plan.seed is not None:
         engine.dropout_seed = plan.seed
@@ -354,7 +376,10 @@ def _is_before(folder: Path, sample: int) -> bool:
 
 def restore_whole(engine: Engine, checkpoint: Checkpoint, progress: Progress) -> None:
     """Restore a running engine to one of its own checkpoints. Collective."""
-    raise_on_all_ranks(engine.ctx, lambda: engine.state.restore(checkpoint, checkpoint.metadata["optimizer"]))
+    optimizer, lora = checkpoint.metadata["optimizer"], engine.config.lora
+    raise_on_all_ranks(
+        engine.ctx, lambda: engine.state.restore(checkpoint, optimizer, trained_only=lora.lora_rank is not None)
+    )
     engine.state.regather()
     engine.dropout_seed = checkpoint.metadata["rng"]["seed"]
     engine.count_from(progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
 from megatron.checkpoint.format import CheckpointError
@@ -12,6 +12,7 @@ from megatron.config.model import differing
 from megatron.config.options import CheckpointConfig, Config
 from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.planning.progress import Progress
+from megatron.training.adapter_start import AdapterStart
 from megatron.training.state import moments_of
 
 if TYPE_CHECKING:
@@ -43,12 +44,19 @@ class RestorePlan:
     """Report: the restored state, a WARNING for the rest, and the options that have changed."""
 
 
-def plan_restore(checkpoint: Resumable, progress: Progress, config: Config, options: CheckpointConfig) -> RestorePlan:
+def plan_restore(
+    checkpoint: Resumable | AdapterStart, progress: Progress, config: Config, options: CheckpointConfig
+) -> RestorePlan:
     """Plan to restore what `options` request. A start with `finetune`, or from Hugging Face, takes weights alone.
 
     Raises CheckpointError for the state of another kind of optimizer.
     """
     place = f"iteration {progress.iteration}, {progress.consumed_samples} samples"
+    if isinstance(checkpoint, AdapterStart):
+        if checkpoint.trained is None:
+            return RestorePlan(None, None, [*checkpoint.lines(), f"new adapters; {place}"])
+        plan = plan_restore(checkpoint.trained, progress, config, options)
+        return replace(plan, lines=[*checkpoint.lines(), *plan.lines])
     if options.finetune or isinstance(checkpoint, HuggingFaceStart):
         return RestorePlan(None, None, [f"started from {checkpoint.folder}: weights; {place}"])
     optimizer, lost = _saved_optimizer(checkpoint, config, options)
@@ -123,7 +131,7 @@ def _changed_options(saved: Any, config: Config) -> list[str]:
     now, found = config.to_dict(), []
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         now["optimizer"] = {name: value for name, value in now["optimizer"].items() if not name.startswith(SCHEDULE)}
-    for section in ("model", "parallel", "training", "optimizer", "data", "sft", "guard"):
+    for section in ("model", "parallel", "training", "optimizer", "data", "sft", "lora", "guard"):
         before = saved.get(section) if isinstance(saved, dict) else None
         if isinstance(before, dict):
             here = {name: value for name, value in now[section].items() if name not in NO_TRAINING}

@@ -30,6 +30,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
+from megatron.training.adapter_start import bits_sum
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -44,7 +45,8 @@ def moments_of(options: OptimizerConfig) -> tuple[str, ...]:
 class Readable(Protocol):
     """Source of weights and moments to restore."""
 
-    kinds: tuple[str, ...]
+    @property
+    def kinds(self) -> tuple[str, ...]: ...
 
     def read(
         self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
@@ -77,16 +79,19 @@ class EngineState:
         """`optimizer` is the engine's: DeepSpeed's own, or the bare one."""
         self._module, self._optimizer, self._config, self._ctx = module, optimizer, config, ctx
         self.torch_optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._has_adapters = config.lora.lora_rank is not None
+        self.base_sums: dict[str, int] = {}
+        """With adapters: sums of the bits of the frozen weights, of the parts that this rank alone counts."""
         self.uncounted_gradients = self._uncounted_gradients()
         """Return, while the optimizer steps, this rank's gradients that the norm of the whole model leaves out."""
 
     # Saving
 
     def fragments(self, *, with_optimizer: bool) -> list[Fragment]:
-        """Return what this rank saves."""
+        """Return what this rank saves: with adapters, what is trained."""
         found = []
         dtype = str(compute_dtype(self._config)).removeprefix("torch.")
-        for owned in self.owned():
+        for owned in self.owned(with_frozen=not self._has_adapters):
             if not owned.is_saved_here:
                 continue
             kinds = {"weight": owned.weight, **(owned.moments if with_optimizer else {})}
@@ -118,11 +123,14 @@ class EngineState:
 
     def check_model(self, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
         """Raise CheckpointError, with every difference, if the checkpoint is not of this rank's model."""
-        wrong, frozen = [], []
+        wrong, frozen, is_base = [], [], checkpoint.metadata.get("base") is None
+        with_optimizer &= not (self._has_adapters and is_base)
         trained = {name for name, parameter in named_parameters(self._module) if parameter.requires_grad}
         shards = {name: shard_of(parameter) for name, parameter in named_parameters(self._module)}
         shards |= {name: weight.shard for name, weight in quantized_weights(self._module)}
         for name, shard in shards.items():
+            if self._has_adapters and (shard.added if is_base else not shard.trained):
+                continue
             saved = checkpoint.parameters.get(name)
             if saved is None:
                 wrong.append(f"{name} is not in it")
@@ -142,24 +150,27 @@ class EngineState:
                 "frozen when it was saved; freeze the same parameters, or pass --no-load-optim"
             )
 
-    def restore(self, checkpoint: Readable, saved: dict[str, Any] | None) -> None:
+    def restore(self, checkpoint: Readable, saved: dict[str, Any] | None, *, trained_only: bool = False) -> None:
         """Read this rank's weights and, unless `saved` (of `scalars`) is None, its optimizer's state.
 
-        Quantised weights need `finish_restore` afterwards. Raises CheckpointError where the checkpoint is of another
-        model. Not collective.
+        `trained_only`: leave frozen weights as they are. Quantised weights need `finish_restore` afterwards. Raises
+        CheckpointError where the checkpoint is of another model. Not collective.
         """
         moments = [kind for kind in MOMENTS if kind in checkpoint.kinds] if saved is not None else []
         if moments:
             self._allocate_moments(moments, float(saved["step"] or 0.0))  # type: ignore[index]
-        slices = {owned.name: owned for owned in self.owned()}
+        slices = {owned.name: owned for owned in self.owned(with_frozen=False)}
 
         def read(name: str, kind: str, shard: Shard, start: int, numel: int) -> Tensor:
             return checkpoint.read(name, kind, shard, *self._place(shard), start, numel)
 
         with torch.no_grad():
-            for name, parameter in named_parameters(self._module):
+            for index, (name, parameter) in enumerate(named_parameters(self._module)):
                 owned = slices.get(name)
-                if self._config.optimizer.zero_stage != 3:
+                if not parameter.requires_grad:
+                    if not trained_only:
+                        self._restore_frozen(index, name, parameter, read)
+                elif self._config.optimizer.zero_stage != 3:
                     whole = read(name, "weight", shard_of(parameter), 0, parameter.numel())
                     parameter.copy_(whole.view(parameter.shape))
                     if owned is not None:
@@ -168,14 +179,27 @@ class EngineState:
                     owned.weight.copy_(read(name, "weight", owned.shard, owned.start, owned.weight.numel()))
                     parameter.ds_tensor.narrow(0, 0, owned.weight.numel()).copy_(owned.weight)  # type: ignore[attr-defined]
             for owned in slices.values():
-                for kind in moments if owned.parameter.requires_grad else ():
+                for kind in moments:
                     target = owned.moments[kind]
                     target.copy_(read(owned.name, kind, owned.shard, owned.start, target.numel()))
-            for name, weight in quantized_weights(self._module):
+            for name, weight in () if trained_only else quantized_weights(self._module):
                 weight.fill(partial(read, name, "weight", weight.shard))
         if saved is not None and saved.get("loss_scaler") and self._config.training.fp16:
             for name, value in saved["loss_scaler"].items():
                 setattr(self._optimizer.loss_scaler, name, value)
+
+    def _restore_frozen(self, index: int, name: str, parameter: Any, read: Callable[..., Tensor]) -> None:
+        """Read a frozen parameter, of which no float32 copy is held; with adapters add to `base_sums`."""
+        shard, start, target = shard_of(parameter), 0, parameter.view(-1)
+        if hasattr(parameter, "ds_id"):
+            stretch = self._stretch(parameter)
+            if stretch is None:
+                return
+            start, target = stretch[0], parameter.ds_tensor.narrow(0, 0, stretch[1])
+        values = read(name, "weight", shard, start, target.numel())
+        target.copy_(values)
+        if self._has_adapters and not shard.trained and self._is_saved_here(index, parameter):
+            self.base_sums[name] = bits_sum(values)
 
     def finish_restore(self) -> None:
         """Make restored quantised weights usable. Collective, so that a fault of `restore` on one rank hangs none."""
@@ -221,25 +245,34 @@ class EngineState:
         """Return tensor-parallel rank and size of a local tensor; (0, 1) where every rank holds the whole."""
         return (0, 1) if shard.dim is None else (self._ctx.tensor_rank, self._ctx.tensor_size)
 
-    def owned(self) -> Iterator[OwnedSlice]:
-        """Yield the slices that this rank's optimizer updates."""
-        ctx = self._ctx
+    def owned(self, *, with_frozen: bool = True) -> Iterator[OwnedSlice]:
+        """Yield the slices that this rank's optimizer updates, and those of frozen parameters that it may save."""
         for index, (name, parameter) in enumerate(named_parameters(self._module)):
-            is_first = ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
-            is_saved_here = is_first and not getattr(parameter, "ds_pipe_replicated", False)
-            is_turn = index % ctx.grad_size == ctx.grad_rank
+            is_saved_here = self._is_saved_here(index, parameter)
+            if not parameter.requires_grad and not with_frozen:
+                continue
             if not parameter.requires_grad and not hasattr(parameter, "ds_id"):
-                yield OwnedSlice(name, parameter, 0, parameter.view(-1).float(), {}, is_saved_here and is_turn)
-            elif self._config.effective_zero_stage == 0:
-                moments = {kind: tensor.view(-1) for kind, tensor in self._moments_of(parameter).items()}
-                yield OwnedSlice(name, parameter, 0, parameter.detach().view(-1), moments, is_saved_here and is_turn)
+                yield OwnedSlice(name, parameter, 0, parameter.view(-1).float(), {}, is_saved_here)
             elif hasattr(parameter, "ds_id"):
                 yield from self._zero3_slice(name, parameter, is_saved_here)
+            elif self._config.effective_zero_stage == 0:
+                moments = {kind: tensor.view(-1) for kind, tensor in self._moments_of(parameter).items()}
+                yield OwnedSlice(name, parameter, 0, parameter.detach().view(-1), moments, is_saved_here)
             elif (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
                 where = mapping.get_hp_fragment_address()
                 flat = _flat_partitions(self._optimizer)[mapping.param_group_index]
                 start = mapping.lp_fragment_address.start
                 yield self._slice_of_flat(name, parameter, start, flat, where.start, where.numel, is_saved_here)
+
+    def _is_saved_here(self, index: int, parameter: Tensor) -> bool:
+        """Return True if no other rank saves what this one owns of a parameter, the `index`-th of the module."""
+        ctx = self._ctx
+        is_first = ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
+        is_whole = not hasattr(parameter, "ds_id") and (
+            not parameter.requires_grad or self._config.effective_zero_stage == 0
+        )
+        is_turn = not is_whole or index % ctx.grad_size == ctx.grad_rank
+        return is_first and is_turn and not getattr(parameter, "ds_pipe_replicated", False)
 
     def _moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
         state = self.torch_optimizer.state.get(tensor, {})
@@ -252,16 +285,24 @@ class EngineState:
         moments = {kind: tensor.narrow(0, offset, numel) for kind, tensor in self._moments_of(flat).items()}
         return OwnedSlice(name, parameter, start, flat.detach().narrow(0, offset, numel), moments, is_saved_here)
 
-    def _zero3_slice(self, name: str, parameter: Any, is_saved_here: bool) -> Iterator[OwnedSlice]:
+    def _stretch(self, parameter: Any) -> tuple[int, int] | None:
+        """Return start and length of the stretch of a parameter that ZeRO-3 leaves on this rank; None: nothing."""
         per_rank = parameter.ds_tensor.ds_numel
         start = per_rank * self._ctx.grad_rank
         numel = min(per_rank, parameter.ds_numel - start)  # the last ranks' stretches are padded
-        if numel > 0 and not parameter.requires_grad:
+        return (start, numel) if numel > 0 else None
+
+    def _zero3_slice(self, name: str, parameter: Any, is_saved_here: bool) -> Iterator[OwnedSlice]:
+        stretch = self._stretch(parameter)
+        if stretch is None:
+            return
+        start, numel = stretch
+        if not parameter.requires_grad:
             yield OwnedSlice(name, parameter, start, parameter.ds_tensor.narrow(0, 0, numel).float(), {}, is_saved_here)
-        elif numel > 0:
-            group, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-            flat = self._optimizer.fp32_partitioned_groups_flat[group]
-            yield self._slice_of_flat(name, parameter, start, flat, offset, numel, is_saved_here)
+            return
+        group, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+        flat = self._optimizer.fp32_partitioned_groups_flat[group]
+        yield self._slice_of_flat(name, parameter, start, flat, offset, numel, is_saved_here)
 
     # Gradients
 

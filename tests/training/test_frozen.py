@@ -13,7 +13,6 @@ import torch
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import load_config
-from megatron.config.options import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.resilience.replica_check import ReplicaCheck
@@ -178,16 +177,38 @@ def resume_unfrozen(arguments: str) -> str:
     return ""
 
 
-def build_a_frozen_stage() -> str:
-    """Return the fault of a pipeline whose last stage has nothing to train."""
-    flags = f"{UNTIED} --pipeline-model-parallel-size 2 --pipeline-partition-method 2,2"
-    try:
-        layouts.build(f"{flags} --freeze layers.[23].* final_norm.* output.*")
-    except ConfigError as error:
-        return str(error)
-    return ""
+STAGES = "--pipeline-model-parallel-size 2 --pipeline-partition-method 2,2"
 
 
-def test_a_stage_without_trained_parameters_is_refused(ranks: RankPools) -> None:
-    for fault in ranks(2)(build_a_frozen_stage):
-        assert "no trained parameter on pipeline stage 1" in fault
+@pytest.mark.parametrize("precision", ["", "--zero-stage 1", "--bf16", "--fp16 --initial-loss-scale 64"])
+@pytest.mark.parametrize("trained", ["first", "last"])
+def test_a_pipeline_stage_may_train_nothing(ranks: RankPools, tmp_path: Path, trained: str, precision: str) -> None:
+    """Losses are those of one process, and a run that resumes on the other layout goes on as it did."""
+    frozen = "layers.[23].* final_norm.* output.*" if trained == "first" else "embedding.* layers.[01].*"
+    model = f"{UNTIED} {precision} --freeze {frozen}"
+    single, piped = tmp_path / "single", tmp_path / "piped"
+    (expected,) = ranks(1)(train_frozen, model, str(single))
+    for losses in ranks(2)(train_frozen, f"{model} {STAGES}", str(piped)):
+        assert losses == pytest.approx(expected, rel=1e-5 if not precision or "zero" in precision else 5e-3)
+    assert_equal_scalars(single, piped)
+    (resumed,) = ranks(1)(resume_frozen, f"{model} --load {piped}")
+    assert resumed == pytest.approx(expected[-1], rel=1e-5 if not precision or "zero" in precision else 5e-3)
+
+
+def assert_equal_scalars(one: Path, other: Path) -> None:
+    steps = [Checkpoint(folder / f"global_step{STEPS - 1}").metadata["optimizer"]["step"] for folder in (one, other)]
+    assert steps == [STEPS - 1] * 2
+
+
+def train_frozen(arguments: str, folder: str) -> list[float]:
+    with planted.float16_allowed(arguments):
+        engine, task = layouts.build(f"{arguments} --save {folder}")
+        losses = [layouts.loss_of_step(engine, task, step) for step in range(STEPS - 1)]
+        layouts.save(engine, STEPS - 1)
+        return [*losses, layouts.loss_of_step(engine, task, STEPS - 1)]
+
+
+def resume_frozen(arguments: str) -> float:
+    with planted.float16_allowed(arguments):
+        engine, task = layouts.build(arguments)
+        return layouts.loss_of_step(engine, task, layouts.resume(engine))

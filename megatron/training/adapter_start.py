@@ -1,0 +1,197 @@
+"""Start of a run with adapters: the base model, and what is trained beside it.
+
+A checkpoint of such a run holds what is trained, and says which base that belongs to: its folder, and a checksum of
+each of its tensors, which does not depend on layout, precision or file format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.model_options import check_model_options
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.config.adapters import LoraConfig
+from megatron.config.model import differing
+from megatron.config.options import Config
+from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
+from megatron.models.family import family_of
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import Shard, declared_shards
+from megatron.resilience.errors import raise_on_all_ranks
+from megatron.resilience.host_consistency import check_same_start
+
+if TYPE_CHECKING:
+    from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
+
+Base = Union[Checkpoint, "DeepSpeedCheckpoint", HuggingFaceStart]
+SHOWN = 4
+"""Tensors that a message names."""
+
+
+def base_config(config: Config) -> Config:
+    """Return the config of the base model alone."""
+    return dataclasses.replace(config, lora=LoraConfig())
+
+
+def holds_adapters(checkpoint: object) -> bool:
+    return isinstance(checkpoint, Checkpoint) and checkpoint.metadata.get("base") is not None
+
+
+class AdapterStart:
+    """The weights of a base model, and the trained part of a checkpoint or a new one: `state.Readable`."""
+
+    def __init__(
+        self, config: Config, base: Base | None, trained: Checkpoint | None, record: Mapping[str, Any]
+    ) -> None:
+        """`base`: None for one drawn from the seed in `record`. `trained`: None for a new start of the adapters."""
+        self.base, self.trained, self.record = base, trained, dict(record)
+        self.base_names = frozenset(declared_shards(family_of(config).declare(config)))
+        self._seed = config.training.seed
+
+    @property
+    def folder(self) -> Path:
+        source = self.trained or self.base
+        return Path() if source is None else source.folder
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return ("weight",) if self.trained is None else self.trained.kinds
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """That of the trained part; of a new one the Hugging Face model that the base comes from."""
+        if self.trained is not None:
+            return self.trained.metadata
+        return {} if self.base is None else {"source": self.base.metadata.get("source")}
+
+    def read(
+        self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
+    ) -> Tensor:
+        """Flat float32 [numel] of a local tensor, as `reader.Checkpoint.read` gives it."""
+        source: Any = None
+        if self.trained is not None and name in self.trained.parameters:
+            source = self.trained
+        elif name in self.base_names:
+            source = self.base
+        if source is not None:
+            return source.read(name, kind, shard, tensor_rank, tensor_size, start, numel)  # type: ignore[no-any-return]
+        seed = self.record.get("seed", self._seed) if name in self.base_names else self._seed
+        return shard.initial(name, seed, tensor_rank, tensor_size).flatten()[start : start + numel]
+
+    def lines(self) -> list[str]:
+        """Return what is said of the base."""
+        where = f"drawn with seed={self.record['seed']}" if self.base is None else str(self.base.folder)
+        return [f"base model: {where}; its weights are frozen"]
+
+    def check_base(self, checksums: Mapping[str, str]) -> None:
+        """Raise CheckpointError, naming tensors, unless the base is the one that the trained part belongs to.
+
+        `checksums`: of the frozen tensors, by name; of weights held in 4 bits there are none.
+        """
+        if self.trained is None:
+            return
+        there = self.trained.metadata["base"].get("checksums", {})
+        wrong = [name for name in checksums if there.get(name, checksums[name]) != checksums[name]]
+        if wrong:
+            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            here = "this seed" if self.base is None else str(self.base.folder)
+            raise CheckpointError(
+                f"{self.trained.folder} holds adapters of another base model than {here}: {len(wrong)} of "
+                f"{len(checksums)} tensors differ: {', '.join(wrong[:SHOWN])}{more}. Give the folder of their base as "
+                "--lora-base"
+            )
+
+
+def bits_sum(values: Tensor) -> int:
+    """Sum of the bits of float32 numbers, read as integers: of a whole tensor the sum over its parts."""
+    return int(values.contiguous().view(torch.int32).sum(dtype=torch.int64))
+
+
+def joined_checksums(sums: list[dict[str, int]]) -> dict[str, str]:
+    """Return the checksum of each tensor from the sums of the parts that ranks have read."""
+    total: dict[str, int] = {}
+    for of_rank in sums:
+        for name, value in of_rank.items():
+            total[name] = total.get(name, 0) + value
+    return {name: f"{value % 2**64:016x}" for name, value in total.items()}
+
+
+def check_lora_options(checkpoint: Checkpoint, config: Config) -> None:
+    """Raise CheckpointError unless checkpoint and config both have adapters, of the same options, or neither has."""
+    saved, lora = (checkpoint.metadata.get("config") or {}).get("lora") or {}, config.lora
+    if not holds_adapters(checkpoint):
+        return
+    if lora.lora_rank is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds adapters (lora_rank={saved.get('lora_rank')}), not a whole model; give the "
+            "lora options of their run"
+        )
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    there = LoraConfig(**{name: value for name, value in saved.items() if name in known})
+    if found := differing(lora.computed(), there.computed()):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds adapters with other options: {'; '.join(found)}. Give the options of their run"
+        )
+
+
+def open_adapters(found: Base | None, config: Config, ctx: ParallelContext) -> AdapterStart:
+    """Return the start of a run with adapters from what `load` or `save` holds: a base, or adapters. Collective.
+
+    Raises CheckpointError if the base is missing or is another model.
+    """
+    given = config.lora.lora_base
+    if found is not None and not holds_adapters(found):
+        if given is not None:
+            raise CheckpointError(
+                f"lora_base={given} and load={config.checkpoint.load} are both base models; leave lora_base out, which "
+                "is for the base of a checkpoint of adapters"
+            )
+        return AdapterStart(config, found, None, _record(found))
+    trained = found if isinstance(found, Checkpoint) else None
+    record: Mapping[str, Any] = {} if trained is None else trained.metadata["base"]
+    folder = given or record.get("folder")
+    if folder is None:
+        return AdapterStart(config, None, trained, {"seed": record.get("seed", config.training.seed)})
+    base = raise_on_all_ranks(ctx, lambda: _open_base(Path(folder), record, given is not None, config, trained))
+    check_same_start(ctx, Path(folder), base.folder)
+    raise_on_all_ranks(ctx, lambda: base.verify((ctx.rank, ctx.world_size)))
+    return AdapterStart(config, base, trained, _record(base))
+
+
+def _record(base: Base) -> dict[str, Any]:
+    kind = {Checkpoint: "native", HuggingFaceStart: "huggingface"}.get(type(base), "deepspeed")
+    return {"format": kind, "folder": os.path.realpath(base.folder)}
+
+
+def _open_base(
+    folder: Path, record: Mapping[str, Any], is_given: bool, config: Config, trained: Checkpoint | None
+) -> Base:
+    own = base_config(config)
+    if not folder.exists():
+        if is_given or trained is None:
+            raise CheckpointError(f"lora_base={folder} is not there; give the folder of the base model")
+        raise CheckpointError(
+            f"{trained.folder} holds adapters of the base model in {folder}, which is not there; give its folder as "
+            "--lora-base"
+        )
+    if record.get("format") == "deepspeed" and not is_given:
+        from megatron.interop.deepspeed_checkpoint import read  # late: few runs need it
+
+        return read(folder, own)
+    if is_huggingface(folder):
+        return HuggingFaceStart(folder, own)
+    base = open_checkpoint(folder)
+    if base is None or holds_adapters(base):
+        held = "nothing" if base is None else "adapters"
+        raise CheckpointError(f"lora_base={folder} holds {held}; give the folder of a whole model")
+    saved = base.metadata.get("config") or {}
+    check_model_options(base.folder, saved.get("model") or {}, (saved.get("training") or {}).get("seq_length"), own)
+    return base
