@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.config.options import Config, ConfigError, ModelConfig
 from megatron.config.plugins import load_task
-from megatron.models.blockwise_attention import MIN_TOKENS, attend_blockwise, is_faster
+from megatron.models.blockwise_attention import MAX_TOKENS, MIN_TOKENS, attend_blockwise, is_faster
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.kernels import choose_kernels
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -197,9 +197,9 @@ class SDPAttention:
         return self._attend(q[part], k[part], v[part], own, dropout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        is_long = q.shape[2] == k.shape[2] >= MIN_TOKENS
+        suits = q.shape[2] == k.shape[2] and MIN_TOKENS <= k.shape[2] <= MAX_TOKENS
         # torch.compile traces torch's kernel as one operator, and would unroll the blocks
-        if self._blockwise and is_long and not dropout and is_faster(q.dtype) and not torch.compiler.is_compiling():
+        if self._blockwise and suits and not dropout and is_faster(q.dtype) and not torch.compiler.is_compiling():
             return attend_blockwise(q, k, v, mask)
         grouped = q.shape[1] != k.shape[1]
         if grouped and not self._takes_groups(q, mask):
