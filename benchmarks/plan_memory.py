@@ -67,6 +67,8 @@ SMALL = (
 )
 SMALL_LLAMA = f"{SMALL} {LLAMA} --ffn-hidden-size 5632 --num-query-groups 4"
 PARTS = "--recompute-granularity selective --recompute-modules"
+INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+ZERO_BUBBLE = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
 OFFLOAD = "--offload-optimizer --offload-param"
 
 CPU_CASES = [
@@ -96,6 +98,8 @@ CPU_CASES = [
     Case("weights, bf16, ZeRO 2, DP 2", f"{WEIGHTS} --bf16 --zero-stage 2", 2),
     Case("weights, bf16, ZeRO 3, DP 2", f"{WEIGHTS} --bf16 --zero-stage 3", 2),
     Case("Bloom, bf16, PP 2", f"{TINY_BLOOM} --bf16 --pipeline-model-parallel-size 2", 2),
+    Case("Llama GQA, bf16, interleaved", f"{TINY_GQA} --bf16 --num-layers 4 --global-batch-size 12 {INTERLEAVED}", 2),
+    Case("Bloom, bf16, zero-bubble", f"{TINY_BLOOM} --bf16 {ZERO_BUBBLE}", 2),
     Case("Llama GQA, bf16, TP 2", f"{TINY_GQA} --bf16 --tensor-model-parallel-size 2", 2),
     Case("Bloom, fp32, TP 2, SP", f"{TINY_BLOOM} --tensor-model-parallel-size 2 --sequence-parallel", 2),
 ]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megatron.config.options import Config, flag
 from megatron.parallel.shards import LayerDeclaration
-from megatron.planning.activations import layer_memory
+from megatron.planning.activations import deferred_bytes, layer_memory
 from megatron.planning.flops import layer_flops
 from megatron.planning.pipeline_schedules import PipelineSchedule
 from megatron.planning.sizes import declared_layers, parameters_of_layer
@@ -57,7 +57,16 @@ def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int
         return [min(place, len(layers)) for place in range(num_ranges + 1)]
     state = [STATE_BYTES * parameters_of_layer(layer, t) for layer in layers]
     kept = [layer_memory(layer, config).kept for layer in layers]
-    return list(_balanced(tuple(weights), tuple(state), tuple(kept), tuple(holds), num_ranges))
+    deferred = [deferred_bytes(layer, config) for layer in layers]
+    alive = _alive(schedule_of(config, 2 * config.parallel.pipeline_model_parallel_size))
+    return list(_balanced(tuple(weights), tuple(state), tuple(kept), tuple(deferred), tuple(holds), alive))
+
+
+@functools.lru_cache(maxsize=256)
+def _alive(schedule: PipelineSchedule) -> tuple[tuple[int, int], ...]:
+    """Return `alive` of each range."""
+    by_stage = [schedule.alive(stage) for stage in range(schedule.num_stages)]
+    return tuple(alive for of_chunk in zip(*by_stage, strict=True) for alive in of_chunk)
 
 
 def _listed_bounds(listed: Sequence[int], layers: Sequence[LayerDeclaration]) -> list[int]:
@@ -68,14 +77,21 @@ def _listed_bounds(listed: Sequence[int], layers: Sequence[LayerDeclaration]) ->
 
 @functools.lru_cache(maxsize=256)
 def _balanced(
-    weights: tuple[int, ...], state: tuple[int, ...], kept: tuple[int, ...], holds: tuple[bool, ...], num_ranges: int
+    weights: tuple[int, ...],
+    state: tuple[int, ...],
+    kept: tuple[int, ...],
+    deferred: tuple[int, ...],
+    holds: tuple[bool, ...],
+    alive: tuple[tuple[int, int], ...],
 ) -> tuple[int, ...]:
     """Return the cuts with the lightest heaviest range, of these with the least largest memory, and then the most even.
 
-    Each range has at least one of the layers marked in `holds`. `state` and `kept`: bytes of a layer, once, and for
-    each microbatch in flight; under 1F1B range i of n keeps n - i.
+    Each range has at least one of the layers marked in `holds`. `state`, `kept` and `deferred`: bytes of a layer,
+    once, for each forward pass and for each deferred gradient that is alive; `alive`: numbers of these of each range.
     """
-    weight_before, state_before, kept_before = ([0, *itertools.accumulate(sizes)] for sizes in (weights, state, kept))
+    num_ranges = len(alive)
+    weight_before = [0, *itertools.accumulate(weights)]
+    before = [[0, *itertools.accumulate(sizes)] for sizes in (state, kept, deferred)]
 
     def weight(_: int, start: int, stop: int) -> int:
         return weight_before[stop] - weight_before[start]
@@ -83,8 +99,7 @@ def _balanced(
     def memory(index: int, start: int, stop: int) -> float:
         if weight(index, start, stop) > lightest:
             return math.inf
-        in_flight = num_ranges - index
-        return state_before[stop] - state_before[start] + in_flight * (kept_before[stop] - kept_before[start])
+        return sum(n * (sizes[stop] - sizes[start]) for n, sizes in zip((1, *alive[index]), before, strict=True))
 
     def squared_memory(index: int, start: int, stop: int) -> float:
         size = memory(index, start, stop)

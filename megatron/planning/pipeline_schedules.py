@@ -171,6 +171,18 @@ class PipelineSchedule(NamedTuple):
         """Return the largest number of forward passes of a stage whose activations are alive at once."""
         return self.kept(stage, [1] * self.num_chunks, [0] * self.num_chunks)
 
+    def alive(self, stage: int) -> list[tuple[int, int]]:
+        """Return for each chunk its forward passes and deferred gradients that are alive when most of both are."""
+        alive = [(0, 0)] * self.num_chunks
+        most = alive
+        for kind, chunk, _ in self.order(stage):
+            forward, deferred = alive[chunk]
+            forward += {PassKind.FORWARD: 1, PassKind.WEIGHT: 0}.get(kind, -1)
+            deferred += {PassKind.INPUT: 1, PassKind.WEIGHT: -1}.get(kind, 0)
+            alive = [*alive[:chunk], (forward, deferred), *alive[chunk + 1 :]]
+            most = max(most, alive, key=lambda found: sum(map(sum, found)))
+        return most
+
     def kept(self, stage: int, activations: Sequence[int], deferred: Sequence[int], *, without: int = 0) -> int:
         """Return the largest sum of what is kept at a time.
 

@@ -8,13 +8,13 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.config.options import Config
 from megatron.config.pipeline_rules import METHODS
 from megatron.config.training import TrainingConfig
-from megatron.planning.activations import layer_memory
+from megatron.planning.activations import deferred_bytes, layer_memory
 from megatron.planning.flops import layer_flops
 from megatron.planning.memory import memory_by_stage
 from megatron.planning.pipeline import (
@@ -36,11 +36,31 @@ def test_bubble_of_bloom_176b() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 7), st.integers(1, 4), st.sampled_from(METHODS), st.sampled_from([64, 512, 4096]), st.booleans())
-def test_cuts_are_the_best_of_all(num_layers: int, num_stages: int, method: str, vocab_size: int, tied: bool) -> None:
+@given(
+    st.integers(1, 7),
+    st.integers(1, 4),
+    st.sampled_from(METHODS),
+    st.sampled_from([64, 512, 4096]),
+    st.booleans(),
+    st.sampled_from(["1f1b", "interleaved", "zero-bubble"]),
+)
+@example(5, 4, "cost", 512, False, "interleaved")
+@example(5, 4, "type:TransformerLayer", 512, False, "zero-bubble")
+def test_cuts_are_the_best_of_all(
+    num_layers: int, num_stages: int, method: str, vocab_size: int, tied: bool, schedule: str
+) -> None:
     """Against all cuts: the least largest weight, then the least largest memory, then the most even memory."""
     num_stages = min(num_stages, num_layers)
+    alive = [(num_stages - stage, stage if schedule == "zero-bubble" else 0) for stage in range(num_stages)]
+    parallel: dict[str, Any] = {"pipeline_model_parallel_size": num_stages}
+    if schedule == "interleaved" and num_stages == 4:
+        # F0 F0 F1 F1 F0, and F0 F0 F1, before the first backward pass
+        alive = [(3, 0), (2, 0), (2, 0), (1, 0)]
+        parallel = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    elif schedule == "zero-bubble" and num_stages > 1:
+        parallel["pipeline_schedule"] = schedule
     run = _staged(num_layers, num_stages, method, vocab_size, untie_embeddings_and_output_weights=not tied)
+    run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **parallel))
     layers = declared_layers(run)
     weights: list[int] = {
         "cost": [flops.total for flops in layer_flops(run)],
@@ -52,8 +72,13 @@ def test_cuts_are_the_best_of_all(num_layers: int, num_stages: int, method: str,
     def measures(bounds: tuple[int, ...]) -> tuple[int, int, int]:
         held = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
         memory = [
-            sum(16 * parameters_of_layer(layer, 1) + in_flight * layer_memory(layer, run).kept for layer in part)
-            for in_flight, part in zip(range(num_stages, 0, -1), held, strict=True)
+            sum(
+                16 * parameters_of_layer(layer, 1)
+                + in_flight * layer_memory(layer, run).kept
+                + waiting * deferred_bytes(layer, run)
+                for layer in part
+            )
+            for (in_flight, waiting), part in zip(alive, held, strict=True)
         ]
         heaviest = max(sum(weights[start:stop]) for start, stop in itertools.pairwise(bounds))
         return heaviest, max(memory), sum(size**2 for size in memory)
