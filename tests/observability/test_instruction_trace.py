@@ -50,25 +50,48 @@ def spans(trace: dict[str, Any], rank: int) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == rank]
 
 
+SCHEDULES = {
+    "1f1b": ("", 1, 2),
+    "interleaved": ("--num-virtual-stages-per-pipeline-rank 2", 2, 2),
+    "zero-bubble": ("--pipeline-schedule zero-bubble", 1, 3),
+}
+"""Options of each schedule, chunks a stage, and passes of a microbatch in a chunk."""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_idle_time_of_a_run_in_instructions_is_the_formula(ranks: RankPools, tmp_path: Path, num_stages: int) -> None:
-    flags = f"{layouts.MODELS['llama_gqa']} --pipeline-model-parallel-size {num_stages} --micro-batch-size 1"
+def test_idle_time_of_a_run_in_instructions_is_the_formula(
+    ranks: RankPools, tmp_path: Path, num_stages: int, schedule: str
+) -> None:
+    """(p - 1)(F + B) units beside m microbatches, a v-th of them, or (p - 1)(F + B - W), all passes of one unit."""
+    options, num_chunks, num_passes = SCHEDULES[schedule]
+    flags = f"{layouts.MODELS['llama_gqa']} --pipeline-model-parallel-size {num_stages} {options}"
+    flags += f" --micro-batch-size 1 --num-layers {num_stages * num_chunks}"
     said = ranks(num_stages)(traced_steps, flags, str(tmp_path))
     trace, num_microbatches = read_trace(tmp_path / TRACE_FILE), 8
-    expected = bubble_fraction(num_stages, num_microbatches)
+    waits = (num_stages - 1) * (1 if schedule == "zero-bubble" else 2) / num_chunks
+    expected = waits / (num_microbatches * num_passes + waits)
+    if schedule == "1f1b":
+        assert expected == bubble_fraction(num_stages, num_microbatches)
     assert simulated_idle_shares(trace) == pytest.approx([expected] * num_stages, abs=1e-12)
     assert all(0 < share < 1 for share in idle_shares(trace))
     assert said[1:] == [[]] * (num_stages - 1)
     assert re.search(rf"idle by stage: .*; by the order of the passes.*: {expected:.1%}", said[0][0])
+    passes = {"ForwardPass", "BackwardPass", *(["WeightPass"] if schedule == "zero-bubble" else [])}
     for rank in range(num_stages):
-        counts = Counter((one["args"]["iteration"], one["args"]["instruction"]) for one in spans(trace, rank))
+        found = [one["args"] for one in spans(trace, rank)]
+        counts = Counter((one["iteration"], one["instruction"], one["chunk"]) for one in found)
+        assert {name for _, name, _ in counts} & {"ForwardPass", "BackwardPass", "WeightPass"} == passes
         for iteration in (2, 3):
-            for name in ("ForwardPass", "BackwardPass"):
-                assert counts[iteration, name] == num_microbatches
-            assert counts[iteration, "OptimizerStep"] == counts[iteration, "ReduceGrads"] == 1
-            assert counts[iteration, "SendActivation"] == (num_microbatches if rank < num_stages - 1 else 0)
-            assert counts[iteration, "RecvActivation"] == (num_microbatches if rank > 0 else 0)
-        assert {iteration for iteration, _ in counts} == {2, 3}, "neither other steps nor evaluations"
+            for chunk in range(num_chunks):
+                place = chunk * num_stages + rank
+                received = num_microbatches if place > 0 else 0
+                sent = num_microbatches if place < num_stages * num_chunks - 1 else 0
+                assert all(counts[iteration, name, chunk] == num_microbatches for name in passes)
+                assert counts[iteration, "SendActivation", chunk] == counts[iteration, "RecvGrad", chunk] == sent
+                assert counts[iteration, "RecvActivation", chunk] == counts[iteration, "SendGrad", chunk] == received
+            assert counts[iteration, "OptimizerStep", 0] == counts[iteration, "ReduceGrads", 0] == 1
+        assert {iteration for iteration, _, _ in counts} == {2, 3}, "neither other steps nor evaluations"
         last = 0.0
         for one in spans(trace, rank):
             assert one["ts"] >= last

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.reader import newest_checkpoint
 from megatron.config.command_line import parse_arguments
 from megatron.config.options import ConfigError
 from megatron.config.validation import check
+from megatron.interop import universal
 from tests.ranks import RankPools
 from tests.training import layouts
 
@@ -73,6 +75,44 @@ def test_any_schedule_resumes_any_other(ranks: RankPools, tmp_path: Path) -> Non
     expected = ranks(2)(layouts.train_then_save, flags, 2, folders[0])[0]
     for load, save, schedule in zip(folders, folders[1:], (TWO_CHUNKS, ZERO_BUBBLE, ONE), strict=False):
         assert ranks(2)(layouts.resume_then_save, f"{flags} {schedule}", load, save)[0] == expected
+
+
+def test_a_universal_folder_resumes_under_any_schedule(ranks: RankPools, tmp_path: Path) -> None:
+    """Interleaved, zero-bubble and interleaved again, each from the universal folder of the one before."""
+    flags = f"{layouts.MODELS['llama_gqa_tied']} {PP2} --clip-grad 0"
+    folders = [tmp_path / name for name in ("interleaved", "zero-bubble", "interleaved-again")]
+    expected = ranks(2)(layouts.train_then_save, f"{flags} {TWO_CHUNKS}", 2, str(folders[0]))[0]
+    for load, save, schedule in zip(folders, folders[1:], (ZERO_BUBBLE, TWO_CHUNKS), strict=False):
+        checkpoint = newest_checkpoint(str(load))
+        assert checkpoint is not None
+        folder = tmp_path / f"universal-{load.name}"
+        universal.write(checkpoint, folder / "global_step2_universal")
+        universal.point_latest(folder / "global_step2_universal")
+        resumed = f"{flags} {schedule} --universal-checkpoint"
+        assert ranks(2)(layouts.resume_then_save, resumed, str(folder), str(save))[0] == expected
+
+
+def hooks_of_a_step(arguments: str) -> tuple[list[str], int]:
+    """The hooks that a training step calls within, an evaluation before it left out, and its microbatches."""
+    engine, task = layouts.build(arguments)
+    called: list[str] = []
+    engine.watch(lambda hook, _: called.append(hook))
+    number = layouts.num_microbatches(engine)
+    engine.evaluate(layouts.step_batches(engine, task, 0), number)
+    layouts.loss_of_step(engine, task, 1)
+    return called, number
+
+
+@pytest.mark.parametrize("schedule", [ONE, TWO_CHUNKS, ZERO_BUBBLE])
+def test_hooks_are_called_once_a_microbatch(ranks: RankPools, schedule: str) -> None:
+    flags = f"{layouts.MODELS['llama_gqa']} {PP2} --micro-batch-size 1 {schedule}"
+    for called, number in ranks(2)(hooks_of_a_step, flags):
+        assert called.count("on_before_forward") == called.count("on_after_backward") == number
+        begun = 0
+        for hook in called[:-1]:
+            begun += {"on_before_forward": 1, "on_after_backward": -1}[hook]
+            assert begun >= 0, "a microbatch ends after it has begun"
+        assert called[-1] == "on_pre_optimizer_step"
 
 
 @pytest.mark.parametrize(
