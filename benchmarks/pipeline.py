@@ -1,6 +1,6 @@
 """Idle time of pipeline stages, measured beside what the schedule makes of the same passes.
 
-    OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--stages 2] [--schedules 1f1b] [--rounds 9] [FLAGS of a run]
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--stages 2] [--schedules NAME...] [--rounds 9] [FLAGS of a run]
 
 Each stage is a process of this machine, over gloo, with one thread; give it as many cores as stages. The model has 7
 layers and an output projection that takes as long as one here, so that two stages of it are equal. The schedules
@@ -28,7 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.alternating import alternate, positive, quotients, spread
 
 TOLERANCE = 0.1
-SCHEDULES = {"1f1b": ""}
+SCHEDULES = {
+    "1f1b": "",
+    "interleaved": "--num-virtual-stages-per-pipeline-rank 2",
+    "zero-bubble": "--pipeline-schedule zero-bubble",
+}
 """Options of each schedule."""
 MODEL = (
     "--config tiny_llama --num-layers 7 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4 "
