@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -66,6 +68,21 @@ def build_model(config: Config, ctx: ParallelContext, weights: Mapping[str, Arra
     return model
 
 
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Compute in float64 inside, also where a model says float32: norms, softmax, rotations, the loss."""
+    names = patch.multiple(torch, float32=torch.float64, float=torch.float64)
+    with names, patch.object(Tensor, "float", Tensor.double):
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(_FLOAT32)
+
+
+_FLOAT32 = torch.float32
+
+
 def logits_of(model: SequentialModel, inputs: Any, ctx: ParallelContext) -> Tensor:
     with torch.no_grad():
         return model(inputs, project=lambda outputs: gather_logits(outputs[0], outputs[1], ctx))  # type: ignore[no-any-return]
@@ -91,3 +108,8 @@ def run(arguments: str, weights: Mapping[str, Array] | None, tokens_BS: Array, l
     loss.backward()
     gradients = {name: p.grad.numpy() for name, p in named_parameters(model) if p.grad is not None}
     return Outputs(logits.numpy(), float(loss.detach()), gradients)
+
+
+def run_in_float64(*arguments: Any) -> Outputs:
+    with in_float64():
+        return run(*arguments)
