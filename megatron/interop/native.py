@@ -46,6 +46,10 @@ class NativeModel:
 
 def native_model(checkpoint: Checkpoint) -> NativeModel:
     """Open the weights. Raises CheckpointError if the checkpoint does not hold the model that its config describes."""
+    base = checkpoint.metadata.get("base")
+    if base is not None:
+        where = f"the base model in {base['folder']}" if "folder" in base else "a base model drawn from a seed"
+        raise CheckpointError(f"{checkpoint.folder} holds adapters of {where}, not a whole model; give a whole model")
     try:
         config = from_dict(checkpoint.metadata["config"])
     except (KeyError, TypeError, AttributeError, ConfigError) as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.config.adapters import LoraConfig
+from megatron.config.options import Config
 from megatron.parallel.shards import LayerDeclaration, Shard
 
 ALL_LINEAR = "all-linear"
@@ -200,12 +201,13 @@ def _pattern(patterns: Iterable[str], module: Module) -> str | None:
 # Rules
 
 
-def faults(
-    layers: Sequence[LayerDeclaration], form: TheirNames | None, lora: LoraConfig, freeze: Sequence[str]
-) -> Iterator[str]:
-    """Yield a message for every option of adapters that does not fit the model."""
+def faults(layers: Sequence[LayerDeclaration], form: TheirNames | None, config: Config) -> Iterator[str]:
+    """Yield a message for every option of adapters that does not fit the model, or that they do not fit."""
+    lora, freeze, exports = config.lora, config.model.freeze, config.checkpoint.save_hf
     if lora.lora_rank is None:
         return
+    if exports is not None:
+        yield f"save_hf={exports} exports whole models, not adapters (lora_rank={lora.lora_rank}); leave save_hf out"
     if freeze:
         yield (
             f"freeze={' '.join(freeze)} is given with lora_rank={lora.lora_rank}, which freezes the whole base model; "

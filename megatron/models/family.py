@@ -102,11 +102,6 @@ class Family:
         yield from self.rules(config)
         layers = self.declare(config)
         yield from self._adapter_faults(layers, config)
-        if config.lora.lora_rank is not None and config.checkpoint.save_hf is not None:
-            yield (
-                f"save_hf={config.checkpoint.save_hf} exports whole models, but the checkpoints of "
-                f"lora_rank={config.lora.lora_rank} hold adapters; leave save_hf out"
-            )
         names = list(declared_shards(layers))
         yield from _unmatched(config.model.freeze, names)
         if names and all(_matches(name, config.model.freeze) for name in names):
@@ -120,7 +115,7 @@ class Family:
         yield from adapters.unmatched(self.declare(config), self.huggingface_form(config.model), config.lora)
 
     def _adapter_faults(self, layers: Sequence[LayerDeclaration], config: Config) -> Iterator[str]:
-        return adapters.faults(layers, self.huggingface_form(config.model), config.lora, config.model.freeze)
+        return adapters.faults(layers, self.huggingface_form(config.model), config)
 
     def huggingface_form(self, model: ModelConfig) -> HuggingFaceForm | None:
         """Return the form nearest to this model; None: the family has none."""

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import parse_arguments
 from megatron.config.validation import check, idle
-from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import named_parameters
-from megatron.planning.progress import Progress
-from megatron.resilience.replica_check import checksum
-from megatron.tasks.pretrain import PretrainTask
-from megatron.training.build import build_engine
-from megatron.training.checkpoints import Checkpoints
-from megatron.training.resume import find_start, restore_start
 from tests.ranks import RankPools
 from tests.training import layouts
 from tests.training.test_layouts import LAYOUTS, RECOMPUTE, WITH_SEQUENCE, arguments, assert_equals_reference
@@ -88,76 +78,6 @@ def test_adapters_learn_under_every_schedule_also_on_the_first_stage_alone(
     for result in ranks(2)(layouts.train, f"{flags} {schedule} --pipeline-model-parallel-size 2", 4):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert expected["losses"][-1] != expected["losses"][0]
-
-
-def start(arguments: str) -> tuple[Any, Any, Any, list[str]]:
-    """Build an engine and restore what a run with these options starts from, as train.py does."""
-    config, _ = parse_arguments([*layouts.COMMON.split(), *arguments.split()])
-    ctx = ParallelContext.build(config.parallel, "cpu")
-    faults = check(config, ctx.world_size)
-    assert not faults, faults
-    task = PretrainTask(config)
-    begin = find_start(config, ctx)
-    engine = build_engine(config, ctx, task, will_restore=True)
-    return engine, task, begin, restore_start(engine, begin)
-
-
-def train_and_save(arguments: str, stop_after: int) -> tuple[list[float], dict[str, str]]:
-    """Losses from where the run starts to step 4, with a save after `stop_after`, and the checksums of the base."""
-    engine, task, begin, _ = start(arguments)
-    losses = []
-    for step in range(begin.progress.iteration, 4):
-        losses.append(layouts.loss_of_step(engine, task, step))
-        if step + 1 == stop_after:
-            with Checkpoints(engine.config, engine.ctx, run=begin.run) as checkpoints:
-                checkpoints.save(engine, Progress(iteration=step + 1, consumed_samples=8 * step + 8), "data")
-                checkpoints.finish(lambda _: None)
-    assert engine.base is not None
-    frozen = {n: checksum(p.detach().float()) for n, p in named_parameters(engine.module) if not p.requires_grad}
-    return losses, {name: f"{int(value)}" for name, value in frozen.items()}
-
-
-def refusal(arguments: str) -> str:
-    try:
-        start(arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("world_size", "flags", "then"),
-    [
-        (2, "--zero-stage 1 --lora-dropout 0.1", (2, "--zero-stage 1 --lora-dropout 0.1")),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel", (2, "--pipeline-model-parallel-size 2")),
-        (2, "--bf16", (2, "--bf16 --zero-stage 3")),
-    ],
-)
-def test_adapters_resume_on_any_layout_and_leave_their_base_alone(
-    ranks: RankPools, tmp_path: Path, world_size: int, flags: str, then: tuple[int, str]
-) -> None:
-    base, save = tmp_path / "base", tmp_path / "save"
-    model = layouts.MODELS["llama_gqa"]
-    ranks(1)(layouts.train_then_save, f"{model} --seed 5", 1, str(base))
-    run = f"{model} {LORA} --load {base} --save {save} --lora-target-modules q_proj v_proj down_proj --weight-decay 0.1"
-    (losses, frozen), *_ = ranks(world_size)(train_and_save, f"{run} {flags}", 2)
-    saved = Checkpoint(save / "global_step2")
-    assert {name.rpartition(".")[2] for name in saved.parameters} == {
-        "lora_A", "lora_B", "lora_A_q_proj", "lora_B_q_proj", "lora_A_v_proj", "lora_B_v_proj",
-    }  # fmt: skip
-    resumed = ranks(then[0])(train_and_save, f"{run} {then[1]}", 9)
-    if flags == then[1]:
-        assert resumed[0] == (losses[2:], frozen), "the same layout goes on bit for bit"
-    assert resumed[0][0] == pytest.approx(losses[2:], rel=1e-2 if "bf16" in flags else 1e-5)
-    other = tmp_path / "other"
-    ranks(1)(layouts.train_then_save, f"{model} --seed 6", 1, str(other))
-    (fault,) = ranks(1)(refusal, f"{run} --lora-base {other}")
-    assert f"holds adapters of another base model than {other}" in fault
-    assert "tensors differ: embedding.word.weight" in fault
-    (fault,) = ranks(1)(refusal, f"{run} --lora-alpha 8")
-    assert "lora_alpha=8.0 here, 16.0 there" in fault
-    (fault,) = ranks(1)(refusal, f"{model} --load {save}")
-    assert "holds adapters (lora_rank=4), not a whole model" in fault
 
 
 def test_faults_of_the_options_are_in_one_message() -> None:

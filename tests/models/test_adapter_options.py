@@ -1,0 +1,75 @@
+"""Options of adapters that do not fit the model: a fault where nothing is left to do, else a warning."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron.config.command_line import load_config
+from megatron.config.validation import idle
+from tests.config.faults import VALID, faults_of
+
+LLAMA = [*VALID, *"--architecture llama --position-embedding-type rope --num-layers 2 --hidden-size 64".split()]
+NAMES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+
+
+@pytest.mark.parametrize(
+    ("options", "faults"),
+    [
+        ("--lora-rank 0", [r"lora_rank='0': input should be greater than 0"]),
+        ("--lora-rank 4 --lora-dropout 1", [r"lora_dropout='1': input should be less than 1"]),
+        (
+            "--lora-rank 4 --lora-target-modules foo lm_head",
+            [rf"lora_target_modules=foo lm_head matches no linear layer of the model; .* among {NAMES}$"],
+        ),
+        (
+            "--lora-rank 65 --lora-target-modules q_proj",
+            [r"rank 65 of the adapter of q_proj, which is \[64, 64\], is above 64.*lower lora_rank"],
+        ),
+        (
+            "--lora-rank 4 --lora-target-modules q_proj down_proj --lora-rank-pattern down_proj=65",
+            [r"rank 65 of the adapter of down_proj"],
+        ),
+        ("--lora-rank 4 --freeze layers.*", [r"freeze=layers.* is given with lora_rank=4.*leave freeze out"]),
+        (
+            "--lora-rank 4 --lora-target-modules q_proj k_proj --lora-modules-to-save q_proj",
+            [r"q_proj is both in lora_target_modules and in lora_modules_to_save.*keep it in one"],
+        ),
+        (
+            "--lora-rank 4 --lora-modules-to-save foo --lora-rank-pattern q_proj k_proj=4.5 v_proj=0 "
+            "--lora-alpha-pattern x=nan =3 --save out --save-hf exports",
+            [
+                r"save_hf=exports exports whole models, not adapters",
+                *(rf"lora_rank_pattern='{wrong}' is not NAME=NUMBER" for wrong in ("q_proj", "k_proj=4.5", "v_proj=0")),
+                *(rf"lora_alpha_pattern='{wrong}' is not NAME=NUMBER" for wrong in ("x=nan", "=3")),
+                r"lora_modules_to_save=foo matches no module.*embed_tokens",
+            ],
+        ),
+    ],
+)
+def test_all_that_is_wrong_is_named_at_once(options: str, faults: list[str]) -> None:
+    found = [fault for fault in faults_of([*LLAMA, *options.split()]) if "tokenizer" not in fault]
+    assert len(found) == len(faults), found
+    for text, expected in zip(found, faults, strict=True):
+        assert re.search(expected, text), text
+
+
+@pytest.mark.parametrize(
+    ("options", "warnings"),
+    [
+        ("--lora-alpha 3", ["lora_alpha=3.0 has no effect without lora_rank"]),
+        ("--lora-rank 4 --lora-target-modules q_proj foo", [f"foo matches no linear layer; the model has {NAMES}"]),
+        ("--lora-rank 4 --lora-target-modules all-linear foo", ["lora_target_modules=foo matches no linear layer"]),
+        (
+            "--lora-rank 4 --lora-target-modules q_proj --lora-rank-pattern k_proj=8 --lora-alpha-pattern q_proj=3",
+            ["lora_rank_pattern=k_proj=8 matches no adapted module; they are q_proj"],
+        ),
+        ("--lora-rank 4 --lora-target-modules *.layers.[0-1].* layers.1.attention.qkv lora_x", ["lora_x matches no"]),
+    ],
+)
+def test_a_name_that_selects_nothing_beside_others_is_a_warning(options: str, warnings: list[str]) -> None:
+    found = [text for text in idle(load_config([*LLAMA, *options.split()])) if "lora" in text]
+    assert len(found) == len(warnings), found
+    for text, expected in zip(found, warnings, strict=True):
+        assert expected in text

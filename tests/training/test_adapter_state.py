@@ -1,0 +1,192 @@
+"""What a run with adapters saves, resumes from and draws: against its own uninterrupted run, and its base."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import newest_checkpoint
+from megatron.interop.native import native_model
+from megatron.parallel.shards import named_parameters, shard_of
+from megatron.resilience.replica_check import ReplicaCheck
+from megatron.training.engine import Engine
+from megatron.training.resume import find_start, restore_start
+from tests import runs
+from tests.ranks import RankPools
+from tests.training import layouts
+from tests.training.test_layouts import RECOMPUTE
+
+MODEL, SAVED, LAST = layouts.MODELS["llama_gqa"], 2, 4
+SMALL = f"{MODEL} --lora-rank 4 --lora-alpha 16 --lr 1e-2 --lora-target-modules q_proj v_proj down_proj"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+
+
+def start(arguments: str) -> tuple[Engine, Any, int]:
+    """Build an engine that starts as a run does, and return it with the step to go on with."""
+    engine, task = layouts.build(arguments)
+    found = find_start(engine.config, engine.ctx)
+    if engine.config.training.skip_train:
+        found = dataclasses.replace(found, options=dataclasses.replace(found.options, finetune=True))
+    if found.checkpoint is not None:
+        restore_start(engine, found)
+    return engine, task, found.progress.iteration
+
+
+def make_base(folder: str, changed: bool = False) -> None:
+    """Save a base model; `changed`, with another value of one number."""
+    engine, task = layouts.build(f"{MODEL} --save {folder}")
+    layouts.loss_of_step(engine, task, 0)
+    if changed:
+        parameters = dict(named_parameters(engine.module))
+        with torch.no_grad():
+            parameters["layers.2.mlp.down.weight"][3, 5] += 1e-7
+    layouts.save(engine, 1)
+
+
+def train_adapters(arguments: str, base: str) -> list[float]:
+    """Losses of LAST steps, saved after SAVED of them; the base keeps its bits."""
+    engine, task, first = start(arguments)
+    losses = []
+    for step in range(first, LAST):
+        if step == SAVED and engine.config.checkpoint.save is not None:
+            layouts.save(engine, step)
+        losses.append(layouts.loss_of_step(engine, task, step))
+    ReplicaCheck(engine.ctx, engine.state.held()).check(LAST)
+    checkpoint, ctx = newest_checkpoint(base), engine.ctx
+    assert checkpoint is not None
+    for name, parameter in named_parameters(engine.module):
+        shard = shard_of(parameter)
+        if not shard.trained:
+            expected = shard.take(checkpoint.read_full(name), ctx.tensor_rank, ctx.tensor_size)
+            assert torch.equal(parameter, expected), f"{name} has changed"
+    return losses
+
+
+def failure_of_start(arguments: str) -> str:
+    try:
+        start(arguments)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[float]]:
+    """A base model, a checkpoint of adapters saved by two ranks, and the losses of their run."""
+    folder = tmp_path_factory.mktemp("adapters")
+    base, adapters = folder / "base", folder / "adapters"
+    ranks(1)(make_base, str(base))
+    losses = ranks(2)(train_adapters, f"{SMALL} {TP2} --lora-dropout 0.1 --load {base} --save {adapters}", str(base))
+    assert losses[0] == losses[1]
+    return base, adapters, losses[0]
+
+
+Saved = tuple[Path, Path, list[float]]
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(ranks: RankPools, saved: Saved) -> None:
+    base, adapters, losses = saved
+    resumed = ranks(2)(train_adapters, f"{SMALL} {TP2} --lora-dropout 0.1 --load {adapters}", str(base))
+    assert resumed == [losses[SAVED:]] * 2
+
+
+def test_adapters_resume_on_other_layouts(ranks: RankPools, saved: Saved, tmp_path: Path) -> None:
+    base, _, _ = saved
+    folder = tmp_path / "piped"
+    (losses, _) = ranks(2)(train_adapters, f"{SMALL} {PP2} --load {base} --save {folder}", str(base))
+    for world_size, layout in ((1, ""), (2, f"{TP2} --zero-stage 1"), (2, "--zero-stage 2")):
+        resumed = ranks(world_size)(train_adapters, f"{SMALL} {layout} --load {folder}", str(base))
+        assert resumed[0] == pytest.approx(losses[SAVED:], rel=1e-6), layout
+
+
+def test_a_checkpoint_holds_what_is_trained_alone(saved: Saved) -> None:
+    base, adapters, _ = saved
+    checkpoint, whole = newest_checkpoint(adapters), newest_checkpoint(base)
+    assert checkpoint is not None
+    assert whole is not None
+    names = set(checkpoint.parameters)
+    assert all("lora_" in name for name in names)
+    assert len(names) == 4 * 2 * 3, "A and B of three modules in four layers"
+    numbers = sum(checkpoint.read_full(name).numel() for name in names)
+    stored = sum(path.stat().st_size for path in checkpoint.folder.glob("*.safetensors"))
+    assert 12 * numbers <= stored < 12 * numbers + 30_000, "weight and two moments, and the headers"
+    assert set(checkpoint.metadata["base"]["checksums"]) == set(whole.parameters)
+    with pytest.raises(CheckpointError, match=r"holds adapters of the base model in .*, not a whole model"):
+        native_model(checkpoint)
+
+
+def test_adapters_of_another_base_are_refused(ranks: RankPools, saved: Saved, tmp_path: Path) -> None:
+    _, adapters, _ = saved
+    ranks(1)(make_base, str(tmp_path / "other"), True)
+    faults = ranks(2)(failure_of_start, f"{SMALL} {TP2} --load {adapters} --lora-base {tmp_path / 'other'}")
+    for fault in faults:
+        assert "holds adapters of another base model" in fault
+        assert " tensors differ: layers.2.mlp.down.weight. Give the folder of their base as --lora-base" in fault, fault
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ("", "holds adapters (lora_rank=4), not a whole model; give the lora options of their run"),
+        (SMALL.removeprefix(MODEL).replace("--lora-alpha 16", "--lora-alpha 8"), "lora_alpha"),
+        (SMALL.removeprefix(MODEL).replace("--lora-rank 4", "--lora-rank 8"), "lora_"),
+        (SMALL.removeprefix(MODEL).replace("v_proj", "k_proj"), "k_proj"),
+        (f"{SMALL.removeprefix(MODEL)} --lora-base nowhere", "lora_base=nowhere is not there"),
+    ],
+)
+def test_other_options_than_those_of_the_adapters_are_refused(
+    ranks: RankPools, saved: Saved, options: str, fault: str
+) -> None:
+    assert fault in ranks(1)(failure_of_start, f"{MODEL} {options} --load {saved[1]}")[0]
+
+
+def test_evaluation_of_adapters_sees_them(ranks: RankPools, saved: Saved) -> None:
+    """As the run that trained them does, and unlike its base."""
+    base, adapters, _ = saved
+    (trained, of_base) = (ranks(1)(evaluate, f"{SMALL} --load {folder}")[0] for folder in (adapters, base))
+    assert ranks(1)(evaluate, f"{SMALL} --skip-train --eval-iters 1 --load {adapters}") == [trained]
+    assert trained < of_base
+
+
+def test_evaluation_of_nothing_is_refused(ranks: RankPools, tmp_path: Path) -> None:
+    prefix = runs.write_dataset(tmp_path / "corpus")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (fault,) = ranks(1)(runs.evaluate_only, f"--data-path {prefix} --lora-rank 4 --train-iters 1 --load {empty}")
+    assert "skip_train evaluates a checkpoint" in fault
+
+
+def evaluate(arguments: str) -> float:
+    engine, task, _ = start(arguments)
+    return layouts._evaluate(engine, task)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dropout
+
+
+def first_losses(arguments: str) -> list[float]:
+    engine, task = layouts.build(arguments)
+    return [layouts.loss_of_step(engine, task, step) for step in range(3)]
+
+
+def test_dropout_is_replayed_where_activations_are_recomputed(ranks: RankPools) -> None:
+    arguments = f"{MODEL} --lora-rank 4 --lr 1e-1 --lora-dropout 0.3 {TP2}"
+    expected = ranks(2)(first_losses, arguments)
+    for recompute in RECOMPUTE[1:]:
+        assert ranks(2)(first_losses, f"{arguments} --recompute-granularity {recompute}") == expected
+    without = ranks(2)(first_losses, arguments.replace("--lora-dropout 0.3", ""))
+    assert abs(without[0][-1] - expected[0][-1]) > 1e-4
+
+
+def test_dropout_of_a_whole_input_is_that_of_one_process(ranks: RankPools) -> None:
+    arguments = f"{MODEL} --lora-rank 4 --lr 1e-1 --lora-dropout 0.3 --lora-target-modules q_proj up_proj"
+    (expected,) = ranks(1)(first_losses, arguments)
+    for losses in ranks(2)(first_losses, f"{arguments} --tensor-model-parallel-size 2"):
+        assert losses == pytest.approx(expected, rel=1e-5)
