@@ -67,6 +67,22 @@ def test_options_that_change_shapes_change_the_plan_alike(model: dict[str, Any])
     assert_planned_is_allocated(config(model))
 
 
+@pytest.mark.parametrize("tensor_size", [1, 2])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"lora_target_modules": ("q_proj", "down_proj"), "lora_rank_pattern": ("down_proj=2",)},
+        {"lora_modules_to_save": ("lm_head", "embed_tokens"), "lora_bias": "all"},
+    ],
+)
+def test_of_a_run_with_adapters_the_plan_trains_what_the_run_does(tensor_size: int, lora: dict[str, Any]) -> None:
+    llama = {"architecture": "llama", "position_embedding_type": "rope", "num_query_groups": 2}
+    model = {**llama, "untie_embeddings_and_output_weights": True}
+    parallel = {"tensor_model_parallel_size": tensor_size}
+    assert_planned_is_allocated(config(model, parallel=parallel, lora={"lora_rank": 4, **lora}))
+
+
 def assert_planned_is_allocated(run: Config) -> None:
     """Compare name by name, and layer by layer, with the modules that one tensor-parallel rank builds."""
     from megatron.models.sequential import build_layers

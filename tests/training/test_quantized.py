@@ -205,3 +205,10 @@ def test_frozen_linear_layers_alone_are_quantised_and_all_where_nothing_trains()
     attention = {f"layers.{number}.attention.{name}.weight" for number in range(2) for name in ("qkv", "dense")}
     assert found("--freeze *mlp* *norm* *word*") == mlp
     assert found("--skip-train --load folder") == mlp | attention
+
+
+def test_adapters_on_a_quantised_base_train_alike_on_every_layout(ranks: RankPools) -> None:
+    arguments = f"{MODELS['llama']} --quantize-base nf4 --lora-rank 4 --lora-alpha 16"
+    ((expected, _),) = ranks(1)(train, arguments)
+    for layout in ("tp2 sp", "pp2"):
+        assert ranks(2)(train, f"{arguments} {LAYOUTS[layout]}")[0][0] == pytest.approx(expected, rel=2e-6), layout
