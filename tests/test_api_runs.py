@@ -150,7 +150,7 @@ def test_the_readmes_shorter_examples_are_understood(examples: list[str], folder
     ]
     said, _ = start(folder, "\n".join(code)).communicate(timeout=60)
     assert "launch.agent --node-rank 0 --run-id 0 -- --config data/saved_checkpoints/run_training.yaml" in said
-    assert "lora.rank=4: LoRA is not built here yet" in said.splitlines()[-1]
+    assert "lora.rank=4: this interface trains whole models" in said.splitlines()[-1]
 
 
 def test_the_documentations_example_prepares_its_run(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class FSDPOptions(Arguments):
 
 
 class LoraOptions(Arguments):
-    """LoRA, which is not built here yet: a rank above 0 is refused."""
+    """LoRA, which this interface does not start: a rank above 0 is refused."""
 
     rank: NonNegative = 4
     alpha: int = 32

@@ -61,8 +61,8 @@ def refusals(torch_args: TorchrunArgs, args: TrainingArgs) -> Iterator[str]:
         )
     if args.lora is not None and args.lora.rank > 0:
         yield (
-            f"lora.rank={args.lora.rank}: LoRA is not built here yet, it comes with a later release (CHANGELOG.md); "
-            "leave lora out for full fine-tuning"
+            f"lora.rank={args.lora.rank}: this interface trains whole models; leave lora out, or train adapters "
+            "with --lora-rank (docs/adapters.md)"
         )
     if args.trust_remote_code:
         yield "trust_remote_code=True: code that comes with a model is never run; leave it out"

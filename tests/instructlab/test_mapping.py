@@ -205,7 +205,7 @@ def test_every_argument_is_among_those_that_are_read() -> None:
     [
         ({"max_batch_len": 100}, "max_batch_len=100 is below max_seq_len=128"),
         ({"pretraining_config": {"block_size": 600}}, "max_batch_len=512 is below pretraining_config.block_size=600"),
-        ({"lora": {"rank": 4}}, "lora.rank=4: LoRA is not built here yet"),
+        ({"lora": {"rank": 4}}, "lora.rank=4: this interface trains whole models"),
         ({"trust_remote_code": True}, "trust_remote_code=True: code that comes with a model is never run"),
         ({"mlflow_run_name": "x"}, "mlflow_run_name=x: there is no MLflow here; use wandb_project or TensorBoard"),
         ({"wandb_run_name": "x"}, "wandb_run_name=x has no effect without wandb_project"),

@@ -254,7 +254,8 @@ def test_two_ranks_compute_what_one_does(ranks: RankPools, name: str, sequence: 
     }
     for n in gradients:
         if shards[n].dim is None:
-            np.testing.assert_allclose(*(rank.gradients[n] for rank in both), rtol=0, atol=1e-12, err_msg=n)
+            one, other = (rank.gradients[n] for rank in both)
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12, err_msg=n)
     for rank in both:
         assert_equal(dataclasses.replace(rank, gradients=gradients), theirs)
 
@@ -294,7 +295,7 @@ def _of_peft(peft: Any, name: str, targets: str, rslora: bool) -> Outputs:
     logits = adapted(inputs, use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
-    gradients = {}
+    gradients: dict[str, Any] = {}
     for each, module in places.items():
         a, b = (getattr(module, n)["default"].weight.grad for n in ("lora_A", "lora_B"))
         gradients |= dict(zip(adapters[each].ours, (a.numpy(), adapters[each].our_rows(b).numpy()), strict=True))
