@@ -38,9 +38,12 @@ class StoredTensor:
     dtype: torch.dtype
     rows: Callable[[int, int], Tensor]
     """(first, end) -> those rows."""
+    begin: int | None = None
+    """Offset of its first byte in a safetensors file."""
 
 
-def _open_safetensors(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
+def open_safetensors(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
+    """Return every tensor of the file by name. Raises CheckpointError for a damaged file, and integers in it."""
     text, data_start = files.safetensors_header(path)
     header = json_object(text, path)
     header.pop("__metadata__", None)
@@ -54,7 +57,7 @@ def _open_safetensors(path: Path, files: ForeignFiles) -> dict[str, StoredTensor
             )
         shape = tuple(entry["shape"])
         begin = data_start + entry["data_offsets"][0]
-        found[name] = StoredTensor(path, shape, dtype, partial(_read_rows, path, name, begin, shape, dtype))
+        found[name] = StoredTensor(path, shape, dtype, partial(_read_rows, path, name, begin, shape, dtype), begin)
     return found
 
 
@@ -63,7 +66,7 @@ def _read_rows(
 ) -> Tensor:
     # read, not mapped: pages of a mapping would count as this process's memory until something else needs them
     rows = torch.empty((end - first, *shape[1:]), dtype=dtype)
-    target = _bytes_of(rows)
+    target = bytes_of(rows)
     position = begin + first * (len(target) // max(1, end - first))
     with path.open("rb", buffering=0) as file:
         file.seek(position)
@@ -75,13 +78,14 @@ def _read_rows(
     return rows
 
 
-def _bytes_of(rows: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+def bytes_of(rows: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
     flat: Any = rows.flatten().view(torch.uint8).numpy()
     return memoryview(flat)
 
 
-def _open_bin(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
+def open_bin(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
+    """Return every tensor of a .bin file by name. Raises CheckpointError for anything else in it."""
     content = files.load(path)
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must hold tensors by name")
@@ -115,8 +119,8 @@ def open_weights(folder: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
     index says.
     """
     for stem, suffix, opened in (
-        ("model", ".safetensors", _open_safetensors),
-        ("pytorch_model", ".bin", _open_bin),
+        ("model", ".safetensors", open_safetensors),
+        ("pytorch_model", ".bin", open_bin),
     ):
         single, index = f"{stem}{suffix}", f"{stem}{suffix}.index.json"
         shards = {path.name for path in folder.glob(f"{stem}-*-of-*{suffix}")}
@@ -209,7 +213,7 @@ class WeightsWriter:
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        _write_at(file, 0, memoryview(len(text).to_bytes(8, "little") + text))
+        write_at(file, 0, memoryview(len(text).to_bytes(8, "little") + text))
         for name in shard:
             self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
 
@@ -221,8 +225,8 @@ class WeightsWriter:
             # bfloat16 has float32's range
             if self.dtype == torch.float16 and bool((rows.isinf() & ~part.isinf()).any()):
                 raise CheckpointError(f"{name} has values beyond {self.dtype}'s range; write it as bfloat16")
-            data = _bytes_of(rows)
-            _write_at(file, offset, data)
+            data = bytes_of(rows)
+            write_at(file, offset, data)
             offset += len(data)
 
     def __enter__(self) -> WeightsWriter:
@@ -235,7 +239,8 @@ class WeightsWriter:
             os.close(file)
 
 
-def _write_at(file: int, offset: int, data: memoryview) -> None:
+def write_at(file: int, offset: int, data: memoryview) -> None:
+    """Write all of `data` at an offset of an open file."""
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count

@@ -1,0 +1,92 @@
+"""Merge LoRA adapters in PEFT's format into a Hugging Face model.
+
+    python tools/merge_adapter.py --base Llama-3.1-8B --adapter out/lora --save out/merged
+    python tools/merge_adapter.py --base Llama-3.1-8B --adapter chat=0.7 code=0.3 --save out/merged
+
+The result is a copy of the base's folder, tokenizer and configuration included, with merged weights in its dtype. In
+float32 it equals PEFT's `merge_and_unload` bit for bit. It appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron.cli.command import command, run_command
+from megatron.command_names import command_name
+
+
+def weighted(text: str) -> tuple[Path, float]:
+    """Return the folder and weight of FOLDER or FOLDER=WEIGHT. Raises ValueError for a weight that is not finite."""
+    folder, equals, number = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return Path(text), 1.0
+    weight = float(number)
+    if not math.isfinite(weight) or not folder:
+        raise ValueError(text)
+    return Path(folder), weight
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=command_name("merge_adapter"),
+        description="Merge LoRA adapters in PEFT's format into a Hugging Face model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--base", required=True, type=Path, metavar="FOLDER", help="the Hugging Face model, in safetensors, unquantized"
+    )
+    parser.add_argument(
+        "--adapter",
+        required=True,
+        nargs="+",
+        type=weighted,
+        metavar="FOLDER[=WEIGHT]",
+        help="adapters of PEFT; a weight multiplies what the adapter changes (default: 1)",
+    )
+    parser.add_argument(
+        "--save", required=True, type=Path, metavar="FOLDER", help="folder to write; must be new or empty"
+    )
+    return parser.parse_args(argv)
+
+
+def run(base: Path, adapters: Sequence[tuple[Path, float]], save: Path) -> None:
+    """Merge. Raises CheckpointError or OSError, with nothing left behind."""
+    from megatron.interop.adapter_merge import Merge
+    from megatron.interop.conversion import new_folder
+
+    began_s = time.monotonic()
+    with new_folder(save) as work:
+        merge = Merge(base, adapters)
+        for note in merge.notes:
+            print(note, flush=True)
+        total = sum(math.prod(merge.tensors[name].shape) for name in merge.changes)
+        with tqdm(total=total, unit=" parameters", unit_scale=True, desc="merging", leave=False, disable=None) as bar:
+            copied, left = merge.write(work, bar.update)
+        print(f"copied: {', '.join(copied)}")
+        if left:
+            print(f"left out: {', '.join(left)}")
+    num_bytes = sum(path.stat().st_size for path in save.iterdir())
+    changed = f"{len(merge.changes)} of {len(merge.tensors)} tensors merged"
+    print(f"wrote {save}: {changed}, {num_bytes / 1e9:.2f} GB in {time.monotonic() - began_s:.1f} s")
+
+
+def merge_command(base: Path, adapters: Sequence[tuple[Path, float]], save: Path) -> int:
+    """Merge, and return the exit status."""
+    from megatron import accelerator
+
+    accelerator.choose_device("cpu")  # before anything imports deepspeed
+    from megatron.checkpoint.errors import CheckpointError
+
+    return run_command(lambda: run(base, adapters, save), (CheckpointError,), str(save))
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    return merge_command(arguments.base, arguments.adapter, arguments.save)

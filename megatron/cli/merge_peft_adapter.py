@@ -1,0 +1,37 @@
+"""Merge an adapter under the flags of TRL's merge_peft_adapter.py; merge_adapter is the same with more.
+
+    python tools/merge_peft_adapter.py --base_model_name=Llama-2-7b-hf --adapter_model_name=sft --output_name=sft/merged
+
+Names are folders on this disk: nothing is downloaded or uploaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.cli.command import command
+from megatron.cli.merge_adapter import merge_command
+from megatron.command_names import command_name
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=command_name("merge_peft_adapter"),
+        description="Merge an adapter of PEFT into its base, under the flags of TRL's script.",
+        allow_abbrev=False,
+    )
+    for flag, text in (
+        ("--base_model_name", "folder of the Hugging Face model"),
+        ("--adapter_model_name", "folder of the adapter"),
+        ("--output_name", "folder to write; must be new or empty"),
+    ):
+        parser.add_argument(flag, required=True, type=Path, metavar="FOLDER", help=text)
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    return merge_command(arguments.base_model_name, [(arguments.adapter_model_name, 1.0)], arguments.output_name)

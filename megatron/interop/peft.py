@@ -1,0 +1,267 @@
+"""Adapter folders of PEFT: adapter_config.json, and the tensors of adapter_model.safetensors or .bin.
+
+LoRA alone is read. Whatever in the config changes what an adapter computes, and is not understood here, is refused by
+name. Nothing is executed, and every tensor of the file is accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.interop.folder_files import own_file, read_json
+from megatron.interop.foreign_files import ForeignFiles
+from megatron.interop.huggingface_config import shown
+from megatron.interop.huggingface_files import StoredTensor, open_bin, open_safetensors, some
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model"
+PREFIX = "base_model.model."
+"""PeftModel.base_model.model is the model that the adapter belongs to."""
+
+# What changes nothing that a trained adapter computes, or follows from its tensors.
+_HARMLESS = {
+    "auto_mapping", "corda_config", "eva_config", "inference_mode", "layers_pattern", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+}  # fmt: skip
+_UNCHANGED_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that leave the base's weights as they are."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The two factors of one module's update, `alpha / divisor * B @ A`, and the update of its bias, if it has one."""
+
+    a: StoredTensor
+    """(rank, in_features), of an embedding (rank, vocabulary)."""
+    b: StoredTensor
+    """(out_features, rank), of an embedding (hidden, rank)."""
+    alpha: float
+    divisor: float
+    """The rank; its square root with rsLoRA."""
+    of_embedding: bool
+    bias: StoredTensor | None
+
+    def scaling(self, weight: float) -> float:
+        """Return the factor of `B @ A`, rounded as PEFT's `set_scale(adapter, weight)` rounds it."""
+        return weight * self.alpha / self.divisor
+
+
+@dataclass
+class Adapter:
+    """One adapter. Modules and tensors have the names that transformers' model gives them."""
+
+    path: Path
+    base_name: str | None
+    targets: list[str] | str
+    excluded: list[str] | str
+    saved: list[str]
+    fan_in_fan_out: bool
+    bias: str
+    all_layers: bool
+    low_rank: dict[str, LowRank] = field(default_factory=dict)
+    """By module."""
+    whole: dict[str, StoredTensor] = field(default_factory=dict)
+    """By tensor: those of modules_to_save, trained biases, and embeddings that PEFT saves beside an adapter."""
+
+    def is_target(self, module: str) -> bool:
+        """Return whether PEFT puts an adapter on this module, if it is a linear layer or an embedding."""
+        if _matches(self.excluded, module) or self.is_saved(module):
+            return False
+        return _matches(self.targets, module)
+
+    def is_saved(self, module: str) -> bool:
+        """Return whether modules_to_save names the module or one that it lies in."""
+        parts = module.split(".")
+        return any(".".join(parts[:end]).endswith(name) for name in self.saved for end in range(1, len(parts) + 1))
+
+
+def _matches(names: list[str] | str, module: str) -> bool:
+    if isinstance(names, str):
+        return bool(re.fullmatch(names, module)) if names else False
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+class _Fields:
+    """Values of adapter_config.json. Raises CheckpointError for a value of another type."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._left = read_json(path)
+
+    def take(self, name: str, default: Any, *kinds: type) -> Any:
+        value = self._left.pop(name, None)
+        value = default if value is None else value
+        if type(value) not in (*kinds, type(default)):
+            raise CheckpointError(f"{self.path} has {name}: {shown(value)}, of another type than PEFT's; copy it again")
+        return value
+
+    def take_names(self, name: str, *kinds: type) -> Any:
+        value = self.take(name, [], *kinds)
+        if isinstance(value, list) and not all(isinstance(entry, str) and entry for entry in value):
+            raise CheckpointError(f"{self.path} has {name}: {shown(value)}; it must be a list of module names")
+        if isinstance(value, str):
+            _check_pattern(self.path, name, value)
+        return value
+
+    def take_numbers(self, name: str, *kinds: type) -> dict[str, Any]:
+        value: dict[str, Any] = self.take(name, {})
+        for pattern, number in value.items():
+            _check_pattern(self.path, name, pattern)
+            if type(number) not in kinds or not 0 < number < math.inf:
+                raise CheckpointError(f"{self.path} has {name} {pattern}: {shown(number)}; it must be a number above 0")
+        return value
+
+    def refuse_others(self) -> None:
+        """Raise CheckpointError for every field that is set and not understood."""
+        others = [
+            f"{name}: {shown(value)}"
+            for name, value in sorted(self._left.items())
+            if name not in _HARMLESS and value not in (None, False, "", [], {})
+        ]
+        if others:
+            raise CheckpointError(
+                f"{self.path} has {'; '.join(others)}: features of PEFT that are not read here. Merge such an adapter "
+                "with PEFT's merge_and_unload"
+            )
+
+
+def _check_pattern(path: Path, name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(
+            f"{path} has {name} {shown(pattern)}, which is not a regular expression: {error}"
+        ) from None
+
+
+def open_adapter(folder: Path, files: ForeignFiles) -> Adapter:
+    """Read an adapter's config and open its tensors.
+
+    Raises CheckpointError for a config that is not LoRA's or has features that are not read, for damaged files, and for
+    tensors that lack their counterpart or have another rank than the config says.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"adapter {folder} is not a folder; give one that holds {CONFIG}: download it first")
+    fields = _Fields(own_file(folder, CONFIG))
+    kind = fields.take("peft_type", "", str)
+    if kind != "LORA":
+        raise CheckpointError(f"{fields.path} has peft_type: {shown(kind)}; only LORA is read")
+    start = fields.take("init_lora_weights", True, bool, str)
+    if start not in _UNCHANGED_BASE:
+        raise CheckpointError(
+            f"{fields.path} has init_lora_weights: {shown(start)}, which changes the base's weights at the start. Save "
+            "the adapter with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which undoes that"
+        )
+    scales = _Scales(fields)
+    adapter = Adapter(
+        path=folder,
+        base_name=fields.take("base_model_name_or_path", "", str) or None,
+        targets=fields.take_names("target_modules", str),
+        excluded=fields.take_names("exclude_modules", str),
+        saved=fields.take_names("modules_to_save"),
+        fan_in_fan_out=fields.take("fan_in_fan_out", False),
+        bias=fields.take("bias", "none"),
+        all_layers=fields.take("layers_to_transform", [], int) == [],
+    )
+    lora_bias = fields.take("lora_bias", False)
+    fields.refuse_others()
+    if adapter.bias not in ("none", "all", "lora_only"):
+        raise CheckpointError(f"{fields.path} has bias: {shown(adapter.bias)}; it must be none, all or lora_only")
+    _sort_tensors(adapter, _tensors(folder, files), scales, lora_bias)
+    return adapter
+
+
+def _tensors(folder: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
+    for suffix, opened in ((".safetensors", open_safetensors), (".bin", open_bin)):  # PEFT's order
+        if os.path.lexists(folder / f"{WEIGHTS}{suffix}"):
+            return opened(own_file(folder, f"{WEIGHTS}{suffix}"), files)
+    raise CheckpointError(f"{folder} holds neither {WEIGHTS}.safetensors nor {WEIGHTS}.bin; copy the whole folder")
+
+
+class _Scales:
+    """Rank and alpha of each module."""
+
+    def __init__(self, fields: _Fields) -> None:
+        self._rank = fields.take("r", 8)
+        self._alpha = fields.take("lora_alpha", 8, float)
+        if self._rank < 1 or not math.isfinite(self._alpha):
+            raise CheckpointError(
+                f"{fields.path} has r: {self._rank}, lora_alpha: {self._alpha}; r must be at least 1, lora_alpha finite"
+            )
+        self._ranks = fields.take_numbers("rank_pattern", int)
+        self._alphas = fields.take_numbers("alpha_pattern", int, float)
+        self._rslora = fields.take("use_rslora", False)
+
+    def rank(self, module: str) -> int:
+        return int(_first_match(self._ranks, module, self._rank))
+
+    def alpha(self, module: str) -> float:
+        alpha: float = _first_match(self._alphas, module, self._alpha)  # an integer stays one, as in PEFT
+        return alpha
+
+    def divisor(self, module: str) -> float:
+        return math.sqrt(self.rank(module)) if self._rslora else self.rank(module)
+
+
+def _first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+_FACTORS = {
+    ".lora_A.weight": "A",
+    ".lora_B.weight": "B",
+    ".lora_embedding_A": "embedding A",
+    ".lora_embedding_B": "embedding B",
+    ".lora_B.bias": "bias",
+}
+
+
+def _sort_tensors(adapter: Adapter, tensors: Mapping[str, StoredTensor], scales: _Scales, lora_bias: bool) -> None:
+    """Fill the adapter's `low_rank` and `whole`. Raises CheckpointError for a tensor that belongs to neither."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    strangers = []
+    for key, tensor in tensors.items():
+        name = key.removeprefix(PREFIX)
+        ending = next((ending for ending in _FACTORS if name.endswith(ending)), None)
+        if name == key or "lora_" in (name.removesuffix(ending) if ending else name):
+            strangers.append(key)
+        elif ending:
+            modules.setdefault(name.removesuffix(ending), {})[_FACTORS[ending]] = tensor
+        else:
+            module, _, kind = name.rpartition(".")
+            module = module.removesuffix(".base_layer").removesuffix(".modules_to_save")
+            adapter.whole[f"{module}.{kind}"] = tensor
+    if strangers:
+        raise CheckpointError(
+            f"{adapter.path} holds {some(sorted(strangers))}, which are not tensors of a LoRA adapter"
+        )
+    if not modules and not adapter.whole:
+        raise CheckpointError(f"{adapter.path} holds no tensors; save the adapter again")
+    for module, factors in modules.items():
+        adapter.low_rank[module] = _low_rank(adapter.path, module, factors, scales, lora_bias)
+
+
+def _low_rank(
+    path: Path, module: str, factors: Mapping[str, StoredTensor], scales: _Scales, lora_bias: bool
+) -> LowRank:
+    of_embedding = "embedding A" in factors or "embedding B" in factors
+    wanted = {"embedding A", "embedding B"} if of_embedding else {"A", "B", *(["bias"] if lora_bias else [])}
+    if set(factors) != wanted:
+        raise CheckpointError(
+            f"{path} holds {', '.join(sorted(factors))} of {module}; it must be {', '.join(sorted(wanted))}"
+        )
+    a, b = (factors[f"embedding {name}" if of_embedding else name] for name in "AB")
+    rank = scales.rank(module)
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise CheckpointError(
+            f"{path} holds A {list(a.shape)} and B {list(b.shape)} of {module}, but {CONFIG} gives it rank {rank}: A "
+            f"must have {rank} rows, and B {rank} columns; copy both files from one place"
+        )
+    return LowRank(a, b, scales.alpha(module), scales.divisor(module), of_embedding, factors.get("bias"))

@@ -1,0 +1,316 @@
+"""tools/merge_adapter.py: against whole matrices, against PEFT where it is installed, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.cli import merge_adapter, merge_peft_adapter
+from megatron.interop import adapter_merge
+from tests.cli.test_convert_checkpoint import enrich, make, names, weights
+
+transformers = pytest.importorskip("transformers")
+
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA", "r": 4, "lora_alpha": 6, "lora_dropout": 0.05, "bias": "none", "fan_in_fan_out": False,
+    "base_model_name_or_path": "org/model", "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM",
+    "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "use_rslora": False,
+    "layers_to_transform": None, "inference_mode": True, "init_lora_weights": True, "of_the_future": None,
+}  # fmt: skip
+
+
+def merge(base: Path, save: Path, *adapters: str | Path) -> int:
+    return merge_adapter.main(["--base", str(base), "--save", str(save), "--adapter", *map(str, adapters)])
+
+
+def write_adapter(
+    folder: Path, base: Mapping[str, Tensor], config: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Write an adapter with random factors for each target of the config, and return its tensors."""
+    generator = torch.Generator().manual_seed(len(str(folder)))
+    config = CONFIG | config
+    tensors = {}
+    for name, weight in base.items():
+        module = name.removesuffix(".weight")
+        last = module.split(".")[-1]
+        draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+        if module.endswith(tuple(config["modules_to_save"] or ())):  # as PEFT matches them
+            tensors[f"base_model.model.{name}"] = draw(*weight.shape)
+        if last not in config["target_modules"] or weight.dim() != 2:
+            continue
+        rows, columns = weight.shape if last not in ("c_attn", "c_proj") else weight.shape[::-1]
+        rank = config["rank_pattern"].get(last, config["r"])
+        tensors[f"base_model.model.{module}.lora_A.weight"] = draw(rank, columns)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = draw(rows, rank)
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return tensors
+
+
+def products(tensors: Mapping[str, Tensor], transposed: bool = False) -> dict[str, Tensor]:
+    """Return B @ A by the base's tensor, computed whole."""
+    found = {}
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            product = tensors[name.replace("lora_A", "lora_B")].float() @ a.float()
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            found[f"{module}.weight"] = product.T if transposed else product
+    return found
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against whole matrices
+
+
+def test_merges_patterns_whole_tensors_and_shards_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(adapter_merge, "PIECE_BYTES", 1 << 11)
+    base_folder, adapter_folder = tmp_path / "base", tmp_path / "adapter"
+    make("llama_gqa", base_folder, "50KB")
+    enrich(base_folder)
+    (base_folder / "tokenizer.json").write_text("{}")
+    (base_folder / "consolidated.pth").write_text("weights once more")
+    base = weights(base_folder)
+    config = {
+        "use_rslora": True, "rank_pattern": {"down_proj": 9}, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 3},
+        "modules_to_save": ["lm_head"],
+    }  # fmt: skip
+    tensors = write_adapter(adapter_folder, base, config)
+    expected = dict(base)
+    for name, product in products(tensors).items():
+        alpha = 3 if name == "model.layers.0.self_attn.q_proj.weight" else 6
+        expected[name] = base[name] + product * (alpha / math.sqrt(9 if "down_proj" in name else 4))
+    expected["lm_head.weight"] = tensors["base_model.model.lm_head.weight"]
+    assert merge(base_folder, tmp_path / "merged", adapter_folder) == 0
+    same(weights(tmp_path / "merged"), expected)
+    told = capsys.readouterr().out
+    assert "left out: consolidated.pth" in told
+    assert f"trained on org/model: make sure that {base_folder} is that model" in told
+    assert names(tmp_path / "merged") == [name for name in names(base_folder) if name != "consolidated.pth"]
+    for name in names(tmp_path / "merged"):
+        if not name.endswith(".safetensors"):
+            assert (tmp_path / "merged" / name).read_bytes() == (base_folder / name).read_bytes()
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert names(tmp_path) == ["adapter", "base", "merged"]
+
+
+def test_weighs_several_adapters_in_16_bit(tmp_path: Path) -> None:
+    make("llama_gqa", tmp_path / "base", dtype=torch.bfloat16)
+    base = weights(tmp_path / "base")
+    one = write_adapter(tmp_path / "one", base, {"modules_to_save": ["norm"]})
+    two = write_adapter(tmp_path / "other", base, {"target_modules": ["q_proj"]}, torch.bfloat16)
+    assert merge(tmp_path / "base", tmp_path / "merged", f"{tmp_path / 'one'}=0.7", f"{tmp_path / 'other'}=-2") == 0
+    expected = dict(base)
+    for tensors, weight in ((one, 0.7), (two, -2.0)):
+        for name, product in products(tensors).items():
+            expected[name] = (expected[name].float() + product * (weight * 6 / 4)).bfloat16()
+    for name in base:
+        if name.endswith("norm.weight"):
+            norm = base[name].float()
+            expected[name] = (norm + 0.7 * (one[f"base_model.model.{name}"] - norm)).bfloat16()
+    same(weights(tmp_path / "merged"), expected)
+
+
+def test_gpt2_under_trls_flags_with_short_names_and_a_pickled_adapter(tmp_path: Path) -> None:
+    make("gpt2", tmp_path / "base")
+    full = weights(tmp_path / "base")
+    short = {name.removeprefix("transformer."): tensor.contiguous() for name, tensor in full.items()}
+    save_file(short, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    config = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    tensors = write_adapter(tmp_path / "adapter", full, config)
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "adapter" / "adapter_model.bin")
+    flags = {"base_model_name": "base", "adapter_model_name": "adapter", "output_name": "merged"}
+    assert merge_peft_adapter.main([f"--{flag}={tmp_path / name}" for flag, name in flags.items()]) == 0
+    expected = dict(short)
+    for name, product in products(tensors, transposed=True).items():
+        expected[name.removeprefix("transformer.")] = full[name] + product * (6 / 4)
+    same(weights(tmp_path / "merged"), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against PEFT
+
+PEFT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "llama_gqa",
+        {"target_modules": "all-linear", "rank_pattern": {"up_proj": 3}, "alpha_pattern": {"v_proj": 7}},
+    ),
+    "rslora": ("llama_mha", {"target_modules": r".*\.1\..*_proj", "use_rslora": True, "r": 7, "lora_alpha": 5}),
+    "embedding": ("llama_mha", {"target_modules": ["embed_tokens", "lm_head"], "r": 3}),
+    "saved": (
+        "llama_mha",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head", "mlp", "norm"]},
+    ),
+    "layers": (
+        "llama_mha",
+        {"target_modules": ["k_proj"], "layers_to_transform": [1], "init_lora_weights": "gaussian"},
+    ),
+    "gpt2": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "gpt2_bias": ("gpt2", {"target_modules": ["c_attn"], "bias": "all", "lora_bias": True}),
+    "bloom": ("bloom_12_heads", {"target_modules": ["query_key_value", "dense"], "bias": "lora_only"}),
+}
+
+
+def randomize(model: Any, seed: int) -> None:
+    """Draw everything that is trained."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.2, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_equals_merge_and_unload(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    family, options = PEFT_CASES[case]
+    model = make(family, tmp_path / "base", dtype=dtype)
+    base = weights(tmp_path / "base")
+    weighted = not options.keys() & {"modules_to_save", "bias"}  # which PEFT merges of one adapter alone
+    factors = {"one": 0.6, "two": -1.5} if weighted else {"one": 1.0}
+    for name in factors:
+        adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        randomize(adapted, len(name) + ord(name[0]))
+        adapted.save_pretrained(tmp_path / name)
+    loaded = peft.PeftModel.from_pretrained(model, tmp_path / "one", adapter_name="one")
+    if weighted:
+        loaded.load_adapter(tmp_path / "two", "two")
+    for module in loaded.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            for name, factor in factors.items():
+                module.set_scale(name, factor)
+    expected = loaded.merge_and_unload(adapter_names=list(factors)).state_dict()
+    assert merge(tmp_path / "base", tmp_path / "merged", *(f"{tmp_path / n}={f}" for n, f in factors.items())) == 0
+    found = weights(tmp_path / "merged")
+    if case == "embedding":  # PEFT saves the base's embeddings beside the factors
+        assert any(name.endswith("base_layer.weight") for name in load_file(tmp_path / "one/adapter_model.safetensors"))
+    same(found, {name: expected[name] for name in base})
+    assert any(not torch.equal(found[name], base[name]) for name in base)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    make("llama_gqa", folder / "base")
+    write_adapter(folder / "adapter", weights(folder / "base"), {})
+    return folder
+
+
+def set_config(name: str, value: object, file: str = "adapter/adapter_config.json") -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | {name: value}))
+
+    return change
+
+
+def set_tensor(name: str, value: Tensor | None) -> Callable[[Path], None]:
+    """Replace or drop a tensor of the adapter."""
+
+    def change(folder: Path) -> None:
+        path = folder / "adapter" / "adapter_model.safetensors"
+        tensors = load_file(path)
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+        save_file(tensors, path)
+
+    return change
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "adapter" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def pickle_code(folder: Path) -> None:
+    (folder / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save({"weight": Path("/")}, folder / "adapter" / "adapter_model.bin")
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj"
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "dora": (set_config("use_dora", True), "use_dora: True: features of PEFT that are not read"),
+    "replication": (set_config("layer_replication", [[0, 1], [0, 2]]), "layer_replication"),
+    "parameters": (set_config("target_parameters", ["experts"]), "target_parameters"),
+    "unknown": (set_config("of_the_future", 3), "of_the_future: 3"),
+    "pissa": (set_config("init_lora_weights", "pissa"), "'pissa', which changes the base's weights"),
+    "ia3": (set_config("peft_type", "IA3"), "'IA3'; only LORA"),
+    "type": (set_config("r", "4"), "r: '4', of another type"),
+    "rank_0": (set_config("r", 0), "r must be at least 1"),
+    "rank": (set_config("r", 5), "gives it rank 5"),
+    "pattern": (set_config("rank_pattern", {"(": 3}), "not a regular expression"),
+    "conv1d": (set_config("fan_in_fan_out", True), "which is for gpt2"),
+    "lora_bias": (set_config("lora_bias", True), "must be A, B, bias"),
+    "target": (
+        set_config("target_modules", ["q_proj", "down_proj", "k_proj"]),
+        "lacks model.layers.0.self_attn.k_proj",
+    ),
+    "saved": (set_config("modules_to_save", ["lm_head"]), "lacks lm_head.weight"),
+    "surplus": (
+        set_config("target_modules", ["q_proj"]),
+        "layers.1.mlp.down_proj, which its adapter_config.json does not",
+    ),
+    "half": (set_tensor(f"{Q}.lora_B.weight", None), "it must be A, B"),
+    "shape": (set_tensor(f"{Q}.lora_B.weight", torch.ones(3, 4)), "is for another base"),
+    "stranger": (set_tensor("lora_A.weight", torch.ones(3, 4)), "not tensors of a LoRA adapter"),
+    "bias": (set_tensor("base_model.model.model.norm.weight", torch.ones(3)), "model.norm.weight, which its"),
+    "other": (set_tensor("base_model.model.model.layers.9.mlp.q_proj.lora_A.weight", torch.ones(4, 4)), "must be A, B"),
+    "not_finite": (set_tensor(f"{Q}.lora_B.weight", torch.full((64, 4), math.inf)), "not finite after merging"),
+    "truncated": (truncate, "adapter_model.safetensors is damaged"),
+    "pickle": (pickle_code, "opening a pickle that names code may run it"),
+    "no_config": (lambda folder: (folder / "adapter" / "adapter_config.json").unlink(), "is missing"),
+    "no_base": (lambda folder: shutil.rmtree(folder / "base"), "is not a folder; give a Hugging Face model"),
+    "quantized": (set_config("quantization_config", {"bits": 4}, "base/config.json"), "the model's unquantized folder"),
+    "save": (lambda folder: (folder / "merged" / "here").mkdir(parents=True), "give a new or empty folder"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_refuses_by_name_and_leaves_nothing(
+    fault: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "case"
+    shutil.copytree(sound, folder)
+    change, message = REFUSED[fault]
+    change(folder)
+    before = names(folder)
+    assert merge(folder / "base", folder / "merged", folder / "adapter") == 1
+    error = capsys.readouterr().err
+    assert re.search(re.escape(message), error), error
+    assert error.count("\n") == 1
+    assert names(folder) == before
+
+
+def test_refuses_a_tied_embedding_and_a_weight_of_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make("llama_3.2_tied", tmp_path / "base")
+    write_adapter(tmp_path / "adapter", weights(tmp_path / "base"), {"modules_to_save": ["embed_tokens"]})
+    assert merge(tmp_path / "base", tmp_path / "merged", tmp_path / "adapter") == 1
+    assert "shares between embedding and output" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        merge(tmp_path / "base", tmp_path / "merged", f"{tmp_path / 'adapter'}=nan")
