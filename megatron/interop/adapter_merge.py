@@ -22,7 +22,7 @@ from megatron.interop.folder_files import own_file, read_json, real_path
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_files import StoredTensor, bytes_of, open_weights, some, write_at
 from megatron.interop.native import check_space
-from megatron.interop.peft import CONFIG, Adapter, LowRank, open_adapter
+from megatron.interop.peft import CONFIG, PeftAdapter, PeftFactors, open_adapter
 
 PIECE_BYTES = 1 << 25
 """Size of the pieces in which a tensor is read, merged and written."""
@@ -89,7 +89,7 @@ class Merge:
         for path, weight in adapters:
             self._add(open_adapter(path, files), weight)
 
-    def _add(self, adapter: Adapter, weight: float) -> None:
+    def _add(self, adapter: PeftAdapter, weight: float) -> None:
         if adapter.fan_in_fan_out and self._config.get("model_type") not in CONV1D_MODELS:
             raise CheckpointError(
                 f"{adapter.path / CONFIG} has fan_in_fan_out, which is for {', '.join(CONV1D_MODELS)}; if the layers "
@@ -120,7 +120,7 @@ class Merge:
             self.changes.setdefault(names[saved], _Change()).whole.append((weight, tensor))
         self._note(adapter, names)
 
-    def _names(self, adapter: Adapter) -> dict[str, str]:
+    def _names(self, adapter: PeftAdapter) -> dict[str, str]:
         """Return the base's tensors by the names that transformers' model gives them, which its files may shorten."""
         wanted = {f"{module}.weight" for module in adapter.low_rank} | set(adapter.whole)
         forms = [{name: name for name in self.tensors}]
@@ -135,7 +135,7 @@ class Merge:
         remedy = " Its output may be tied with its embedding: untie them first" if tied else ""
         raise CheckpointError(f"{adapter.path} is for {some(lacking)}, which {self.base} does not hold.{remedy}")
 
-    def _refuse_missing(self, adapter: Adapter, names: dict[str, str]) -> None:
+    def _refuse_missing(self, adapter: PeftAdapter, names: dict[str, str]) -> None:
         """Compare the tensors of the adapter with what its config says that it has."""
         modules = {
             name.removesuffix(".weight")
@@ -163,7 +163,7 @@ class Merge:
                 "folder again"
             )
 
-    def _refuse_tied(self, adapter: Adapter) -> None:
+    def _refuse_tied(self, adapter: PeftAdapter) -> None:
         """Refuse to change an embedding that the output projection shares: one tensor, but the adapter means one."""
         touched = [*adapter.low_rank, *(name.rpartition(".")[0] for name in adapter.whole)]
         touched = sorted(module for module in touched if module.split(".")[-1] in INPUTS + OUTPUTS)
@@ -176,7 +176,7 @@ class Merge:
                     "(tie_word_embeddings); save the base with an lm_head.weight of its own first"
                 )
 
-    def _equals_base(self, adapter: Adapter, name: str) -> bool:
+    def _equals_base(self, adapter: PeftAdapter, name: str) -> bool:
         saved, base = adapter.whole[name], self.tensors[self._names(adapter)[name]]
         return saved.shape == base.shape and all(
             torch.equal(saved.rows(*piece).to(base.dtype), base.rows(*piece)) for piece in _pieces(base)
@@ -186,7 +186,7 @@ class Merge:
         return self._config.get("model_type") in CONV1D_MODELS and module.split(".")[-1] in CONV1D_MODULES
 
     def _check_shapes(
-        self, adapter: Adapter, module: str, factors: LowRank, shape: tuple[int, ...], transposed: bool
+        self, adapter: PeftAdapter, module: str, factors: PeftFactors, shape: tuple[int, ...], transposed: bool
     ) -> None:
         result = (factors.b.shape[0], factors.a.shape[1])
         if shape != (result[::-1] if transposed else result):
@@ -195,7 +195,7 @@ class Merge:
                 f"weight {list(shape)}"
             )
 
-    def _note(self, adapter: Adapter, names: dict[str, str]) -> None:
+    def _note(self, adapter: PeftAdapter, names: dict[str, str]) -> None:
         modules, saved = len(adapter.low_rank), len(adapter.whole)
         self.notes.append(f"{adapter.path}: LoRA of {modules} modules, {saved} whole tensors")
         if adapter.base_name and Path(adapter.base_name).name != self.base.resolve().name:
@@ -268,7 +268,7 @@ def _all(tensor: StoredTensor) -> Tensor:
     return tensor.rows(0, tensor.shape[0]).float()
 
 
-def _product(factors: LowRank, weight: float, transposed: bool) -> Callable[[int, int, torch.dtype], Tensor]:
+def _product(factors: PeftFactors, weight: float, transposed: bool) -> Callable[[int, int, torch.dtype], Tensor]:
     scaling = factors.scaling(weight)
 
     def added(first: int, end: int, dtype: torch.dtype) -> Tensor:

@@ -35,7 +35,7 @@ _UNCHANGED_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
-class LowRank:
+class PeftFactors:
     """The two factors of one module's update, `alpha / divisor * B @ A`, and the update of its bias, if it has one."""
 
     a: StoredTensor
@@ -54,7 +54,7 @@ class LowRank:
 
 
 @dataclass
-class Adapter:
+class PeftAdapter:
     """One adapter. Modules and tensors have the names that transformers' model gives them."""
 
     path: Path
@@ -65,7 +65,7 @@ class Adapter:
     fan_in_fan_out: bool
     bias: str
     all_layers: bool
-    low_rank: dict[str, LowRank] = field(default_factory=dict)
+    low_rank: dict[str, PeftFactors] = field(default_factory=dict)
     """By module."""
     whole: dict[str, StoredTensor] = field(default_factory=dict)
     """By tensor: those of modules_to_save, trained biases, and embeddings that PEFT saves beside an adapter."""
@@ -141,7 +141,7 @@ def _check_pattern(path: Path, name: str, pattern: str) -> None:
         ) from None
 
 
-def open_adapter(folder: Path, files: ForeignFiles) -> Adapter:
+def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
     """Read an adapter's config and open its tensors.
 
     Raises CheckpointError for a config that is not LoRA's or has features that are not read, for damaged files, and for
@@ -160,7 +160,7 @@ def open_adapter(folder: Path, files: ForeignFiles) -> Adapter:
             "the adapter with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which undoes that"
         )
     scales = _Scales(fields)
-    adapter = Adapter(
+    adapter = PeftAdapter(
         path=folder,
         base_name=fields.take("base_model_name_or_path", "", str) or None,
         targets=fields.take_names("target_modules", str),
@@ -223,7 +223,7 @@ _FACTORS = {
 }
 
 
-def _sort_tensors(adapter: Adapter, tensors: Mapping[str, StoredTensor], scales: _Scales, lora_bias: bool) -> None:
+def _sort_tensors(adapter: PeftAdapter, tensors: Mapping[str, StoredTensor], scales: _Scales, lora_bias: bool) -> None:
     """Fill the adapter's `low_rank` and `whole`. Raises CheckpointError for a tensor that belongs to neither."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     strangers = []
@@ -250,7 +250,7 @@ def _sort_tensors(adapter: Adapter, tensors: Mapping[str, StoredTensor], scales:
 
 def _low_rank(
     path: Path, module: str, factors: Mapping[str, StoredTensor], scales: _Scales, lora_bias: bool
-) -> LowRank:
+) -> PeftFactors:
     of_embedding = "embedding A" in factors or "embedding B" in factors
     wanted = {"embedding A", "embedding B"} if of_embedding else {"A", "B", *(["bias"] if lora_bias else [])}
     if set(factors) != wanted:
@@ -264,4 +264,4 @@ def _low_rank(
             f"{path} holds A {list(a.shape)} and B {list(b.shape)} of {module}, but {CONFIG} gives it rank {rank}: A "
             f"must have {rank} rows, and B {rank} columns; copy both files from one place"
         )
-    return LowRank(a, b, scales.alpha(module), scales.divisor(module), of_embedding, factors.get("bias"))
+    return PeftFactors(a, b, scales.alpha(module), scales.divisor(module), of_embedding, factors.get("bias"))

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.deferred import DeferredGradients
+from megatron.parallel.distributed_waits import wait_for
 from megatron.parallel.mappings import (
     all_gather_into,
     all_gather_rows,
@@ -186,20 +187,20 @@ class _ColumnLinear(torch.autograd.Function):
         if needs_x:
             grad_x = grad_full = grad @ weight
             if gathering is not None:
-                gathering.wait()
+                wait_for([gathering])
             if ctx.sequence_parallel:
                 grad_x = grad_full.new_empty((grad_full.shape[0] // ctx.tensor_size, *grad_full.shape[1:]))
                 reducing = reduce_scatter_into(grad_x, grad_full, group=ctx.tensor_group, async_op=True)
             else:
                 reducing = dist.all_reduce(grad_x, group=ctx.tensor_group, async_op=True)
         elif gathering is not None:
-            gathering.wait()
+            wait_for([gathering])
         gathers_later = ctx.sequence_parallel and defers
         gradients = function.parameters.gradients(
             (needs_weight, needs_bias), grad, lambda: all_gather_rows(x, ctx) if gathers_later else full
         )
         if reducing is not None:
-            reducing.wait()
+            wait_for([reducing])
         return grad_x, *gradients, None
 
 

@@ -326,7 +326,7 @@ class Watchdog:
 
 
 STANDARD_LIBRARY = os.path.dirname(threading.__file__)
-COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")
+COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}", f"{os.sep}distributed_waits.py")
 
 
 def _is_standard(path: str) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.parallel.context import LARGEST_TAG, ParallelContext
 from megatron.parallel.deferred import Job, compute_deferred
+from megatron.parallel.distributed_waits import wait_for
 from megatron.planning.pipeline_schedules import Message, PassKind, PipelineSchedule
 
 HEADER_TAG = LARGEST_TAG + 1
@@ -210,8 +211,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
             self._end_send()
 
     def _end_send(self) -> None:
-        for work in self._sending.popleft()[0]:
-            work.wait()
+        wait_for(self._sending.popleft()[0])
 
     def _send_activation(self, buffer_id: int, chunk: int) -> None:
         key = chunk, buffer_id
@@ -236,8 +236,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         self._inputs[chunk, buffer_id] = tuple(tensors) if is_tuple else tensors[0]
 
     def _wait_activation(self, buffer_id: int, chunk: int) -> None:
-        for work in self._receiving.pop((PostActivation, chunk, buffer_id)):
-            work.wait()
+        wait_for(self._receiving.pop((PostActivation, chunk, buffer_id)))
         if torch.is_grad_enabled():
             _tensors(self._inputs[chunk, buffer_id])[0].requires_grad_()
 
@@ -252,8 +251,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         self._receiving[PostGrad, chunk, buffer_id] = [dist.irecv(gradient, self._neighbour(chunk, 1)[0])]
 
     def _wait_grad(self, buffer_id: int, chunk: int) -> None:
-        for work in self._receiving.pop((PostGrad, chunk, buffer_id)):
-            work.wait()
+        wait_for(self._receiving.pop((PostGrad, chunk, buffer_id)))
 
     OWN_INSTRUCTIONS = {  # noqa: RUF012
         deepspeed_schedule.LoadMicroBatch: _load,

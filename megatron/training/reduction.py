@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.distributed_waits import wait_for
 from megatron.parallel.shards import shard_of
 from megatron.parallel.weight_gradient import GradientSum
 
@@ -205,7 +206,7 @@ class GradientBuffers:
             self._start(bucket)
         self._next = len(self._buckets)
         for bucket in self._buckets:
-            bucket.work.wait()
+            wait_for([bucket.work])
             if bucket.sent is not None and bucket.owner in (None, self._ctx.grad_rank):
                 bucket.sums.copy_(bucket.sent)
             bucket.work = bucket.sent = None
