@@ -19,8 +19,10 @@ Packing is compared with TRL's and InstructLab's, which have an environment of t
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -43,6 +45,22 @@ TUNING_PEER_HELP = (
 
 class PeerError(Exception):
     """The peer answered a request with a fault, or not at all."""
+
+
+def on_ranks(rank: Callable[..., None], number: int, *arguments: Any) -> Any:
+    """Return what one of `number` processes puts into its queue: rank(index, port, *arguments, queue) on each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    results: Any = spawn.SimpleQueue()
+    processes = [spawn.Process(target=rank, args=(index, port, *arguments, results)) for index in range(number)]
+    for process in processes:
+        process.start()
+    found = results.get()
+    for process in processes:
+        process.join()
+    return found
 
 
 def alternate(sides: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: bool = True) -> dict[str, list[float]]:

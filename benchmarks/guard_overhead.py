@@ -12,9 +12,7 @@ noise; the time of norm, check and decision on a stop, that of the norm, and the
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -24,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.alternating import alternate, positive, spread
+from benchmarks.alternating import alternate, on_ranks, positive, spread
 
 STEP_S = 0.05
 LIMIT = 0.01
@@ -39,17 +37,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=9, help="alternations (default: 9)")
     parser.add_argument("--steps", type=positive, default=10, help="steps a round (default: 10)")
     options, flags = parser.parse_known_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn = multiprocessing.get_context("spawn")
-    results: Any = spawn.SimpleQueue()
-    processes = [spawn.Process(target=rank, args=(r, port, options, flags, results)) for r in range(options.ranks)]
-    for process in processes:
-        process.start()
-    measured, check_step_s, norm_s, check_s = results.get()
-    for process in processes:
-        process.join()
+    measured, check_step_s, norm_s, check_s = on_ranks(rank, options.ranks, options, flags)
     added_s = [checked - free for checked, free in zip(measured["checked"], measured["free"], strict=True)]
     more_s = [check - norm for check, norm in zip(check_step_s, norm_s, strict=True)]
     share = statistics.median(more_s) / STEP_S

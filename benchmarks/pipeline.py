@@ -13,9 +13,7 @@ time, and beside the schedule's formula, where all passes are of one length. Exi
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -25,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.alternating import alternate, positive, quotients, spread
+from benchmarks.alternating import alternate, on_ranks, positive, quotients, spread
 
 TOLERANCE = 0.1
 SCHEDULES = {
@@ -47,17 +45,7 @@ def main() -> int:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--rounds", type=positive, default=9, help="alternations of a step (default: 9)")
     options, flags = parser.parse_known_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn = multiprocessing.get_context("spawn")
-    results: Any = spawn.SimpleQueue()
-    processes = [spawn.Process(target=rank, args=(r, port, options, flags, results)) for r in range(options.stages)]
-    for process in processes:
-        process.start()
-    measured, traces = results.get()
-    for process in processes:
-        process.join()
+    measured, traces = on_ranks(rank, options.stages, options, flags)
     print(f"{options.stages} stages, {options.rounds} rounds of a step")
     reached = [_show(name, measured, traces[name]) for name in options.schedules]
     return 0 if all(reached) else 1

@@ -168,7 +168,7 @@ def evaluate_only(
     # nothing is saved, so another run's folder may be given as `save`
     source = dataclasses.replace(options, load=folder, save=None)
     start = find_start(dataclasses.replace(config, checkpoint=source), ctx)
-    if start.is_drawn:
+    if start.checkpoint is None:
         raise CheckpointError(f"skip_train evaluates a checkpoint, and {folder} holds none; give its folder as --load")
     begin("opening the data")
     task: Task = load_task(config)

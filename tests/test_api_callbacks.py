@@ -114,7 +114,7 @@ def test_a_hook_that_does_not_return_ends_neither_run_nor_thread(
     monkeypatch.setattr(callbacks, "LAST_WAIT_S", 0.0)
     thread = CallbackThread([Slow()])
     thread.call("on_log", TrainingContext(step=1))
-    thread.close()  # on Python 3.10, the timeout of a future is no TimeoutError
+    thread.close()  # on Python 3.10, a future that times out does not raise TimeoutError
     assert "callbacks have not returned after 0 s; the run does not wait for them" in caplog.text
 
 

@@ -17,12 +17,16 @@ def check_partition(config: Config) -> Iterator[str]:
         return
     size, over = divmod(num_layers, num_ranges)
     example = ",".join(str(size + (place < over)) for place in range(num_ranges))
-    stages = "1 stage" if num_ranges == 1 else f"{num_ranges} stages"
-    rule = f"{stages} need a number of transformer layers each, {num_layers} in all"
+    num_stages = parallel.pipeline_model_parallel_size
+    part = "stage" if num_ranges == num_stages else "chunk"
+    parts = "1 stage" if num_ranges == 1 else f"{num_ranges} {part}s"
+    if num_ranges != num_stages:
+        parts += f" ({num_stages} stages x num_virtual_stages_per_pipeline_rank={num_ranges // num_stages})"
+    rule = f"{parts} need a number of transformer layers each, {num_layers} in all"
     if listed is None:
         yield (
             f"pipeline_partition_method={given!r} is unknown; use {', '.join(METHODS)}, or a number of layers for each "
-            f"stage, such as {example}"
+            f"{part}, such as {example}"
         )
         return
     wrong, remedy = [], f"{example}, or cost" if num_ranges <= num_layers else "cost"
@@ -31,6 +35,6 @@ def check_partition(config: Config) -> Iterator[str]:
     if sum(listed) != num_layers:
         wrong.append(f"adds up to {sum(listed)}")
     if 0 in listed[1:-1]:  # the first and the last stage hold the embedding and the output projection
-        wrong.append(f"leaves stage {listed.index(0, 1)} without a layer")
+        wrong.append(f"leaves {part} {listed.index(0, 1)} without a layer")
     if wrong:
         yield f"pipeline_partition_method={given} {' and '.join(wrong)}; {rule}: use {remedy}"

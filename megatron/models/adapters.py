@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from megatron.config.adapters import LoraConfig
 from megatron.config.options import Config
+from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.shards import LayerDeclaration, Shard
 
 ALL_LINEAR = "all-linear"
@@ -52,18 +53,6 @@ class Module:
         return any(
             name == target or name.endswith(f".{target}") or fnmatch.fnmatchcase(name, target) for name in self.names
         )
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of one module, as a part of the linear layer that holds it."""
-
-    suffix: str
-    first: int
-    stop: int
-    """[first, stop) are its pieces of the base weight's rows."""
-    rank: int
-    scale: float
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters (models/adapters.py declares them).
+"""Linear layers with low-rank adapters (models/adapters.py says which have some).
 
 Shapes: S sequence, B batch, R the ranks of a layer's adapters together, tp tensor-parallel ranks; "rows" as in
 linear.py.
@@ -7,30 +7,15 @@ linear.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.linear import LinearMethod, ParallelLinear
 from megatron.parallel.mappings import enter_tensor_region
 from megatron.parallel.shards import Shard
-
-
-class AdapterOfPieces(Protocol):
-    """An adapter of some of the outputs that are fused in a layer: models/adapters.py."""
-
-    @property
-    def suffix(self) -> str: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def scale(self) -> float: ...
 
 
 class LowRankMethod(LinearMethod):
@@ -39,7 +24,7 @@ class LowRankMethod(LinearMethod):
     The adapters of fused outputs (q, k, v) are computed together: one product with all their A, one with their B.
     """
 
-    def __init__(self, adapters: Sequence[AdapterOfPieces], dropout: float) -> None:
+    def __init__(self, adapters: Sequence[Adapter], dropout: float) -> None:
         self.adapters, self.dropout = tuple(adapters), dropout
 
     def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:

@@ -158,6 +158,11 @@ def open_adapters(found: Base | None, config: Config, ctx: ParallelContext) -> A
     trained = found if isinstance(found, Checkpoint) else None
     record: Mapping[str, Any] = {} if trained is None else trained.metadata["base"]
     folder = given or record.get("folder")
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if found is None and load is not None and (save is None or os.path.realpath(load) != os.path.realpath(save)):
+        raise CheckpointError(
+            f"load={load} holds no base model for the adapters; correct it, or leave it out to draw one"
+        )
     if folder is None:
         return AdapterStart(config, None, trained, {"seed": record.get("seed", config.training.seed)})
     base = raise_on_all_ranks(ctx, lambda: _open_base(Path(folder), record, given is not None, config, trained))

@@ -74,12 +74,6 @@ class Start:
     saved_data: SavedData | None = None
     """None: no checkpoint whose data this run continues."""
 
-    @property
-    def is_drawn(self) -> bool:
-        """True where all weights are drawn from the seed."""
-        found = self.checkpoint
-        return found is None or (isinstance(found, AdapterStart) and found.base is None and found.trained is None)
-
 
 # Resuming
 

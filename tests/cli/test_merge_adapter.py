@@ -101,9 +101,9 @@ def test_merges_patterns_whole_tensors_and_shards_in_pieces(
     expected["lm_head.weight"] = tensors["base_model.model.lm_head.weight"]
     assert merge(base_folder, tmp_path / "merged", adapter_folder) == 0
     same(weights(tmp_path / "merged"), expected)
-    told = capsys.readouterr().out
-    assert "left out: consolidated.pth" in told
-    assert f"trained on org/model: make sure that {base_folder} is that model" in told
+    printed = capsys.readouterr().out
+    assert "left out: consolidated.pth" in printed
+    assert f"trained on org/model: make sure that {base_folder} is that model" in printed
     assert names(tmp_path / "merged") == [name for name in names(base_folder) if name != "consolidated.pth"]
     for name in names(tmp_path / "merged"):
         if not name.endswith(".safetensors"):

@@ -69,6 +69,13 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "pipeline_partition_method=4 has 1 number; 4 stages need a number",
         "use 1,1,1,1, or cost",
     ),
+    "partition of chunks": (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+        "--pipeline-partition-method 2,2",
+        2,
+        "2,2 has 2 numbers; 4 chunks (2 stages x num_virtual_stages_per_pipeline_rank=2) need a number",
+        "use 1,1,1,1, or cost",
+    ),
     "partition's empty stage": (
         "--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-partition-method 2,0,0,3",
         4,

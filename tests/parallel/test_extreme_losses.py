@@ -81,7 +81,7 @@ def test_equals_float64(monkeypatch: pytest.MonkeyPatch, name: str, least: int, 
 def test_what_is_not_finite_in_one_token_reaches_the_guard(
     monkeypatch: pytest.MonkeyPatch, least: int, token_weight: float, value: float
 ) -> None:
-    """The guard sees the loss and the norm of the gradient; a token that does not count is no reason to go on."""
+    """The guard sees the loss and the norm of the gradient; a token of weight 0 is checked like any other."""
     monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
     hidden, rows = INPUTS["one channel"]
     hidden = hidden.clone()

@@ -16,7 +16,6 @@ from megatron.parallel.shards import named_parameters, shard_of
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
 from megatron.training.resume import find_start, restore_start
-from tests import runs
 from tests.ranks import RankPools
 from tests.training import layouts
 from tests.training.test_layouts import RECOMPUTE
@@ -154,12 +153,11 @@ def test_evaluation_of_adapters_sees_them(ranks: RankPools, saved: Saved) -> Non
     assert trained < of_base
 
 
-def test_evaluation_of_nothing_is_refused(ranks: RankPools, tmp_path: Path) -> None:
-    prefix = runs.write_dataset(tmp_path / "corpus")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    (fault,) = ranks(1)(runs.evaluate_only, f"--data-path {prefix} --lora-rank 4 --train-iters 1 --load {empty}")
-    assert "skip_train evaluates a checkpoint" in fault
+@pytest.mark.parametrize("flags", ["", "--save elsewhere", "--skip-train --eval-iters 1"])
+def test_a_folder_without_a_base_is_refused(ranks: RankPools, tmp_path: Path, flags: str) -> None:
+    """A misspelt folder would otherwise train adapters of a model drawn from the seed."""
+    (fault,) = ranks(1)(failure_of_start, f"{SMALL} {flags} --load {tmp_path / 'misspelt'}")
+    assert "misspelt holds no base model for the adapters" in fault
 
 
 def evaluate(arguments: str) -> float:
