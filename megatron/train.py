@@ -101,7 +101,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     from megatron.resilience.watchdog import Watchdog
     from megatron.training.build import build_engine
     from megatron.training.loop import Loop
-    from megatron.training.resume import find_start, restore_start
+    from megatron.training.resume import restore_start
     from megatron.training.spikes import SpikeDetector
 
     watchdog = watchdog or Watchdog(config)  # one that was never started
@@ -115,7 +115,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         if config.training.skip_train:
             return evaluate_only(config, ctx, shutdown, watchdog, begin)
         begin("reading the checkpoint")
-        start = find_start(config, ctx)
+        start = read_start(config, ctx)
         progress = start.progress
         begin("opening the data")
         task, datasets = open_data(config, ctx, start)
@@ -148,6 +148,16 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
             memory.open(log)
             Loop(engine, task, datasets, schedule, progress, log, shutdown, checkpoints, memory, watchdog).train()
             folder.stopped = shutdown.reason
+
+
+def read_start(config: Config, ctx: ParallelContext) -> Start:
+    """Return what the run starts from; a folder to load that holds nothing is announced. Collective."""
+    from megatron.training.resume import find_start
+
+    start = find_start(config, ctx)
+    if start.checkpoint is None and config.checkpoint.loads_elsewhere:
+        announce(ctx, f"WARNING: load={config.checkpoint.load} holds no checkpoint; a new run starts")
+    return start
 
 
 def evaluate_only(

@@ -192,6 +192,14 @@ def test_skip_train_logs_the_losses_of_the_checkpoint_without_an_optimizer(
     assert sorted(saved.rglob("*")) == before
 
 
+def test_a_folder_to_load_that_holds_nothing_is_named(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    """But for the folder that the run saves to, which is empty at every first start."""
+    flags, folder = f"--data-path {data} --train-iters 1 --load {tmp_path / 'misspelt'}", tmp_path / "misspelt"
+    warning = f"WARNING: load={folder} holds no checkpoint; a new run starts"
+    assert warning in ranks(1)(runs.announced, flags)[0]
+    assert warning not in ranks(1)(runs.announced, f"{flags} --save {folder}")[0]
+
+
 def test_skip_train_names_what_it_lacks(ranks: RankPools, tmp_path: Path, data: Path) -> None:
     (fault,) = ranks(1)(runs.train, f"--data-path {data} --skip-train --load {tmp_path / 'none'}")
     assert f"skip_train evaluates a checkpoint, and {tmp_path / 'none'} holds none" in fault

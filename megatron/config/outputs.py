@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -66,6 +67,13 @@ class CheckpointConfig:
     allow_used_save: bool = False
     """Save even if `save` or `save_hf` holds what another run has saved. It is neither resumed nor removed, but
     replaced where this run saves the same iteration."""
+
+    @property
+    def loads_elsewhere(self) -> bool:
+        """True if `load` is another folder than `save`, which is empty at a first start."""
+        if self.load is None or self.save is None:
+            return self.load is not None
+        return os.path.realpath(self.load) != os.path.realpath(self.save)
 
 
 @dataclass(frozen=True, config=STRICT)

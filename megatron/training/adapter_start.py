@@ -158,10 +158,9 @@ def open_adapters(found: Base | None, config: Config, ctx: ParallelContext) -> A
     trained = found if isinstance(found, Checkpoint) else None
     record: Mapping[str, Any] = {} if trained is None else trained.metadata["base"]
     folder = given or record.get("folder")
-    load, save = config.checkpoint.load, config.checkpoint.save
-    if found is None and load is not None and (save is None or os.path.realpath(load) != os.path.realpath(save)):
+    if found is None and config.checkpoint.loads_elsewhere:
         raise CheckpointError(
-            f"load={load} holds no base model for the adapters; correct it, or leave it out to draw one"
+            f"load={config.checkpoint.load} holds no base model for the adapters; correct it, or leave it out"
         )
     if folder is None:
         return AdapterStart(config, None, trained, {"seed": record.get("seed", config.training.seed)})
