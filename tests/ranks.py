@@ -1,4 +1,4 @@
-"""Pools of gloo ranks that live as long as the test session: importing torch and deepspeed costs seconds a process.
+"""Pools of gloo ranks that live as long as the test session: forks of a server that has imported torch and deepspeed.
 
 `ranks(4)(function, *arguments)` runs an importable function on 4 ranks of one world and returns their results in
 order of rank. A rank that raises fails the test with its traceback. Where the other ranks then hang in a collective,
@@ -8,23 +8,20 @@ the pool is killed, and started anew for the next test.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import importlib
 import multiprocessing
 import os
 import socket
+import sys
 import time
-import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest.mock import patch
 
-START_METHOD = multiprocessing.get_context("spawn")
-
-
+START_METHOD = multiprocessing.get_context("forkserver")
 GRACE_S = 5.0
-LRU_CACHE = type(functools.cache(len))
 
 
 class RankFailure(AssertionError):
@@ -37,92 +34,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _settle() -> list[Any]:
-    """Import what tasks need, and keep the collector off it, as each task ends with a search of all objects.
-
-    Returns DeepSpeed's caches of functions, which that search then no longer finds.
-    """
-    import deepspeed  # noqa: F401
-    import torch
-
-    torch.set_num_threads(1)
-    found = [cache for cache in gc.get_objects() if type(cache) is LRU_CACHE]
-    gc.collect()
-    gc.freeze()
-    return [cache for cache in found if (cache.__module__ or "").startswith("deepspeed.")]
-
-
-def _let_engines_go(caches: list[Any]) -> None:
-    """Collect the engines of a finished task, and with them the threads of their process groups.
-
-    They hang in cycles through C++, which the collector cannot see: by hooks on the parameters, which `destroy`
-    removes, and by hooks on the outputs of a training step, which are taken apart. DeepSpeed itself holds on to the
-    model of every ZeRO-3 engine, to the last pipeline's groups, and to whatever a cached method was called with.
-    """
-    import deepspeed
-    from deepspeed.runtime.pipe import p2p
-    from deepspeed.runtime.zero import parameter_offload
-
-    has_world = deepspeed.comm.is_initialized()
-    for candidate in gc.get_objects():
-        kind = type(candidate)
-        if issubclass(kind, deepspeed.DeepSpeedEngine) and has_world:
-            candidate.destroy()
-        elif kind.__name__ == "OutputBackwardHookManager":
-            vars(candidate).clear()
-    for cache in caches:
-        cache.cache_clear()
-    parameter_offload.FWD_MODULE_STACK.clear()
-    importlib.reload(p2p)
-    gc.collect()
-
-
 def _serve(pipe: Connection, rank: int, world_size: int) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
-    caches = _settle()
-    while True:
-        try:
-            task = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if task is None:
-                _clean_up(caches)
-                pipe.send((True, None))
-                continue
-            port, function, arguments, options = task
-            os.environ["MASTER_PORT"] = str(port)
-            result = function(*arguments, **options)
-            _clean_up(caches)
-            pipe.send((True, result))
-        except BaseException:  # whatever it is, the test must see it
-            pipe.send((False, traceback.format_exc()))
+    importlib.import_module("tests.rank_server").serve(pipe, rank, world_size)
 
 
-def _clean_up(caches: list[Any]) -> None:
-    """Collective: the pool asks for it after a failure, once all ranks have answered."""
-    _let_engines_go(caches)
-    _leave_world()
-
-
-def _leave_world() -> None:
-    """Give back the process groups: each keeps a polling thread, and a session makes hundreds."""
-    import deepspeed
-    import torch
-
-    if not torch.distributed.is_initialized():
-        return
-    torch.distributed.barrier()  # none leaves while another still needs it
-    torch.distributed.destroy_process_group()
-    deepspeed.comm.comm.cdb = None
-    importlib.reload(deepspeed.utils.groups)  # it remembers the groups that are gone
+def _start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs."""
+    forkserver.set_forkserver_preload(["tests.rank_server"])
+    # by which alone the server finds modules
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
 
 
 class RankPool:
@@ -183,6 +104,7 @@ class RankPool:
         self.stop()
 
     def _start(self) -> None:
+        _start_server()
         for rank in range(self.world_size):
             ours, theirs = START_METHOD.Pipe()
             process = START_METHOD.Process(target=_serve, args=(theirs, rank, self.world_size), daemon=True)
