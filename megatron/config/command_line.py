@@ -223,7 +223,7 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
 
     `unread`: options whose values the caller could not read, and reports itself; `config` is all of them.
     """
-    words = _dashed(arguments)
+    words = dashed(arguments)
     namespace, rest = build_parser().parse_known_args(words)
     faults, notes, missing = _stray_words(words, rest), list[str](), set(unread)
     missing |= {name for word in rest if word.startswith("-") for name in _nearest(_option_name(word), options())}
@@ -267,7 +267,7 @@ def presets_of(namespace: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(reversed(names)))[::-1]
 
 
-def _dashed(arguments: Sequence[str]) -> list[str]:
+def dashed(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with each flag spelled in dashes; Megatron's users also write underscores."""
     words = []
     for word in arguments:

@@ -6,7 +6,8 @@ import textwrap
 
 from megatron.config.options import ConfigError
 from megatron.config.parser import help_text, sections_text
-from megatron.launch.hl_variables import REFUSED, VARIABLES, Refused, Script, Variable
+from megatron.launch.hl_refused import REFUSED, covers
+from megatron.launch.hl_variables import VARIABLES, Script, Variable
 
 PURPOSE: dict[Script, str] = {
     "bloom13b": "Train BLOOM-13B in tensor, pipeline and data parallel.",
@@ -42,10 +43,6 @@ def script_help(script: Script, topic: str) -> str:
         flags = "".join(f"  flag: {flag}\n" for flag in found[0].flags)
         return _lines(found) + flags
     return help_text(topic)
-
-
-def covers(refused: Refused, name: str) -> bool:
-    return any(name == known or (known.endswith("*") and name.startswith(known[:-1])) for known in refused.names)
 
 
 def _overview(script: Script, taken: list[Variable]) -> str:

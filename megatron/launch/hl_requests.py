@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.config.command_line import ALTERNATIVES, read_preset
+from megatron.config.command_line import ALTERNATIVES, UNSET, dashed, read_preset
 from megatron.config.options import ConfigError, flag
 from megatron.config.parser import build_parser
 from megatron.interop.huggingface_config import preset_of
-from megatron.launch.hl_help import covers
+from megatron.launch.hl_refused import REFUSED, covers
 from megatron.launch.hl_variables import (
     LLAMA_PRESETS,
     PRETRAINING,
-    REFUSED,
     VARIABLES,
     Script,
     Variable,
@@ -37,6 +36,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     Every value that cannot be used is in `faults`.
     """
     given = {name: value for name, value in environment.items() if name.startswith("HL_") and value != ""}
+    passed_on = dashed(passed_on)
     arguments = vars(build_parser().parse_known_args(passed_on)[0])
     if passed := arguments["config"]:
         given["HL_CONFIG"] = passed[0]  # it names the run; the others override its values
@@ -44,7 +44,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     reader = _VariableReader(given, request)
     _unknown_or_refused(given, script, reader)
 
-    preset = _preset(given, script, reader)
+    preset = _preset(given, script, reader, adapts=_requests_adapters(given, arguments))
     request.train_flags += ["--config", preset] if preset is not None else []
     if script == "sft":
         _fine_tuning(given, reader)
@@ -182,12 +182,19 @@ def _unknown_or_refused(given: Mapping[str, str], script: Script, reader: _Varia
             reader.request.notes.append(f"{name}={value} has no effect: {refused.reason}")
 
 
-def _preset(given: Mapping[str, str], script: Script, reader: _VariableReader) -> str | None:
-    """Return the preset; None if the variables name none."""
+def _requests_adapters(given: Mapping[str, str], arguments: Mapping[str, object]) -> bool:
+    rank = arguments["lora_rank"] if arguments["lora_rank"] is not None else given.get("HL_LORA_RANK")
+    return rank not in UNSET
+
+
+def _preset(given: Mapping[str, str], script: Script, reader: _VariableReader, *, adapts: bool) -> str | None:
+    """Return the preset; None if the variables name none. `adapts`: adapters are requested."""
     if "HL_CONFIG" in given:
         return given["HL_CONFIG"]
-    if script != "llama":
-        return "bloom_13b" if script == "bloom13b" else "sft_llama"
+    if script == "sft":
+        return "lora_llama" if adapts else "sft_llama"  # whose learning rate is far too low for adapters
+    if script == "bloom13b":
+        return "bloom_13b"
     version, size = given.get("HL_LLAMA_VER", "3.1"), given.get("HL_LLAMA_MODEL_SIZE", "8")
     sizes = LLAMA_PRESETS.get(version)
     if sizes is not None and size in sizes:

@@ -2,6 +2,7 @@
 
 One table, `VARIABLES`. Defaults that are not in a preset are in scripts/run_bloom13b.sh and scripts/run_llama.sh; here
 a variable is only translated. A value that cannot be used is a fault: none is ignored. An empty value counts as unset.
+Variables of Habana's scripts that are not supported are in hl_refused.py.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ def _number(name: str, flag: str, meaning: str, at_least: int = 1, scripts: tupl
 
 def _text(name: str, flag: str, meaning: str, scripts: tuple[Script, ...] = ALL) -> Variable:
     return Variable(name, meaning, lambda text: [flag, text], scripts, (flag,))
+
+
+def _words(name: str, flag: str, meaning: str) -> Variable:
+    return Variable(name, meaning, lambda text: [flag, *text.replace(",", " ").split()], flags=(flag,))
 
 
 def _switch(name: str, flag: str, meaning: str) -> Variable:
@@ -208,6 +213,18 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     _number("HL_NUM_EPOCHS", "--num-epochs", "times to go through the data", scripts=SFT),
     _text("HL_LR", "--lr", "peak learning rate", SFT),
+    # adapters
+    _text("HL_LORA_RANK", "--lora-rank", "rank of LoRA adapters, over the frozen model; unset: none"),
+    _text("HL_LORA_ALPHA", "--lora-alpha", "their output is multiplied by this / rank"),
+    _text("HL_LORA_DROPOUT", "--lora-dropout", "dropout of their input"),
+    _words("HL_LORA_TARGET_MODULES", "--lora-target-modules", "modules with adapters: q_proj v_proj, or all-linear"),
+    _words("HL_LORA_MODULES_TO_SAVE", "--lora-modules-to-save", "modules to train whole: embed_tokens lm_head"),
+    _choice(
+        "HL_QUANTIZE_BASE",
+        {name: ["--quantize-base", name] for name in ("none", "nf4")},
+        "nf4: hold the frozen model in 4 bits (QLoRA); or none",
+        flag="--quantize-base",
+    ),
     Variable(
         "HL_RAMPUP_BS",
         "1: grow the global batch from 16 by 16 over 5,000,000 samples",
@@ -249,8 +266,8 @@ VARIABLES: tuple[Variable, ...] = (
     # optimizer, memory, speed
     _choice(
         "HL_OPTIMIZER",
-        {name: ["--optimizer", name] for name in ("adamw", "adam", "sgd", "fusedadamw")},
-        "adamw, adam, sgd or fusedadamw",
+        {name: ["--optimizer", name] for name in ("adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit")},
+        "adamw, adam, sgd, fusedadamw or paged_adamw_32bit",
         flag="--optimizer",
     ),
     _choice(
@@ -362,127 +379,6 @@ VARIABLES: tuple[Variable, ...] = (
     _launch("HL_DRY_RUN", "1: print the plan and start nothing"),
 )
 
-
-@dataclass(frozen=True)
-class Refused:
-    """A known variable of Habana's scripts that is not supported."""
-
-    names: tuple[str, ...]
-    """A trailing * matches every name that starts so."""
-    off: tuple[str, ...]
-    """Accepted values: they request nothing, or what a note says is done otherwise."""
-    reason: str
-    is_noted: bool = False
-
-
-_FP8 = "there is no FP8 here; the run would be bf16. Unset it"
-_EXPERTS = "mixture-of-experts models (Mixtral, DeepSeek) are not supported. Unset it"
-_COMPILE = "layers are compiled one by one, without further settings. Unset it"
-REFUSED: tuple[Refused, ...] = (
-    Refused(
-        ("HL_FP8", "HL_USE_TRANSFORMER_ENGINE", "HL_USE_CACHE_FP8_WEIGHT", "HL_USE_CACHE_FP8_WEIGHT_FWD"), ("0",), _FP8
-    ),
-    Refused(("HL_USE_FUSED_SDPA_FP8", "HL_USE_TE_CUSTOM_OP"), ("0",), _FP8),
-    Refused(("HL_FP8_FORMAT",), ("hybrid",), _FP8),
-    Refused(("HL_FP8_MARGIN",), ("0",), _FP8),
-    Refused(("HL_FP8_AMAX_RECOMPUTE_ALGO", "HL_FP8_AMAX_COMPUTE_ALGO"), ("max",), _FP8),
-    Refused(("HL_FP8_AMAX_REDUCE", "HL_FP8_MANUAL_MODE", "HL_FP8_ENFORCE_BF16_AMAX_REDUCTION"), ("1",), _FP8),
-    # they change something under HL_FP8=1 only
-    Refused(("HL_FP8_SMOOTH_SWIGLU", "HL_CACHE_FP8_WEIGHT", "HL_CACHE_FP8_WEIGHT_FWD"), ("0", "1"), _FP8),
-    Refused(("HL_FP8_MEASURE_INTERVAL", "HL_FP8_AMAX_HISTORY_LEN", "HL_FP8_COVERAGE"), (), _FP8),
-    Refused(
-        ("HL_TRANSFORMER_IMPL",),
-        ("local", "transformer_engine"),
-        "there is one implementation of the layers. Unset it",
-    ),
-    Refused(("HL_TE_DISABLE_TCOMPILE_ON_FUSED_ATTN", "HL_TE_LIMIT_GRAPH_SIZE"), ("0",), _FP8),
-    Refused(("HL_CP",), ("1",), "context parallelism is not supported. Unset it, and use HL_TP with HL_SEQ_PARALLEL=1"),
-    Refused(("HL_CP_COMM_TYPE",), ("p2p",), "context parallelism is not supported. Unset it"),
-    Refused(("HL_MOE_*",), (), _EXPERTS),
-    Refused(
-        (
-            *("HL_EP", "HL_ETP", "HL_TOKEN_DROP", "HL_TOKEN_DISPATCHER_TYPE", "HL_MIXTRAL_MODEL"),
-            *("HL_CAPACITY_BINS_EXP_BASE", "HL_AUX_LOSS_COEFF", "HL_ENABLE_SHARED_EXPERT_OVERLAP"),
-        ),
-        (),
-        _EXPERTS,
-    ),
-    Refused(("HL_USE_REGIONAL_COMPILATION",), ("0", "1"), _COMPILE),
-    Refused(("HL_ALLOW_UNSPEC_INT_ON_NN_MODULE", "HL_CACHE_SIZE_LIMIT"), ("0",), _COMPILE),
-    Refused(
-        ("HL_CKPT_FORMAT", "HL_CKPT_CONVERT_FORMAT", "HL_CKPT_CONVERT_SAVE"),
-        (),
-        "checkpoints have a format of this project; tools/convert_checkpoint.py converts them. Unset it",
-    ),
-    Refused(("HL_CKPT_FULLY_PARALLEL_LOAD",), ("0", "1"), "each rank reads its own part of a checkpoint. Unset it"),
-    Refused(
-        ("HL_SAVE_DISTRIB_OPTIMIZER_METHOD",), ("serial_per_node",), "each rank writes its own part. Unset it", True
-    ),
-    Refused(
-        ("HL_LOAD_DISTRIB_OPTIMIZER_METHOD",), ("serial_per_dp_groups",), "each rank reads its own part. Unset it", True
-    ),
-    Refused(("HL_NO_LOAD_STRICT",), ("0",), "a checkpoint must have every parameter of the model. Set 0"),
-    Refused(("HL_RECOMPUTE_NUM_LAYERS",), ("1",), "HL_CKP_ACT=1 recomputes each layer by itself. Set 1"),
-    Refused(
-        ("HL_OVERLAP_GRAD_REDUCE",),
-        ("0", "1"),
-        "gradients are always summed while the backward pass runs, with the same result; overlap_comm in "
-        "--deepspeed-config turns it off. Unset it",
-    ),
-    Refused(("HL_MICRO_BATCH_SYNC_INTERVAL",), ("0",), "ranks do not wait between microbatches. Unset it"),
-    Refused(("HL_USE_CPU_INIT",), ("0", "1"), "weights are always initialised on the CPU. Unset it"),
-    Refused(("HL_REDIRECT_LOGS",), ("0", "1"), "the log is always in train.log of the results folder. Unset it"),
-    Refused(("HL_LM_EVAL",), ("0",), "there is no evaluation harness. Set 0"),
-    Refused(
-        ("HL_LAUNCHER_TYPE",),
-        ("mpirun",),
-        "an agent of this project's own starts the ranks on every host. Unset it",
-        is_noted=True,
-    ),
-    Refused(("HL_PE", "HL_PPR"), (), "ranks are not bound to cores. Unset it"),
-    Refused(
-        ("HL_SSH_PORT",),
-        ("22",),
-        'set PDSH_SSH_ARGS_APPEND="-p PORT", or Port in ~/.ssh/config. Unset it',
-    ),
-    Refused(
-        ("HL_TORCHRUN_MULTINODE", "HL_TORCHRUN_NODE_RANK", "HL_TORCHRUN_MASTER_ADDR"),
-        ("0", "localhost"),
-        "set HL_RENDEZVOUS=HOST:PORT, where this script is started on each node by itself. Unset it",
-    ),
-    Refused(("HL_TENSOR_LOGGER",), ("0",), "there is no tensor logger. Unset it"),
-    Refused(("HL_TENSOR_LOGGER_*",), ("0",), "there is no tensor logger. Unset it"),
-    Refused(
-        ("HL_CHECK_TP_NORM",),
-        ("0",),
-        "activations are not compared over tensor-parallel ranks; --check-replicas-interval compares parameters. "
-        "Unset it",
-    ),
-    Refused(
-        ("HL_START_CHECK_TP_NORM_ITER", "HL_END_CHECK_TP_NORM_ITER", "HL_CHECK_TP_NORM_TYPE"),
-        ("-1", "all"),
-        "it belongs to HL_CHECK_TP_NORM. Unset it",
-    ),
-    Refused(
-        ("HL_LATEST_CHECKPOINT", "HL_UNIV_CP_EXTRACT_WORKERS", "HL_UNIV_CP_MERGE_WORKERS"),
-        (),
-        "it belongs to Habana's wrapper of the conversion; call tools/ds_to_universal.py. Unset it",
-    ),
-    Refused(
-        ("HL_SCHEDULER_BATCH_SIZE", "HL_BATCH_SCHED_SAMPLES", "HL_STOP_AFTER_NUM_SAMPLES"),
-        ("0",),
-        "the batch scheduler is not supported; HL_RAMPUP_BS or --rampup-batch-size grows the batch, --train-samples "
-        "ends the run. Unset it",
-    ),
-    Refused(("HL_USE_TORCH_COMPILED_AUTOGRAD",), ("0", "false"), "compiled autograd is not supported. Set 0"),
-    Refused(("HL_COMPILED_AUTOGRAD_FALLBACK_MODE",), ("nothing",), "compiled autograd is not supported. Unset it"),
-    Refused(("HL_IMMEDIATE_GRAD_UPDATE",), ("1", "true"), "bf16 gradients are always added up at once. Unset it"),
-    Refused(
-        ("HL_TRUST_REMOTE_CODE",), ("0",), "code that comes with a tokenizer is never run. Use a tokenizer.json; set 0"
-    ),
-    Refused(("HL_RUN_EVAL_HARNESS",), ("0",), "there is no evaluation harness. Set 0"),
-    Refused(("HL_EVAL_TASKS",), (), "there is no evaluation harness. Unset it"),
-)
 
 LLAMA_PRESETS: dict[str, dict[str, str]] = {
     "1": {size: f"llama1_{size}b" for size in ("7", "13", "65")},

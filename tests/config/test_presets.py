@@ -13,8 +13,8 @@ from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.planning.sizes import count_parameters
 
-RECIPES = {"sft_llama": ["llama32_1b", "llama2_7b", "tiny_llama"]}
-"""Presets of no model, each with some that it is laid over."""
+RECIPES = {"sft_llama": 2e-5, "lora_llama": 2e-4}
+"""Presets of no model, and their learning rates."""
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml") if path.stem not in RECIPES)
 
 # Sources: the checkpoints' own counts on the model hub; bloom_13b: 50304 padded tokens and 2048 positions of 5120,
@@ -105,11 +105,12 @@ def test_preset_lacks_nothing_but_data(name: str) -> None:
     assert faults[0].startswith("data_path is not given")
 
 
-@pytest.mark.parametrize(("name", "below"), [(name, below) for name, under in RECIPES.items() for below in under])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("below", ["llama32_1b", "llama2_7b", "tiny_llama"])
 def test_a_recipe_lacks_nothing_but_a_model_and_data(name: str, below: str) -> None:
     config = load_config(["--config", below, "--config", name, "--data-path", "chats"], world_size=8)
     assert config.model == preset(below).model
-    assert (config.training.task, config.training.num_epochs, config.optimizer.lr) == ("sft", 3, 2e-5)
+    assert (config.training.task, config.training.num_epochs, config.optimizer.lr) == ("sft", 3, RECIPES[name])
     assert "model" not in read_preset(name)
 
 

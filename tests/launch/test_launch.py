@@ -22,8 +22,9 @@ from megatron.cli import launch
 from megatron.config.parser import PRESETS_DIR
 from megatron.files import IMPORT_ROOT
 from megatron.launch import agent, checks, hosts, rank
+from megatron.launch.hl_refused import REFUSED
 from megatron.launch.hl_requests import from_environment
-from megatron.launch.hl_variables import REFUSED, VARIABLES, Script
+from megatron.launch.hl_variables import VARIABLES, Script
 from megatron.launch.hostsfile import parse_hostsfile
 from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
 from megatron.launch.preflight import preflight

@@ -13,7 +13,8 @@ import pytest
 
 from megatron.config.options import ConfigError
 from megatron.launch.hl_help import script_help
-from megatron.launch.hl_variables import LLAMA_PRESETS, REFUSED, VARIABLES, Script
+from megatron.launch.hl_refused import REFUSED
+from megatron.launch.hl_variables import LLAMA_PRESETS, VARIABLES, Script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ["run_bloom13b.sh", "run_llama.sh", "run_sft.sh"]

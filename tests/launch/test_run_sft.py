@@ -6,6 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.adapters import LoraConfig
+from megatron.config.command_line import read_command_line
+from megatron.config.options import Config
+from megatron.launch.hl_requests import from_environment
+from megatron.launch.plan import RefusedError
+from megatron.launch.preflight import preflight
 from tests import runs
 from tests.finetuning_files import write_chats, write_model
 from tests.launch.test_run_scripts import run
@@ -31,6 +37,36 @@ def test_a_dry_run_takes_the_model_from_its_folder_and_writes_nothing(folder: Pa
     ):
         assert said in plan.stdout
     assert sorted(path.name for path in folder.iterdir()) == ["base", "chats.jsonl"]
+
+
+def config_of(folder: Path, *flags: str, **variables: str) -> Config:
+    given = TINY | {"HL_MODEL": str(folder / "base")} | variables
+    return read_command_line(from_environment(given, "sft", list(flags)).train_flags).config
+
+
+def test_adapters_have_a_recipe_of_their_own(folder: Path) -> None:
+    names = {"HL_LORA_RANK": "8", "HL_LORA_TARGET_MODULES": "q_proj, v_proj", "HL_QUANTIZE_BASE": "nf4"}
+    config = config_of(folder, **names)
+    assert (config.optimizer.lr, config.training.global_batch_size, config.model.quantize_base) == (2e-4, 16, "nf4")
+    expected = LoraConfig(lora_rank=8, lora_alpha=32, lora_dropout=0.05, lora_target_modules=("q_proj", "v_proj"))
+    assert config.lora == expected
+    assert config_of(folder, "--lora_rank", "8", "--lora-target-modules", "q_proj", "v_proj").lora == expected
+    # as requested: none, or another recipe
+    assert config_of(folder, "--lora-rank", "none", **names).optimizer.lr == 2e-5
+    assert config_of(folder, HL_CONFIG="sft_llama", **names).optimizer.lr == 2e-5
+
+
+def test_a_misspelt_or_wrong_variable_of_adapters_is_refused(folder: Path) -> None:
+    wrong = {"HL_LORA_RNK": "8", "HL_LORA_RANK": "0", "HL_LORA_DROPOUT": "2", "HL_QUANTIZE_BASE": "int8"}
+    with pytest.raises(RefusedError) as refusal:
+        preflight(from_environment(TINY | wrong | {"HL_MODEL": str(folder / "base"), "HL_DRY_RUN": "1"}, "sft", []))
+    for fault in (
+        "unknown variable HL_LORA_RNK=8; did you mean HL_LORA_RANK?",
+        "lora.lora_rank='0': input should be greater than 0",
+        "lora.lora_dropout='2': input should be less than 1",
+        "HL_QUANTIZE_BASE='int8' must be none or nf4",
+    ):
+        assert fault in refusal.value.faults
 
 
 def refused(folder: Path, **variables: str) -> str:

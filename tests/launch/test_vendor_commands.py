@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron.cli import launch
-from megatron.launch.hl_variables import REFUSED, VARIABLES
+from megatron.launch.hl_refused import REFUSED
+from megatron.launch.hl_variables import VARIABLES
 
 HOSTS = "HL_HOSTSFILE=hostsfile "
 FP8_2024 = "HL_USE_CACHE_FP8_WEIGHT_FWD=1 HL_USE_CACHE_FP8_WEIGHT=1 HL_USE_TRANSFORMER_ENGINE=1 "
