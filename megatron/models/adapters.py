@@ -241,18 +241,19 @@ def _wrong_patterns(option: str, patterns: Iterable[str], kind: type) -> Iterato
 
 
 def _too_large(modules: Iterable[Module], layers: Mapping[str, LayerDeclaration], lora: LoraConfig) -> Iterator[str]:
-    seen = set()
+    """Yield one message for all modules whose rank is above what saves anything."""
+    found: dict[str, tuple[int, str]] = {}
     for module in modules:
-        weight = layers[module.layer].shards[f"{module.prefix}.weight"]
+        weight, rank = layers[module.layer].shards[f"{module.prefix}.weight"], _adapter(module, lora).rank
         rows = sum(weight.pieces[module.first : module.stop]) if weight.dim == 0 else weight.shape[0]
-        rank, most = _adapter(module, lora).rank, min(rows, weight.shape[1])
-        short = module.names[-1].rpartition(".")[2]
-        if rank > most and (short, rank) not in seen:
-            seen.add((short, rank))
-            yield (
-                f"rank {rank} of the adapter of {short}, which is [{rows}, {weight.shape[1]}], is above {most}, where "
-                "it saves nothing; lower lora_rank, or give it another in lora_rank_pattern"
-            )
+        short, columns = module.names[-1].rpartition(".")[2], weight.shape[1]
+        if rank > min(rows, columns):
+            text = f"rank {rank} of the adapter of {short}, which is [{rows}, {columns}], is above {min(rows, columns)}"
+            found.setdefault(short, (min(rows, columns), text))
+    if found:
+        text = min(found.values())[1]
+        others = "" if len(found) == 1 else f" (the smallest of {len(found)} such modules: {', '.join(found)})"
+        yield f"{text}, where it saves nothing{others}; lower lora_rank, or give others in lora_rank_pattern"
 
 
 def unmatched(layers: Sequence[LayerDeclaration], form: TheirNames | None, lora: LoraConfig) -> Iterator[str]:

@@ -31,6 +31,13 @@ NAMES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
             "--lora-rank 4 --lora-target-modules q_proj down_proj --lora-rank-pattern down_proj=65",
             [r"rank 65 of the adapter of down_proj"],
         ),
+        (
+            "--lora-rank 100 --num-query-groups 2 --num-attention-heads 4",
+            [
+                r"rank 100 of the adapter of k_proj, which is \[32, 64\], is above 32, where it saves nothing "
+                rf"\(the smallest of 7 such modules: {NAMES}\); lower lora_rank"
+            ],
+        ),
         ("--lora-rank 4 --freeze layers.*", [r"freeze=layers.* is given with lora_rank=4.*leave freeze out"]),
         (
             "--lora-rank 4 --lora-target-modules q_proj k_proj --lora-modules-to-save q_proj",
