@@ -10,9 +10,7 @@ and which are refused.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
 import logging
 from pathlib import Path
 from typing import TypeVar
@@ -110,10 +108,10 @@ def _ranks_per_node(torch_args: TorchrunArgs, device: str) -> int:
 
 def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_per_node: int) -> Config:
     """Validate the arguments, process the data, and return the config of the run."""
-    from megatron.interop.huggingface_config import preset_of  # it imports torch
+    from megatron.interop.huggingface_config import find_model, preset_of  # it imports torch
 
     faults = list(refusals(torch_args, args))
-    model_folder = _find_model(args.model_path)
+    model_folder = find_model(args.model_path, "model_path")
     setting = Setting(
         device=device,
         num_ranks=torch_args.nnodes * ranks_per_node,
@@ -145,26 +143,6 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
     for remark in remarks(args, setting, config):
         logger.info("%s", remark)
     return config
-
-
-def _find_model(model_path: str) -> Path:
-    """Return the folder of a model, in huggingface_hub's cache if it was downloaded. Raises ConfigError."""
-    folder = Path(model_path)
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ConfigError([f"model_path={model_path} is a file; give the folder that transformers wrote"])
-    if model_path.count("/") == 1 and not model_path.startswith(("/", ".", "~")):
-        with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
-            hub = importlib.import_module("huggingface_hub")
-            return Path(hub.snapshot_download(model_path, local_files_only=True))
-        raise ConfigError(
-            [
-                f"model_path={model_path} is not a folder, and no model of this name has been downloaded; download it "
-                f"with `hf download {model_path}`, or give the folder of a model"
-            ]
-        )
-    raise ConfigError([f"model_path={model_path} does not exist; give the folder of a model that transformers wrote"])
 
 
 def _make_folder(folder: Path) -> None:

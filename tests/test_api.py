@@ -17,6 +17,7 @@ from megatron.api import DataProcessArgs, LoraOptions, PretrainingConfig, Torchr
 from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
 from megatron.instructlab.arguments import FSDPOptions
+from megatron.interop.huggingface_config import find_model
 from tests.finetuning_files import REQUIRED, write_chats, write_model, write_tokenizer
 
 
@@ -174,7 +175,7 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: py
     (repository / "refs" / "main").write_text("abc")
     (repository / "snapshots" / "abc").mkdir(parents=True)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    assert api._find_model("org/name") == repository / "snapshots" / "abc"
+    assert find_model("org/name", "model_path") == repository / "snapshots" / "abc"
 
 
 def test_the_arguments_are_given_by_one_of_their_names() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -153,8 +153,16 @@ class _PresetLoader(yaml.SafeLoader):
         return mapping
 
 
-def read_preset(name: str) -> dict[str, Any]:
-    """Return the nested values of a preset, given by path or by its name in megatron/presets/."""
+def is_finetune_file(tree: Mapping[str, Any]) -> bool:
+    """Return True for the values of a finetune_lora.yaml, which launch/finetune_file.py translates."""
+    return not {"model_id", "LoRA"}.isdisjoint(tree)
+
+
+def read_preset(name: str, *, translated: bool = False) -> dict[str, Any]:
+    """Return the nested values of a preset, given by path or by its name in megatron/presets/.
+
+    `translated`: also those of a finetune_lora.yaml. Raises ConfigError.
+    """
     path = Path(name) if name.endswith((".yaml", ".yml")) else PRESETS_DIR / f"{name}.yaml"
     if not path.is_file():
         known = sorted(preset.stem for preset in PRESETS_DIR.glob("*.yaml"))
@@ -169,6 +177,8 @@ def read_preset(name: str) -> dict[str, Any]:
         raise ConfigError([f"config {path} cannot be read: {error.strerror}"]) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"config {path} is a {type(tree).__name__}; it must be a mapping of sections"])
+    if is_finetune_file(tree) and not translated:
+        raise ConfigError([f"config {path} sets model_id or LoRA; only scripts/run_sft.sh --config reads such a file"])
     return tree
 
 

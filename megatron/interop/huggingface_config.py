@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import math
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import differing
-from megatron.config.options import Config, ModelConfig, TrainingConfig
+from megatron.config.options import Config, ConfigError, ModelConfig, TrainingConfig
 from megatron.config.plugins import known_plugins, load_plugin
 from megatron.interop.folder_files import Precision, own_file, read_json
 from megatron.models.family import Family, HuggingFaceForm
@@ -208,6 +210,26 @@ _OF_THE_RUN = (
     "use_fused_rmsnorm",
 )
 _ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
+
+
+def find_model(model: str, option: str) -> Path:
+    """Return the folder of a model, in huggingface_hub's cache if it was downloaded. Raises ConfigError."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError([f"{option}={model} is a file; give the folder that transformers wrote"])
+    if model.count("/") == 1 and not model.startswith(("/", ".", "~")):
+        with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
+            hub = importlib.import_module("huggingface_hub")
+            return Path(hub.snapshot_download(model, local_files_only=True))
+        raise ConfigError(
+            [
+                f"{option}={model} is not a folder, and no model of this name has been downloaded; download it "
+                f"with `hf download {model}`, or give the folder of a model"
+            ]
+        )
+    raise ConfigError([f"{option}={model} does not exist; give the folder of a model that transformers wrote"])
 
 
 def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:

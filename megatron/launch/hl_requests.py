@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.command_line import ALTERNATIVES, UNSET, dashed, read_preset
 from megatron.config.options import ConfigError, flag
 from megatron.config.parser import build_parser
-from megatron.interop.huggingface_config import preset_of
+from megatron.interop.huggingface_config import find_model, preset_of
+from megatron.launch.finetune_file import read_finetune_file
 from megatron.launch.hl_refused import REFUSED, covers
 from megatron.launch.hl_variables import (
     LLAMA_PRESETS,
@@ -41,11 +44,15 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     if passed := arguments["config"]:
         given["HL_CONFIG"] = passed[0]  # it names the run; the others override its values
     request = Request()
+    of_file: list[str] = []
+    if script == "sft":
+        given, passed_on, of_file = _with_file(given, passed_on, arguments, request)
     reader = _VariableReader(given, request)
     _unknown_or_refused(given, script, reader)
 
     preset = _preset(given, script, reader, adapts=_requests_adapters(given, arguments))
     request.train_flags += ["--config", preset] if preset is not None else []
+    request.train_flags += of_file
     if script == "sft":
         _fine_tuning(given, reader)
     else:
@@ -78,6 +85,37 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     request.train_flags += passed_on
     request.unread -= {name for name, value in arguments.items() if value is not None}
     return request
+
+
+def _with_file(
+    given: dict[str, str], passed_on: list[str], arguments: dict[str, Any], request: Request
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return variables and arguments with a finetune_lora.yaml replaced by what it sets, and its flags.
+
+    Variables and arguments override the file.
+    """
+    names = arguments["config"] or [given.get("HL_CONFIG", "")]
+    file, name = next(((file, name) for name in names if (file := read_finetune_file(name))), (None, ""))
+    if file is None:
+        return given, passed_on, []
+    given = {key: value for key, value in given.items() if key != "HL_CONFIG"}
+    if others := [other for other in names if other != name]:
+        given["HL_CONFIG"] = others[0]
+    request.faults += file.faults
+    request.notes += file.notes
+    if "HL_GBS" not in given and arguments["global_batch_size"] is None:
+        request.samples_per_rank = file.samples_per_rank
+    return file.variables | given, _without_config(passed_on, name), file.flags
+
+
+def _without_config(arguments: list[str], name: str) -> list[str]:
+    rest, words = list[str](), iter(arguments)
+    for word in words:
+        if word == "--config" and (value := next(words, "")) != name:
+            rest += [word, value]
+        elif word not in ("--config", f"--config={name}"):
+            rest.append(word)
+    return rest
 
 
 class _VariableReader:
@@ -282,11 +320,15 @@ def _fine_tuning(given: Mapping[str, str], reader: _VariableReader) -> None:
         request.unread.add("config")
         return
     try:
+        model = str(find_model(model, "HL_MODEL"))
         options = preset_of(Path(model))["model"]
-    except CheckpointError as error:
-        reader.fault(f"HL_MODEL={model} cannot be fine-tuned: {error}")
+    except (CheckpointError, ConfigError) as error:
+        reader.fault(
+            error.faults[0] if isinstance(error, ConfigError) else f"HL_MODEL={model} cannot be fine-tuned: {error}"
+        )
         request.unread.add("config")
         return
+    request.fine_tuning = dataclasses.replace(request.fine_tuning, model=model)
     for name, value in options.items():
         request.train_flags += [flag(name), str(value).lower() if isinstance(value, bool) else str(value)]
     request.train_flags += ["--load", model, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", model]

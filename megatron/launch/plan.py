@@ -51,6 +51,8 @@ class Request:
     """Variables for the ranks."""
     train_flags: list[str] = field(default_factory=list)
     fine_tuning: FineTuning | None = None
+    samples_per_rank: int | None = None
+    """Samples in one optimizer step of each data-parallel rank. None: global_batch_size is given or preset."""
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)

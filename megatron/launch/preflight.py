@@ -77,7 +77,7 @@ def preflight(request: Request) -> LaunchPlan:
         raise RefusedError(list(dict.fromkeys(faults)), warnings)
 
     (layout,), given = layouts, command.config
-    derived = _flags_of_device(given, layout.config)
+    derived = _flags_of_layout(given, layout.config)
     notes = [*request.notes, *command.notes, *_notes_of_device(given, layout.config, lazy=lazy)]
     flags += derived
     chats = request.fine_tuning
@@ -161,11 +161,20 @@ def _layouts(request: Request, config: Config, device: str | None, *, lazy: bool
     model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     devices_per_node = request.devices_per_node or _default_devices(request, device, model_ranks)
     if request.unread & SIZES:
-        return [Layout(config, devices_per_node, model_ranks * copies) for copies in (1, 2, 3)]
+        return [_layout(request, config, devices_per_node, model_ranks * copies) for copies in (1, 2, 3)]
     world_size = request.nodes * devices_per_node
     if request.data_parallel_size is not None:
         world_size = model_ranks * request.data_parallel_size
-    return [Layout(config, devices_per_node, world_size)]
+    return [_layout(request, config, devices_per_node, world_size)]
+
+
+def _layout(request: Request, config: Config, devices_per_node: int, world_size: int) -> Layout:
+    layout = Layout(config, devices_per_node, world_size)
+    if request.samples_per_rank is None:
+        return layout
+    samples = request.samples_per_rank * max(1, world_size // layout.model_ranks)
+    training = dataclasses.replace(config.training, global_batch_size=samples)
+    return dataclasses.replace(layout, config=dataclasses.replace(config, training=training))
 
 
 def _default_devices(request: Request, device: str | None, model_ranks: int) -> int:
@@ -216,9 +225,11 @@ def _check_machine(request: Request, layout: Layout, *, is_remote: bool) -> Iter
     yield from checks.check_descriptors(layout.config, device, layout.world_size)
 
 
-def _flags_of_device(given: Config, config: Config) -> list[str]:
-    """Return the flags that give every rank what was resolved for the device."""
+def _flags_of_layout(given: Config, config: Config) -> list[str]:
+    """Return the flags that give every rank what was resolved for the device and the number of ranks."""
     flags = []
+    if given.training.global_batch_size != config.training.global_batch_size:
+        flags += [flag("global_batch_size"), str(config.training.global_batch_size)]
     if given.parallel.device != config.parallel.device:
         flags += ["--device", config.parallel.device]
     if config.training.torch_compile and given.training.torch_compile is None:
