@@ -22,7 +22,8 @@ class LoraConfig:
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Modules to adapt, by their Hugging Face names (`q_proj v_proj`, `query_key_value`, `c_attn`), the names of this
     project (`attention.qkv`), the end of such a name, or a shell pattern (`*.layers.[0-7].*`). `all-linear`: every
-    linear layer but the output projection."""
+    linear layer but the output projection. The embedding (`embed_tokens`, `wte`, `word_embeddings`) and the output
+    projection (`lm_head`) are adapted where they are named."""
     lora_modules_to_save: tuple[str, ...] = ()
     """Modules to train whole and to save with the adapters, by the same names: `lm_head`, `embed_tokens`."""
     lora_bias: Literal["none", "all", "lora_only"] = "none"

@@ -1,7 +1,8 @@
 """Low-rank adapters as declarations: which modules get one, under which names, and what is trained. No torch.
 
 Shapes: [out, in] the weight of a linear layer, r the rank. An adapter adds scale * x A^T B^T to the output of a module,
-with A [r, in] and B [out, r]. Source: Hu et al. 2021 (arXiv:2106.09685).
+with A [r, in] and B [out, r]. That of an embedding is the same with x one-hot: A [r, vocabulary], B [hidden, r].
+Source: Hu et al. 2021 (arXiv:2106.09685).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.shards import LayerDeclaration, Shard
 
 ALL_LINEAR = "all-linear"
-OUTPUT = "lm_head"
+OUTPUT, OUR_OUTPUT = "lm_head", "output"
 SHOWN = 12
 """Names that a message lists."""
 
@@ -48,6 +49,21 @@ class Module:
     stop: int
     suffix: str
     """End of the names of its adapter's parameters; empty where the module is all of ours."""
+    is_tied_output: bool = False
+    """The output projection of a model whose embedding is its weight: only its adapter is its own."""
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.layer, self.prefix
+
+    @property
+    def is_output(self) -> bool:
+        return self.names[0] == OUR_OUTPUT
+
+    @property
+    def short(self) -> str:
+        """Last word of its name, as transformers has it."""
+        return self.names[-1].rpartition(".")[2]
 
     def matches(self, target: str) -> bool:
         return any(
@@ -73,7 +89,7 @@ class LowRank:
             down = Shard((adapter.rank, columns), bound=columns**-0.5, used_on="stream")
             if weight.dim == 0:
                 pieces = weight.pieces[adapter.first : adapter.stop]
-                up = Shard((sum(pieces), adapter.rank), dim=0, pieces=pieces)
+                up = Shard((sum(pieces), adapter.rank), dim=0, pieces=pieces, padding=weight.padding)
             else:
                 down = dataclasses.replace(down, dim=1, pieces=weight.pieces, used_on=None)
                 up = Shard((rows, adapter.rank), used_on="heads")
@@ -86,6 +102,33 @@ class LowRank:
         return LowRankMethod(self.adapters, self.dropout)
 
 
+@dataclass(frozen=True)
+class VocabularyLowRank:
+    """Declaration of an embedding, an output projection, or one weight that is both, with an adapter for either use.
+
+    That of the output, `lora_A` and `lora_B`, is a column-parallel layer's. Of the embedding's, named as PEFT names
+    them, `lora_embedding_A` is cut as the vocabulary and starts at zero; `lora_embedding_B` is whole, and applied to
+    the rows that each rank has found.
+    """
+
+    embedding: Adapter | None
+    output: Adapter | None
+    dropout: float
+
+    def shards(self, weight: Shard) -> dict[str, Shard]:
+        found: dict[str, Shard] = {}
+        if self.embedding is not None:
+            (vocabulary, hidden), rank = weight.shape, self.embedding.rank
+            found["lora_embedding_A"] = Shard((rank, vocabulary), 1, weight.pieces, weight.padding)
+            found["lora_embedding_B"] = Shard((hidden, rank), std=1.0, used_on="heads")
+        return found | (LowRank((self.output,), self.dropout).shards(weight) if self.output else {})
+
+    def linear_method(self) -> Any:
+        from megatron.parallel.low_rank_vocabulary import VocabularyAdapters
+
+        return VocabularyAdapters(self.embedding, self.output, self.dropout)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Modules and their names
 
@@ -93,12 +136,16 @@ class LowRank:
 def modules_of(layers: Iterable[LayerDeclaration], form: TheirNames | None) -> list[Module]:
     """Return the modules of the model that have a weight, in order, each under our name and transformers' own."""
     found: dict[tuple[str, str], list[Module]] = {}
+    layers = list(layers)
     for layer in layers:
         for local, shard in layer.shards.items():
             module, _, kind = f"{layer.name}.{local}".rpartition(".")
             if kind == "weight" and not shard.added:
                 prefix = local.rpartition(".")[0]
                 found[layer.name, prefix] = list(_pieces(layer, prefix, module, shard, form))
+    last = layers[-1]
+    if is_tied := [layer.name for layer in layers].count(last.name) > 1:
+        found[OUR_OUTPUT, ""] = [Module(last.name, "", (OUR_OUTPUT, OUTPUT), 0, 1, "", is_tied)]
     return [module for modules in found.values() for module in modules]
 
 
@@ -108,7 +155,7 @@ def _pieces(layer: LayerDeclaration, prefix: str, ours: str, shard: Shard, form:
     if form is not None:
         place = ours.replace(f".{number}.", ".*.", 1) if number else ours
         theirs = tuple(f"{form.prefix}{name.replace('*', number)}" for name in form.modules.get(place, ()))
-    if ours == "output":
+    if ours == OUR_OUTPUT:
         theirs = (OUTPUT,)
     if len(theirs) < 2:
         yield Module(layer.name, prefix, (ours, *theirs), 0, len(shard.pieces), "")
@@ -117,15 +164,13 @@ def _pieces(layer: LayerDeclaration, prefix: str, ours: str, shard: Shard, form:
         yield Module(layer.name, prefix, (ours, name), index, index + 1, f"_{name.rpartition('.')[2]}")
 
 
-def is_linear(layer: LayerDeclaration, module: Module) -> bool:
-    """Return True for a column- or row-parallel linear layer: not for embeddings, the output projection and norms."""
-    shard = layer.shards[f"{module.prefix}.weight" if module.prefix else "weight"]
-    return len(shard.shape) == 2 and shard.dim is not None and not shard.vocabulary
+def weight_of(layers: Mapping[str, LayerDeclaration], module: Module) -> Shard:
+    return layers[module.layer].shards[f"{module.prefix}.weight" if module.prefix else "weight"]
 
 
 def _short_names(modules: Iterable[Module]) -> str:
     """The last words of the modules' names as transformers has them, each once."""
-    return ", ".join(dict.fromkeys(module.names[-1].rpartition(".")[2] for module in modules))
+    return ", ".join(dict.fromkeys(module.short for module in modules))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,24 +184,40 @@ def with_adapters(
     modules = modules_of(layers, form)
     by_name = {layer.name: layer for layer in layers}
     targets = _adapted(by_name, modules, lora.lora_target_modules)
-    saved = {(m.layer, m.prefix) for m in modules if any(m.matches(name) for name in lora.lora_modules_to_save)}
-    places = {(module.layer, module.prefix) for module in targets}
+    saved = {module.place for module in modules if _is_saved(module, lora)}
+    places = {module.place for module in targets}
     found = []
     for layer in layers:
         layer = _frozen(layer, saved, places, lora.lora_bias)
         for prefix in [prefix for name, prefix in places if name == layer.name]:
-            own = [module for module in targets if (module.layer, module.prefix) == (layer.name, prefix)]
-            adapters = tuple(_adapter(module, lora) for module in own)
-            layer = layer.with_method(prefix, LowRank(adapters, lora.lora_dropout))
+            own = [module for module in targets if module.place == (layer.name, prefix)]
+            layer = layer.with_method(prefix, _method(own, weight_of(by_name, own[0]).vocabulary, lora))
         found.append(layer)
     return found
 
 
+def _method(modules: Sequence[Module], of_vocabulary: bool, lora: LoraConfig) -> LowRank | VocabularyLowRank:
+    """Return the declaration of the adapters of one weight."""
+    if not of_vocabulary:
+        return LowRank(tuple(_adapter(module, lora) for module in modules), lora.lora_dropout)
+    by_use = {module.is_output: _adapter(module, lora) for module in modules}
+    return VocabularyLowRank(by_use.get(False), by_use.get(True), lora.lora_dropout)
+
+
+def _is_saved(module: Module, lora: LoraConfig) -> bool:
+    return not module.is_tied_output and any(module.matches(name) for name in lora.lora_modules_to_save)
+
+
+def _adaptable(layers: Mapping[str, LayerDeclaration], modules: Iterable[Module]) -> tuple[list[Module], list[Module]]:
+    """Return the linear layers, and with the embedding and the output projection all that can have an adapter."""
+    matrices = [module for module in modules if weight_of(layers, module).dim is not None]
+    return [module for module in matrices if not weight_of(layers, module).vocabulary], matrices
+
+
 def _adapted(layers: Mapping[str, LayerDeclaration], modules: Iterable[Module], targets: Sequence[str]) -> list[Module]:
-    linear = [module for module in modules if is_linear(layers[module.layer], module)]
-    if ALL_LINEAR in targets:
-        return linear
-    return [module for module in linear if any(module.matches(target) for target in targets)]
+    linear, adaptable = _adaptable(layers, modules)
+    everywhere = {module.names[0] for module in linear} if ALL_LINEAR in targets else set()
+    return [m for m in adaptable if m.names[0] in everywhere or any(m.matches(target) for target in targets)]
 
 
 def _frozen(
@@ -208,18 +269,25 @@ def faults(layers: Sequence[LayerDeclaration], form: TheirNames | None, config: 
     ]
     yield from wrong
     modules, by_name = modules_of(layers, form), {layer.name: layer for layer in layers}
-    linear = [module for module in modules if is_linear(by_name[module.layer], module)]
     targets = _adapted(by_name, modules, lora.lora_target_modules)
     if not targets:
         yield (
-            f"lora_target_modules={' '.join(lora.lora_target_modules) or 'nothing'} matches no linear layer of the "
-            f"model; use {ALL_LINEAR}, or names among {_short_names(linear)}"
+            f"lora_target_modules={' '.join(lora.lora_target_modules) or 'nothing'} matches no linear layer or "
+            f"embedding of the model; use {ALL_LINEAR}, or names among {_short_names(_adaptable(by_name, modules)[1])}"
         )
+    saveable = [module for module in modules if not module.is_tied_output]
     for name in lora.lora_modules_to_save:
-        if not any(module.matches(name) for module in modules):
-            yield f"lora_modules_to_save={name} matches no module of the model; use names among {_short_names(modules)}"
-    both = [m for m in targets if any(m.matches(name) for name in lora.lora_modules_to_save)]
-    if both:
+        if not any(module.matches(name) for module in saveable):
+            names = _short_names(saveable)
+            yield f"lora_modules_to_save={name} matches no module of the model; use names among {names}"
+    whole = [module for module in modules if _is_saved(module, lora)]
+    places = {module.place for module in whole}
+    if missing := [m for m in modules if m.place in places and m not in whole and not m.is_tied_output]:
+        yield (
+            f"lora_modules_to_save={_short_names(whole)} leaves out {_short_names(missing)}, fused with it in one "
+            "weight, which is trained whole or not at all; name them too"
+        )
+    if both := [m for m in targets if m in whole or (m.is_tied_output and m.place in places)]:
         yield (
             f"{_short_names(both)} is both in lora_target_modules and in lora_modules_to_save, which trains it whole; "
             "keep it in one of them"
@@ -244,9 +312,9 @@ def _too_large(modules: Iterable[Module], layers: Mapping[str, LayerDeclaration]
     """Yield one message for all modules whose rank is above what saves anything."""
     found: dict[str, tuple[int, str]] = {}
     for module in modules:
-        weight, rank = layers[module.layer].shards[f"{module.prefix}.weight"], _adapter(module, lora).rank
+        weight, rank, short = weight_of(layers, module), _adapter(module, lora).rank, module.short
         rows = sum(weight.pieces[module.first : module.stop]) if weight.dim == 0 else weight.shape[0]
-        short, columns = module.names[-1].rpartition(".")[2], weight.shape[1]
+        columns = weight.shape[1]
         if rank > min(rows, columns):
             text = f"rank {rank} of the adapter of {short}, which is [{rows}, {columns}], is above {min(rows, columns)}"
             found.setdefault(short, (min(rows, columns), text))
@@ -257,15 +325,24 @@ def _too_large(modules: Iterable[Module], layers: Mapping[str, LayerDeclaration]
 
 
 def unmatched(layers: Sequence[LayerDeclaration], form: TheirNames | None, lora: LoraConfig) -> Iterator[str]:
-    """Yield a message for every name that selects nothing, beside others that do."""
+    """Yield a message for every name that selects nothing beside others that do, and for a part of tied embeddings."""
     if lora.lora_rank is None:
         return
     modules, by_name = modules_of(layers, form), {layer.name: layer for layer in layers}
-    linear = [module for module in modules if is_linear(by_name[module.layer], module)]
+    _, adaptable = _adaptable(by_name, modules)
     targets = _adapted(by_name, modules, lora.lora_target_modules)
     for name in lora.lora_target_modules:
-        if name != ALL_LINEAR and not any(module.matches(name) for module in linear):
-            yield f"lora_target_modules={name} matches no linear layer; the model has {_short_names(linear)}"
+        if name != ALL_LINEAR and not any(module.matches(name) for module in adaptable):
+            yield (
+                f"lora_target_modules={name} matches no linear layer or embedding; the model has "
+                f"{_short_names(adaptable)}"
+            )
+    tied = next((module for module in modules if module.is_tied_output), None)
+    if tied is not None and (adapted := [module for module in targets if module.layer == tied.layer]):
+        yield (
+            f"lora_target_modules={_short_names(adapted)}: embedding and output share a weight, but no adapter, as in "
+            "PEFT; to merge the adapter, untie the embeddings of the base first"
+        )
     for option in ("lora_rank_pattern", "lora_alpha_pattern"):
         for pattern in getattr(lora, option):
             if not any(module.matches(pattern.rpartition("=")[0]) for module in targets):

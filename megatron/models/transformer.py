@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from megatron.models.attention import Packing, SelfAttention, Shared
 from megatron.parallel.layers import LayerNorm, RMSNorm, VocabParallelEmbedding
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.low_rank_vocabulary import output_weight, vocabulary_adapters
 from megatron.parallel.recompute import discard_output
 from megatron.parallel.rng import dropout
-from megatron.parallel.shards import Shards, alias
+from megatron.parallel.shards import Shards
 
 Stream = Tensor | tuple[Tensor, Tensor, Tensor]
 Build = Callable[[Shards, Shared], nn.Module]
@@ -55,11 +56,11 @@ class OutputProjection(nn.Module):
 
     def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__()
-        self.weight = shards.allocate("weight", shared.ctx)
+        self.ctx, self.weight = shared.ctx, shards.allocate("weight", shared.ctx)
+        self.adapters = vocabulary_adapters(self, shards, shared.ctx)
 
     def forward(self, stream: Stream, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
-        hidden, _ = unpack(stream)
-        outputs = (hidden, alias(self.weight))
+        outputs = output_weight(self, unpack(stream)[0])
         return outputs if project is None else project(outputs)
 
 

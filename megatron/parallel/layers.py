@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.kernels import PLAIN, Kernels
+from megatron.parallel.low_rank_vocabulary import output_weight, vocabulary_adapters
 from megatron.parallel.mappings import reduce_from_tensor_region, reduce_scatter_to_sequence
-from megatron.parallel.shards import Shards, alias, shard_of
+from megatron.parallel.shards import Shards, shard_of
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -30,20 +31,26 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.ctx = ctx
         self.weight = shards.allocate("weight", ctx)
+        self.adapters = vocabulary_adapters(self, shards, ctx)
 
     def forward(self, inputs: Any, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
         if project is not None:
-            return project((inputs, alias(self.weight)))
+            return project(output_weight(self, inputs))
         tokens_SB = inputs.t()
         if self.ctx.tensor_size == 1:
-            return F.embedding(tokens_SB, self.weight)
+            return self._rows(tokens_SB)
         ((start, stop),) = shard_of(self.weight).spans(self.ctx.tensor_rank, self.ctx.tensor_size)
         elsewhere = (tokens_SB < start) | (tokens_SB >= stop)
-        own = F.embedding((tokens_SB - start).masked_fill(elsewhere, 0), self.weight)
+        own = self._rows((tokens_SB - start).masked_fill(elsewhere, 0))
         own = own.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.ctx.sequence_parallel:
             return reduce_scatter_to_sequence(own, self.ctx)
         return reduce_from_tensor_region(own, self.ctx)
+
+    def _rows(self, rows_SB: Tensor) -> Tensor:
+        """Return these rows of this rank's part of the table, [S, B, H]."""
+        found = F.embedding(rows_SB, self.weight)
+        return found if self.adapters is None else self.adapters.embed(self, rows_SB, found)
 
 
 class LayerNorm(nn.Module):

@@ -27,17 +27,28 @@ class _Head:
 
     hidden_NH: Tensor
     weight: Tensor
-    """Rows with padding."""
+    """Rows with padding. It is the only one that may be trained."""
     labels_N: Tensor
     first_row: int
     num_rows: int
     ctx: ParallelContext
     into: GradientSum | None
     """Receives the gradient of the weight, which autograd then does not get; None: autograd gets it."""
+    base: Tensor | None = None
+    """With an adapter the frozen weight: `weight` is the adapter's B then, and hidden states end with its inputs."""
 
     @property
-    def rows_VH(self) -> Tensor:
-        return self.weight[: self.num_rows]  # padded rows are no tokens: they take no part in the softmax
+    def _products(self) -> list[tuple[Tensor, slice]]:
+        """The matrices [V, channels] that make the logits, and the channels of the hidden states that each takes."""
+        # padded rows are no tokens: they take no part in the softmax
+        rows, channels = self.weight[: self.num_rows], self.hidden_NH.shape[1]
+        if self.base is None:
+            return [(rows, slice(0, channels))]
+        return [(self.base[: self.num_rows], slice(0, self.base.shape[1])), (rows, slice(self.base.shape[1], channels))]
+
+    def inputs(self, part: slice) -> Tensor:
+        """Return the channels of hidden states that `weight` takes."""
+        return self.hidden_NH[part, -self.weight.shape[1] :]
 
     def slices(self) -> list[slice]:
         return list(chunks(*self.hidden_NH.shape))
@@ -49,8 +60,16 @@ class _Head:
         return self.hidden_NH.new_empty((chunk_size(*self.hidden_NH.shape), row))[:, : self.num_rows]
 
     def logits(self, part: slice, buffer: Tensor) -> Tensor:
-        hidden = self.hidden_NH[part]
-        return torch.mm(hidden, self.rows_VH.t(), out=buffer[: hidden.shape[0]])
+        hidden, (first, *more) = self.hidden_NH[part], self._products
+        logits = torch.mm(hidden[:, first[1]], first[0].t(), out=buffer[: hidden.shape[0]])
+        for rows, channels in more:
+            logits.addmm_(hidden[:, channels], rows.t())
+        return logits
+
+    def hidden_gradient(self, grad_logits: Tensor, into: Tensor) -> Tensor:
+        for rows, channels in self._products:
+            torch.mm(grad_logits, rows, out=into[:, channels])
+        return into
 
     def local_labels(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return the row [C, 1] of each label on this rank, 0 where it has none, and where it has none [C, 1]."""
@@ -122,9 +141,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_hidden or needs_weight:
                 head.subtract_labels_(part, logits, log_probs_N[part])
             if grad_hidden is not None:
-                torch.mm(logits, head.rows_VH, out=grad_hidden[part])
+                head.hidden_gradient(logits, grad_hidden[part])
             if grad_weight is not None:
-                grad_weight.add(part, logits, hidden_NH[part])
+                grad_weight.add(part, logits, head.inputs(part))
         function.weight_dtype, function.into = weight.dtype, head.into if grad_weight else None
         function.loss_gradient = head.into.loss_gradient if head.into else 1.0
         sums = (grad_weight.total, grad_weight.unit) if grad_weight and head.into is None else (None, None)
@@ -184,9 +203,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 normalise_(head.logits(part, buffer), RowSums(peak[part], total[part]))
                 head.subtract_labels_(part, logits, log_probs_N[part])
             if grad_hidden is not None:
-                grad_hidden[part] = (logits @ head.rows_VH) * token_weights_N[part].unsqueeze(-1)
+                head.hidden_gradient(logits, grad_hidden[part]).mul_(token_weights_N[part].unsqueeze(-1))
             if grad_weight is not None:
-                grad_weight.add(part, logits, hidden_NH[part])
+                grad_weight.add(part, logits, head.inputs(part))
         if grad_weight is not None and head.into is not None:
             head.into.close()
             return grad_hidden, None, None, None
@@ -211,9 +230,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of token_weight x cross-entropy of hidden @ weight^T: a float32 scalar, equal on all ranks.
 
-    hidden is the residual stream [S, B, H] ([S/tp, B, H] under sequence parallelism); weight this rank's rows of the
-    vocabulary; labels [B, S] int64; token_weights [B, S] (the loss mask times whatever normalises the sum). A token of
-    weight 0 may have any label; a label outside the vocabulary with another weight makes the sum infinite.
+    hidden and weight are what the output layer passes on: the residual stream [S, B, H] ([S/tp, B, H] under sequence
+    parallelism) and this rank's rows of the vocabulary (with an adapter: `with_adapter`); labels [B, S] int64;
+    token_weights [B, S] (the loss mask times whatever normalises the sum). A token of weight 0 may have any label; a
+    label outside the vocabulary with another weight makes the sum infinite.
     The weights take no gradient. Holds the logits of one chunk of tokens at a time (megatron/parallel/loss_chunks.py).
 
     `is_total`: the loss of the microbatch that a task returns to the engine is this result, or this plus other terms.
@@ -228,8 +248,8 @@ def linear_cross_entropy(
     token_weights_N = token_weights_BS.t().flatten().to(sum_dtype(hidden.dtype))
     arguments = head, torch.is_grad_enabled()
     if len(head.slices()) == 1:
-        return _weighted_sum(_TokenLogProbs.apply(head.hidden_NH, weight, *arguments), token_weights_N)
-    return _ChunkedCrossEntropy.apply(head.hidden_NH, weight, token_weights_N, *arguments)
+        return _weighted_sum(_TokenLogProbs.apply(head.hidden_NH, head.weight, *arguments), token_weights_N)
+    return _ChunkedCrossEntropy.apply(head.hidden_NH, head.weight, token_weights_N, *arguments)
 
 
 def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext) -> Tensor:
@@ -240,15 +260,16 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: Para
     a weighted sum is all that is needed, `linear_cross_entropy` does three matrix products instead of four.
     """
     head = _head(hidden, weight, labels_BS, ctx)
-    log_probs_N = _TokenLogProbs.apply(head.hidden_NH, weight, head, torch.is_grad_enabled())
+    log_probs_N = _TokenLogProbs.apply(head.hidden_NH, head.weight, head, torch.is_grad_enabled())
     return torch.where(head.labels_N < 0, 0.0, log_probs_N).view(labels_BS.shape[::-1]).t()
 
 
 def _head(
     hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext, into: GradientSum | None = None
 ) -> _Head:
-    hidden_NH = enter_tensor_region(hidden, ctx).flatten(0, 1)
-    return _Head(hidden_NH, weight, labels_BS.t().flatten(), *own_vocabulary(weight, ctx), ctx, into)
+    hidden_NH, labels_N = enter_tensor_region(hidden, ctx).flatten(0, 1), labels_BS.t().flatten()
+    trained, base = (weight, None) if (up := _up(weight)) is None else (up, weight)
+    return _Head(hidden_NH, trained, labels_N, *own_vocabulary(weight, ctx), ctx, into, base)
 
 
 def own_vocabulary(weight: Tensor, ctx: ParallelContext) -> tuple[int, int]:
@@ -261,9 +282,46 @@ def own_vocabulary(weight: Tensor, ctx: ParallelContext) -> tuple[int, int]:
 def gather_logits(hidden: Tensor, weight: Tensor, ctx: ParallelContext) -> Tensor:
     """[S, B, true vocabulary] on every rank, padding cut off; no autograd. For evaluation and generation."""
     with torch.no_grad():
-        local = enter_tensor_region(hidden, ctx) @ weight.t()
+        up, channels = _up(weight), weight.shape[1]
+        local = enter_tensor_region(hidden, ctx)
+        local = (
+            local @ weight.t() if up is None else local[..., :channels] @ weight.t() + local[..., channels:] @ up.t()
+        )
         if ctx.tensor_size > 1:
             parts = [torch.empty_like(local) for _ in range(ctx.tensor_size)]
             dist.all_gather(parts, local.contiguous(), group=ctx.tensor_group)
             local = torch.cat(parts, dim=-1)
         return local[..., : shard_of(weight).shape[0]]
+
+
+class _JoinAdapter(torch.autograd.Function):
+    """(hidden [rows, B, H], low [rows, B, R], up [V, R]) -> (both first side by side, up).
+
+    One node of the graph, so that hooks on hidden states run before anything of the output layer has a gradient
+    (shards.alias): nothing sees `up` among a model's outputs.
+    """
+
+    @staticmethod
+    def forward(function: Any, hidden: Tensor, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        function.channels = hidden.shape[-1]
+        return torch.cat([hidden, low], dim=-1), up.view_as(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor, grad_up: Tensor) -> Any:
+        return grad[..., : function.channels], grad[..., function.channels :], grad_up
+
+
+def with_adapter(hidden: Tensor, low: Tensor, weight: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what an output layer with a low-rank adapter passes on, (hidden, weight) to the functions above.
+
+    hidden and weight: as without one; low [..., R] is the adapter's inner result for hidden, and `up` its B, [rows of
+    the weight, R], with every factor. The logits are hidden @ weight^T + low @ up^T; the weight takes no gradient.
+    """
+    joined, up = _JoinAdapter.apply(hidden, low, up)
+    weight.adapter_up = up  # type: ignore[attr-defined]
+    return joined, weight
+
+
+def _up(weight: Tensor) -> Tensor | None:
+    return getattr(weight, "adapter_up", None)

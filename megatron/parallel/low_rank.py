@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.parallel.adapter_layout import Adapter
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import LinearMethod, ParallelLinear
 from megatron.parallel.mappings import enter_tensor_region
 from megatron.parallel.shards import Shard
@@ -30,19 +31,16 @@ class LowRankMethod(LinearMethod):
     def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         """Return the partial sums of a row-parallel layer over this rank's channels."""
         low = F.linear(self._dropped(layer, x, sharded=True), self._down(layer))
-        return _plus(layer.base.product(layer, x), low, self._up(layer))
+        return plus(layer.base.product(layer, x), low, self._up(layer))
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
         """[rows, B, in] -> [S, B, out/tp]. A sees this rank's rows alone: what is gathered has R channels, not `in`."""
         ctx = layer.ctx
         low = F.linear(self._dropped(layer, hidden, sharded=ctx.sequence_parallel), self._down(layer))
-        return _plus(layer.base.column(layer, hidden), enter_tensor_region(low, ctx), self._up(layer))
+        return plus(layer.base.column(layer, hidden), enter_tensor_region(low, ctx), self._up(layer))
 
     def _dropped(self, layer: ParallelLinear, x: Tensor, *, sharded: bool) -> Tensor:
-        if not layer.training or self.dropout == 0.0:
-            return x
-        with layer.ctx.streams.adapters(sharded=sharded):
-            return F.dropout(x, self.dropout)
+        return dropped(x, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
 
     def _down(self, layer: ParallelLinear) -> Tensor:
         """[R, in]"""
@@ -70,6 +68,14 @@ def _no_rows(weight: Shard, first: int, stop: int, tensor_size: int, like: Tenso
     return like.new_zeros(sum(weight.pieces[first:stop]) // tensor_size, total)
 
 
-def _plus(output: Tensor, low: Tensor, up: Tensor) -> Tensor:
+def dropped(x: Tensor, probability: float, ctx: ParallelContext, *, sharded: bool) -> Tensor:
+    """Return x with dropout from the adapters' stream: `sharded`, this tensor-parallel rank's own."""
+    if probability == 0.0:
+        return x
+    with ctx.streams.adapters(sharded=sharded):
+        return F.dropout(x, probability)
+
+
+def plus(output: Tensor, low: Tensor, up: Tensor) -> Tensor:
     """output + low up^T in one pass over the output."""
     return torch.addmm(output.flatten(0, -2), low.flatten(0, -2), up.t()).view(output.shape)

@@ -231,10 +231,14 @@ class LayerDeclaration:
         return self.build(Shards(self), shared)
 
     def with_method(self, prefix: str, method: DeclaresShards) -> LayerDeclaration:
-        """Return this layer with the linear layer at `prefix` computed by `method`, whose own shards are added."""
+        """Return this layer with the linear layer at `prefix` computed by `method`, whose own shards are added.
+
+        An empty prefix is the layer itself: an embedding, or the output projection.
+        """
+        start = f"{prefix}." if prefix else ""
         added = {
-            f"{prefix}.{name}": dataclasses.replace(shard, added=True)
-            for name, shard in method.shards(self.shards[f"{prefix}.weight"]).items()
+            f"{start}{name}": dataclasses.replace(shard, added=True)
+            for name, shard in method.shards(self.shards[f"{start}weight"]).items()
         }
         return dataclasses.replace(self, shards={**self.shards, **added}, methods={**self.methods, prefix: method})
 

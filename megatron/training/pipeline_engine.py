@@ -16,6 +16,7 @@ from megatron.config.options import Config
 from megatron.models.sequential import compute_dtype, default_dtype
 from megatron.observability.timers import around
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import shard_of
 from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers
 from megatron.training.engine import Engine, to_device
@@ -107,7 +108,7 @@ def pipeline_module(
     """Allocate the layers of this rank's stage. Collective."""
     # without no_grad, its broadcast of tied weights would become part of their autograd graph
     with default_dtype(compute_dtype(config)), torch.no_grad():
-        return StageModule(
+        module = StageModule(
             specs,
             stage_bounds(config, declared_layers(config)),
             topology=ctx.topology,
@@ -115,3 +116,8 @@ def pipeline_module(
             activation_checkpoint_interval=0,
             dynamic_shape=varies_shapes,
         )
+    for parameter in module.parameters():
+        if shard_of(parameter).added:
+            # beside a tied weight: DeepSpeed takes all of the last stage's module for copies of the first's
+            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+    return module

@@ -11,7 +11,7 @@ from megatron.config.validation import idle
 from tests.config.faults import VALID, faults_of
 
 LLAMA = [*VALID, *"--architecture llama --position-embedding-type rope --num-layers 2 --hidden-size 64".split()]
-NAMES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+NAMES = "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,16 @@ NAMES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
         ("--lora-rank 0", [r"lora_rank='0': input should be greater than 0"]),
         ("--lora-rank 4 --lora-dropout 1", [r"lora_dropout='1': input should be less than 1"]),
         (
-            "--lora-rank 4 --lora-target-modules foo lm_head",
-            [rf"lora_target_modules=foo lm_head matches no linear layer of the model; .* among {NAMES}$"],
+            "--lora-rank 4 --lora-target-modules foo norm",
+            [rf"lora_target_modules=foo norm matches no linear layer or embedding of the model; .* among {NAMES}$"],
+        ),
+        (
+            "--lora-rank 4 --lora-target-modules q_proj --lora-modules-to-save lm_head",
+            [r"lora_modules_to_save=lm_head matches no module of the model; use names among embed_tokens, .*, norm$"],
+        ),
+        (
+            "--lora-rank 4 --lora-target-modules q_proj lm_head --lora-modules-to-save embed_tokens",
+            [r"lm_head is both in lora_target_modules and in lora_modules_to_save"],
         ),
         (
             "--lora-rank 65 --lora-target-modules q_proj",
@@ -35,13 +43,16 @@ NAMES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
             "--lora-rank 100 --num-query-groups 2 --num-attention-heads 4",
             [
                 r"rank 100 of the adapter of k_proj, which is \[32, 64\], is above 32, where it saves nothing "
-                rf"\(the smallest of 7 such modules: {NAMES}\); lower lora_rank"
+                r"\(the smallest of 7 such modules: q_proj, .*, down_proj\); lower lora_rank"
             ],
         ),
         ("--lora-rank 4 --freeze layers.*", [r"freeze=layers.* is given with lora_rank=4.*leave freeze out"]),
         (
-            "--lora-rank 4 --lora-target-modules q_proj k_proj --lora-modules-to-save q_proj",
-            [r"q_proj is both in lora_target_modules and in lora_modules_to_save.*keep it in one"],
+            "--lora-rank 4 --lora-target-modules q_proj k_proj --lora-modules-to-save q_proj v_proj",
+            [
+                r"lora_modules_to_save=q_proj, v_proj leaves out k_proj, fused with it in one weight.*name them too",
+                r"q_proj is both in lora_target_modules and in lora_modules_to_save.*keep it in one",
+            ],
         ),
         (
             "--lora-rank 4 --lora-modules-to-save foo --lora-rank-pattern q_proj k_proj=4.5 v_proj=0 "
@@ -66,8 +77,16 @@ def test_all_that_is_wrong_is_named_at_once(options: str, faults: list[str]) -> 
     ("options", "warnings"),
     [
         ("--lora-alpha 3", ["lora_alpha=3.0 has no effect without lora_rank"]),
-        ("--lora-rank 4 --lora-target-modules q_proj foo", [f"foo matches no linear layer; the model has {NAMES}"]),
+        (
+            "--lora-rank 4 --lora-target-modules q_proj foo",
+            [f"foo matches no linear layer or embedding; the model has {NAMES}"],
+        ),
         ("--lora-rank 4 --lora-target-modules all-linear foo", ["lora_target_modules=foo matches no linear layer"]),
+        ("--lora-rank 4 --lora-target-modules q_proj lm_head", ["lm_head: embedding and output share a weight"]),
+        (
+            "--lora-rank 4 --lora-target-modules q_proj lm_head embed_tokens --untie-embeddings-and-output-weights",
+            [],
+        ),
         (
             "--lora-rank 4 --lora-target-modules q_proj --lora-rank-pattern k_proj=8 --lora-alpha-pattern q_proj=3",
             ["lora_rank_pattern=k_proj=8 matches no adapted module; they are q_proj"],

@@ -41,9 +41,16 @@ OURS = {
     "attn.c_proj": "attention.dense lora_{}",
     "mlp.c_fc": "mlp.up lora_{}",
     "mlp.c_proj": "mlp.down lora_{}",
+    "model.embed_tokens": "embedding.word lora_embedding_{}",
+    "transformer.word_embeddings": "embedding.word lora_embedding_{}",
+    "transformer.wte": "embedding.word lora_embedding_{}",
+    "lm_head": "output lora_{}",
 }
 """Our linear layer and the names of its adapter's parameters, by transformers' module."""
-OURS_BY_LAST = {name.split(".")[1] for name in OURS}
+OURS_BY_LAST = {name.split(".")[-1] for name in OURS}
+
+
+TRANSPOSED = ("Conv1D", "Embedding")
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,8 @@ class Adapted:
         return rows.view(HEADS, 3, -1, rows.shape[-1]).transpose(0, 1).reshape(rows.shape)
 
     def in_their_order(self, matrix: Tensor) -> Tensor:
-        """Conv1D, GPT-2's, holds [in, out]. It is its own inverse."""
-        return matrix.t() if type(self.module).__name__ == "Conv1D" else matrix
+        """Conv1D, GPT-2's, holds [in, out], and an embedding too. It is its own inverse."""
+        return matrix.t() if type(self.module).__name__ in TRANSPOSED else matrix
 
 
 def adapted_modules(
@@ -78,11 +85,14 @@ def adapted_modules(
     for name, module in model.named_modules():
         short = ".".join(name.split(".")[-2:])
         last = short.split(".")[-1]
-        if short not in OURS or not ("all-linear" in targets or last in targets):
+        number = next((part for part in name.split(".") if part.isdigit()), None)
+        if short not in OURS or not (("all-linear" in targets and number) or last in targets):
             continue
-        number = next(part for part in name.split(".") if part.isdigit())
-        rows, columns = module.weight.shape[:: -1 if type(module).__name__ == "Conv1D" else 1]
+        rows, columns = module.weight.shape[:: -1 if type(module).__name__ in TRANSPOSED else 1]
         rank, (layer, parameter) = ranks.get(last, RANK), OURS[short].split()
+        if short == "lm_head" and model.config.tie_word_embeddings:
+            layer = "embedding.word"
+        prefix = f"layers.{number}.{layer}" if number else layer
         yield Adapted(
             name,
             module,
@@ -90,7 +100,7 @@ def adapted_modules(
             torch.randn(rows, rank, generator=generator) * 0.2,
             scales.get(last, ALPHA / rank),
             last == "query_key_value",
-            (f"layers.{number}.{layer}.{parameter.format('A')}", f"layers.{number}.{layer}.{parameter.format('B')}"),
+            (f"{prefix}.{parameter.format('A')}", f"{prefix}.{parameter.format('B')}"),
         )
 
 
@@ -133,20 +143,26 @@ def reference(
 ) -> Reference:
     """transformers' model of a case with the adapters in its weights: of other `ranks` and `scales` by module."""
     arguments, theirs = CASES[name]().arguments, their_model(name)
-    weights = to_ours({n: p.detach().clone() for n, p in theirs.named_parameters()}, arguments)
     adapters = list(adapted_modules(theirs, targets.split(), ranks, scales))
     assert adapters
+    weights = to_ours({n: p.detach().clone() for n, p in theirs.named_parameters()}, arguments)
     with torch.no_grad():
+        if is_tied := theirs.config.tie_word_embeddings:  # what the adapters add is not tied
+            theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.clone())
         for each in adapters:
             each.module.weight += each.in_their_order(each.scale * each.b @ each.a)
     inputs, labels = sample()
     logits = theirs(inputs, use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
-    gradients = to_ours({n: p.grad for n, p in theirs.named_parameters()}, arguments)
+    of_modules = {each.name: each.module.weight.grad.clone() for each in adapters}
+    of_base = {n: p.grad for n, p in theirs.named_parameters() if not is_tied or n != "lm_head.weight"}
+    if is_tied:
+        of_base[_embedding_name(theirs)] += theirs.lm_head.weight.grad
+    gradients = to_ours(of_base, arguments)
     for each in adapters:
         weights |= dict(zip(each.ours, (each.a, each.our_rows(each.b)), strict=True))
-        of_weight = each.in_their_order(each.module.weight.grad)
+        of_weight = each.in_their_order(of_modules[each.name])
         of_a, of_b = each.scale * each.b.t() @ of_weight, each.scale * of_weight @ each.a.t()
         gradients |= dict(zip(each.ours, (of_a, each.our_rows(of_b)), strict=True))
     return Reference(
@@ -159,6 +175,10 @@ def reference(
             {n: tensor.numpy() for n, tensor in gradients.items()},
         ),
     )
+
+
+def _embedding_name(model: Any) -> str:
+    return next(n for n, p in model.named_parameters() if p is model.get_input_embeddings().weight)
 
 
 def lora(name: str, targets: str, more: str = "") -> str:
@@ -176,9 +196,10 @@ def assert_equal(ours: Outputs, theirs: Reference, extra: Sequence[str] = ()) ->
     for n in trained:
         gradient, found = expected.gradients[n], ours.gradients[n]
         assert np.abs(gradient).max() > 1e-5, f"{n} has no gradient worth comparing"
-        assert not found[len(gradient) :].any(), f"{n}: the padding of the vocabulary has a gradient"
+        unpadded = tuple(slice(size) for size in gradient.shape)
+        assert np.count_nonzero(found) == np.count_nonzero(found[unpadded]), f"{n}: the padding has a gradient"
         atol = TOLERANCE * np.abs(gradient).max()
-        np.testing.assert_allclose(found[: len(gradient)], gradient, rtol=0, atol=atol, err_msg=n)
+        np.testing.assert_allclose(found[unpadded], gradient, rtol=0, atol=atol, err_msg=n)
 
 
 def outputs(theirs: Reference, arguments: str) -> Outputs:
@@ -196,6 +217,10 @@ TARGETS = [
     ("bloom_8_heads", "all-linear"),
     ("gpt2", "c_attn c_proj"),
     ("gpt2", "all-linear"),
+    ("llama_gqa", "embed_tokens lm_head"),
+    ("llama_gqa_tied_wide_heads", "embed_tokens lm_head o_proj"),
+    ("bloom_8_heads", "word_embeddings query_key_value"),
+    ("gpt2", "lm_head all-linear"),
 ]
 
 
@@ -245,8 +270,9 @@ def test_what_is_trained_whole(name: str, targets: str, more: str, extra: list[s
 )
 def test_two_ranks_compute_what_one_does(ranks: RankPools, name: str, sequence: bool) -> None:
     """Every gradient, assembled from the ranks' parts, and alike on both where a rank holds the whole."""
-    theirs = reference(name, "all-linear")
-    arguments = f"{lora(name, 'all-linear')} --tensor-model-parallel-size 2 {'--sequence-parallel' * sequence}"
+    targets = "all-linear lm_head embed_tokens word_embeddings wte"
+    theirs = reference(name, targets)
+    arguments = f"{lora(name, targets)} --tensor-model-parallel-size 2 {'--sequence-parallel' * sequence}"
     both = ranks(2)(run_in_float64, arguments, theirs.weights, theirs.tokens, theirs.labels)
     shards = declared_shards(family_of(config_of(arguments)).layers(config_of(arguments)))
     gradients = {
@@ -281,7 +307,7 @@ def _of_peft(peft: Any, name: str, targets: str, rslora: bool) -> Outputs:
     adapters = {each.name: each for each in adapted_modules(model, targets.split(), NOTHING, NOTHING)}
     options = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, use_rslora=rslora, fan_in_fan_out=name == "gpt2",
-        target_modules=targets if targets == "all-linear" else targets.split(),
+        target_modules=targets if targets == "all-linear" else [each.split(".")[-1] for each in adapters],
     )  # fmt: skip
     adapted = peft.get_peft_model(model, options, autocast_adapter_dtype=False)
     places = {each: adapted.get_submodule(f"base_model.model.{each}") for each in adapters}
@@ -289,14 +315,21 @@ def _of_peft(peft: Any, name: str, targets: str, rslora: bool) -> Outputs:
     assert count == 2 * len(adapters)
     with torch.no_grad():
         for each, module in places.items():
-            module.lora_A["default"].weight.copy_(adapters[each].a)
-            module.lora_B["default"].weight.copy_(adapters[each].b)
+            for matrix, values in zip(_matrices(module), (adapters[each].a, adapters[each].b), strict=True):
+                matrix.copy_(values)
     inputs, labels = sample()
     logits = adapted(inputs, use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     gradients: dict[str, Any] = {}
     for each, module in places.items():
-        a, b = (getattr(module, n)["default"].weight.grad for n in ("lora_A", "lora_B"))
+        a, b = (matrix.grad for matrix in _matrices(module))
         gradients |= dict(zip(adapters[each].ours, (a.numpy(), adapters[each].our_rows(b).numpy()), strict=True))
     return Outputs(logits.detach().transpose(0, 1).numpy(), float(loss.detach()), gradients)
+
+
+def _matrices(module: Any) -> list[Any]:
+    """A and B of one of PEFT's modules."""
+    if module.lora_A:
+        return [module.lora_A["default"].weight, module.lora_B["default"].weight]
+    return [module.lora_embedding_A["default"], module.lora_embedding_B["default"]]

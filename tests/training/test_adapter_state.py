@@ -21,7 +21,8 @@ from tests.training import layouts
 from tests.training.test_layouts import RECOMPUTE
 
 MODEL, SAVED, LAST = layouts.MODELS["llama_gqa"], 2, 4
-SMALL = f"{MODEL} --lora-rank 4 --lora-alpha 16 --lr 1e-2 --lora-target-modules q_proj v_proj down_proj"
+TARGETS = "q_proj v_proj down_proj embed_tokens lm_head"
+SMALL = f"{MODEL} --lora-rank 4 --lora-alpha 16 --lr 1e-2 --lora-target-modules {TARGETS}"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 
@@ -111,7 +112,7 @@ def test_a_checkpoint_holds_what_is_trained_alone(saved: Saved) -> None:
     assert whole is not None
     names = set(checkpoint.parameters)
     assert all("lora_" in name for name in names)
-    assert len(names) == 4 * 2 * 3, "A and B of three modules in four layers"
+    assert len(names) == 2 * (4 * 3 + 2), "A and B of three modules in four layers, of the embedding and the output"
     numbers = sum(checkpoint.read_full(name).numel() for name in names)
     stored = sum(path.stat().st_size for path in checkpoint.folder.glob("*.safetensors"))
     assert 12 * numbers <= stored < 12 * numbers + 30_000, "weight and two moments, and the headers"
