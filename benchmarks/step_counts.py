@@ -97,7 +97,7 @@ def counted(call: Callable[[], Any]) -> Counts:
     return counts
 
 
-class _AllOperators(TorchDispatchMode):
+class AllOperators(TorchDispatchMode):
     """Counts operators: forward, backward and update."""
 
     number = 0
@@ -122,7 +122,7 @@ def counted_work(call: Callable[[], Any]) -> tuple[int, int]:
     finally:
         sys.setprofile(None)
         gc.enable()
-    with _AllOperators() as operators:
+    with AllOperators() as operators:
         call()
     return calls, operators.number
 

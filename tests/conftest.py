@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.ranks import RankPools
 
 # before torch is imported: ranks of one machine share its cores
 os.environ["OMP_NUM_THREADS"] = "1"
+if shutil.which("nvidia-smi"):  # the tests mean the CPU; before deepspeed is imported
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # a background job ignores SIGINT, one under nohup SIGHUP, and both hand that on; the processes of the tests must start
 # as in a terminal

@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,7 @@ class QuantizedWeight(nn.Module):
         super().__init__()
         self.full_name, self.shard, self.ctx = full_name, shard, ctx
         self.sections = sections(shard, ctx.tensor_size)
+        self._units = list(self._units_here())
         self.register_buffer("packed", torch.empty(sum(self.sections), dtype=torch.uint8))
         self._scales: Tensor | None = None
         """Between `fill` and `finish`: the blocks' scales, float32 [rows, blocks of a row]."""
@@ -195,7 +196,7 @@ class QuantizedWeight(nn.Module):
         """Return this rank's weight, [out, in] or its part, dequantised."""
         assert self._scales is None, f"{self.full_name} was filled, but not finished"
         codes = self.packed.split(self.sections)[3]
-        return dequantize(codes, self._block_scales().view(-1), dtype).view(self.shape)
+        return dequantize(codes, self._block_scales(), dtype).view(self.shape)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [..., in] times this rank's weight plus the bias, [..., out], in the dtype of x.
@@ -215,25 +216,61 @@ class QuantizedWeight(nn.Module):
         return Shard((rows, columns // BLOCK), self.shard.dim, pieces)
 
     def _block_scales(self) -> Tensor:
-        """Return this rank's scales, float32 [rows, blocks of a row], from their codes."""
+        """Return this rank's scales, float32 [blocks], from their codes.
+
+        Few operators: the host may need longer to start them than a device to dequantise the weight.
+        """
         groups, offsets, codes, _ = self.packed.split(self.sections)
-        device, shard = self.packed.device, self._scale_shard()
-        spans = shard.spans(self._tensor_rank, self.ctx.tensor_size) if shard.dim is not None else []
+        of_groups, of_units = groups.view(torch.float32), offsets.view(torch.float32).unbind()
+        scales = torch.index_select(_scale_values(codes.device), 0, codes.int())
+        parts = scales.split([unit.numel for unit in self._units])
+        if scales.numel() == of_groups.numel() * GROUP:
+            scales.view(-1, GROUP).mul_(of_groups.unsqueeze(1))
+        else:
+            for unit, part in zip(self._units, parts, strict=True):
+                unit.multiply_(part, of_groups)
+        for part, offset in zip(parts, of_units, strict=True):
+            part += offset
+        return scales
+
+    def _units_here(self) -> Iterator[_Unit]:
+        """Yield this rank's blocks of each tensor whose scales are quantised together, in the order in memory."""
+        shard, rank, size = self._scale_shard(), self._tensor_rank, self.ctx.tensor_size
+        spans = shard.spans(rank, size) if shard.dim is not None else []
+        stride = shard.shape[1]
+        ((left, right),) = spans if shard.dim == 1 else [(0, stride)]
         firsts = itertools.accumulate(groups_of_units(self.shard), initial=0)
-        rows, group_of_row, unit_of_row = [], [], []
-        for unit, ((start, stop), first) in enumerate(zip(units(self.shard), firsts, strict=False)):
-            begin, end = spans[unit] if shard.dim == 0 else (start, stop)
-            rows.append(torch.arange(begin - start, end - start, dtype=torch.int32, device=device))
-            group_of_row.append(torch.full_like(rows[-1], first))
-            unit_of_row.append(torch.full_like(rows[-1], unit))
-        begins = spans if shard.dim == 1 else [(0, shard.shape[1])]
-        blocks = torch.cat([torch.arange(*span, dtype=torch.int32, device=device) for span in begins])
-        within = torch.cat(rows).unsqueeze(1) * shard.shape[1] + blocks  # number of the block in its unit
-        of_group = (within // GROUP + torch.cat(group_of_row).unsqueeze(1)).view(-1)
-        scales = torch.index_select(_scale_values(device), 0, codes.int())
-        scales *= torch.index_select(groups.view(torch.float32), 0, of_group)
-        of_rows = torch.index_select(offsets.view(torch.float32), 0, torch.cat(unit_of_row))
-        return scales.view(within.shape) + of_rows.unsqueeze(1)
+        for index, ((start, stop), first) in enumerate(zip(units(self.shard), firsts, strict=False)):
+            begin, end = spans[index] if shard.dim == 0 else (start, stop)
+            yield _Unit(first, (begin - start) * stride + left, end - begin, right - left, stride)
+
+
+class _Unit(NamedTuple):
+    """A rank's blocks of one tensor whose scales are quantised together: `rows` stretches of `blocks`."""
+
+    first_group: int
+    """Index of the tensor's first group."""
+    first: int
+    """Number of the first block in the tensor, row by row."""
+    rows: int
+    blocks: int
+    stride: int
+    """Blocks of a whole row."""
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.blocks
+
+    def multiply_(self, scales: Tensor, of_groups: Tensor) -> None:
+        """Multiply the scales [numel] by those of their groups, in place."""
+        if self.blocks == self.stride and self.first % GROUP == self.numel % GROUP == 0:  # whole groups side by side
+            begin = self.first_group + self.first // GROUP
+            scales.view(-1, GROUP).mul_(of_groups[begin : begin + self.numel // GROUP].unsqueeze(1))
+            return
+        options: Any = {"dtype": torch.int32, "device": scales.device}
+        rows = torch.arange(self.first, self.first + self.rows * self.stride, self.stride, **options)
+        groups = (rows.unsqueeze(1) + torch.arange(self.blocks, **options)).div_(GROUP, rounding_mode="floor")
+        scales *= torch.index_select(of_groups[self.first_group :], 0, groups.view(-1))
 
 
 class _Product(torch.autograd.Function):
