@@ -17,7 +17,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import document_blocks
+from megatron.data import contents, document_blocks
 from megatron.data.document_blocks import Block, Position, ReadingRules
 from megatron.data.document_parser import parse
 from megatron.data.indexed import DataError
@@ -284,14 +284,26 @@ def test_a_file_without_the_compression_of_its_name_is_a_fault(tmp_path: Path, p
 
 @pytest.mark.parametrize("packing", [".gz", ".zst", ".xz", ".bz2"])
 @pytest.mark.parametrize("content", [b"\n", b" ", b'{"text": ""}\n'])
-def test_a_decompression_bomb_is_a_fault(tmp_path: Path, packing: str, content: bytes) -> None:
+def test_a_decompression_bomb_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, content: bytes
+) -> None:
+    monkeypatch.setattr(contents, "EXPANSION_COUNTS_FROM_BYTES", 4 << 20)
     path = tmp_path / f"in.jsonl{packing}"
-    path.write_bytes(PACKED[packing](content * ((200 << 20) // len(content))))
-    assert path.stat().st_size < 900_000
+    path.write_bytes(PACKED[packing](content * ((12 << 20) // len(content))))
     found = faults(read(path, largest_document_bytes=1 << 20))
     assert len(found) == 1
     # spaces without an end are first of all a line that is too long
     assert "bomb" in found[0]
+
+
+def test_what_expands_to_less_than_64_mib_is_no_bomb(tmp_path: Path) -> None:
+    path, line = tmp_path / "in.jsonl.zst", lines("x" * ((512 << 10) - 13))
+    assert len(line) == 512 << 10
+    path.write_bytes(PACKED[".zst"](line * 128))
+    assert faults(read(path)) == []
+    path.write_bytes(PACKED[".zst"](line * 129))
+    (found,) = faults(read(path))
+    assert f"expand to more than {64 << 20}" in found
 
 
 def test_a_document_that_is_too_long_is_a_fault_and_the_next_is_read(tmp_path: Path) -> None:
