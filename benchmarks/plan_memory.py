@@ -159,6 +159,7 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
     ctx = ParallelContext.build(config.parallel, device)
     if faults := check(config, ctx.world_size):
         raise SystemExit("\n".join(faults))
+    before = _live_tensors() if device == "cpu" else []
     task, training = PretrainTask(config), config.training
     with patch.object(Shard, "initial", _constant):  # drawing would take longer than the training
         engine = build_engine(config, ctx, task)
@@ -173,7 +174,7 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
         assert result.is_finite, "the update was refused, so it is not measured"
 
     step()
-    measured = _peak_cuda(step) if device == "cuda" else _peak_cpu(step)
+    measured = _peak_cuda(step) if device == "cuda" else _peak_cpu(step, before)
     stage = memory_by_stage(config, ctx.grad_size)[ctx.stage]
     planned = stage.memory.total + (stage.host_bytes if device == "cpu" else 0)
     result = Result(ctx.stage, planned, measured, stage.peak)
@@ -237,13 +238,21 @@ def _largest_cuda(step: Any) -> list[str]:
     return [f"measured: {held / 2**20:.1f} before the step, {peak / 2**20:.1f} more at its peak", *lines]
 
 
-def _peak_cpu(step: Any) -> int:
+def _live_tensors() -> list[Any]:
     import torch
 
+    gc.collect()
+    return [held.detach() for held in gc.get_objects() if isinstance(held, torch.Tensor)]
+
+
+def _peak_cpu(step: Any, before: Sequence[Any]) -> int:
+    """Return the largest number of bytes in live tensors, without those from `before` the run."""
     from benchmarks.live_bytes import LiveBytes
 
-    gc.collect()
-    with LiveBytes(held.detach() for held in gc.get_objects() if isinstance(held, torch.Tensor)) as tracker:
+    others = {tensor.untyped_storage()._cdata for tensor in before}
+    own = [tensor for tensor in _live_tensors() if tensor.untyped_storage()._cdata not in others]
+    with LiveBytes(own) as tracker:
+        del own
         for _ in range(STEPS):
             step()
     return tracker.peak
