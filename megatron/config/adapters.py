@@ -30,8 +30,13 @@ class LoraConfig:
     """Biases to train: none, all of the model, or those of the adapted modules."""
     use_rslora: bool = False
     """Multiply the adapters' output by lora_alpha / sqrt(rank) instead (rsLoRA)."""
+    use_dora: bool = False
+    """Train a magnitude for each row of an adapted weight, and its direction by the adapter (DoRA)."""
     loraplus_lr_ratio: PositiveFloat = 1.0
-    """Learning rate of the adapters' B matrices, relative to that of A (LoRA+)."""
+    """Learning rate of the adapters' B matrices and of DoRA's magnitudes, relative to that of A (LoRA+)."""
+    loraplus_lr_embedding: PositiveFloat = 1e-6
+    """With a loraplus_lr_ratio other than 1, the learning rate of the embedding's adapter, which follows lr's
+    schedule."""
     lora_rank_pattern: tuple[str, ...] = ()
     """NAME=RANK ...: another rank for the modules of this name. The first that matches applies."""
     lora_alpha_pattern: tuple[str, ...] = ()
@@ -45,5 +50,6 @@ class LoraConfig:
         return {
             "lora_alpha": self.lora_alpha or self.lora_rank,
             "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
             "lora_alpha_pattern": list(self.lora_alpha_pattern),
         }

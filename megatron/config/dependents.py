@@ -44,6 +44,7 @@ ADAPTERS = (
     "lora_modules_to_save",
     "lora_bias",
     "use_rslora",
+    "use_dora",
     "loraplus_lr_ratio",
     "lora_rank_pattern",
     "lora_alpha_pattern",
@@ -92,6 +93,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (logging.profile, "profile", "turn it on", PROFILING),
         (traces, "profile or profile_instructions", "turn one on", TRACING),
         (config.lora.lora_rank, "lora_rank", "give one", ADAPTERS),
+        (config.lora.loraplus_lr_ratio != 1, "loraplus_lr_ratio", "give one", ("loraplus_lr_embedding",)),
         (logging.wandb_project, "wandb_project", "give one", WANDB),
     ]
     for present, needed, remedy, names in needs:

@@ -76,11 +76,13 @@ class LowRank:
     """Declaration of a linear layer with adapters: `lora_A<suffix>` and `lora_B<suffix>` of each, cut as the base is.
 
     Column-parallel: A is whole, and applied to the residual stream; B is cut as the base's rows. Row-parallel: A is
-    cut as the base's columns; B is whole, and applied to each rank's partial sums.
+    cut as the base's columns; B is whole, and applied to each rank's partial sums. DoRA's magnitudes
+    `lora_magnitude_vector<suffix>` are one number a row.
     """
 
     adapters: tuple[Adapter, ...]
     dropout: float
+    use_dora: bool
 
     def shards(self, weight: Shard) -> dict[str, Shard]:
         found: dict[str, Shard] = {}
@@ -94,12 +96,14 @@ class LowRank:
                 down = dataclasses.replace(down, dim=1, pieces=weight.pieces, used_on=None)
                 up = Shard((rows, adapter.rank), used_on="heads")
             found |= {f"lora_A{adapter.suffix}": down, f"lora_B{adapter.suffix}": up}
+            if self.use_dora:
+                found[f"lora_magnitude_vector{adapter.suffix}"] = dataclasses.replace(up, shape=up.shape[:1], value=1.0)
         return found
 
     def linear_method(self) -> Any:
         from megatron.parallel.low_rank import LowRankMethod
 
-        return LowRankMethod(self.adapters, self.dropout)
+        return LowRankMethod(self.adapters, self.dropout, use_dora=self.use_dora)
 
 
 @dataclass(frozen=True)
@@ -108,12 +112,13 @@ class VocabularyLowRank:
 
     That of the output, `lora_A` and `lora_B`, is a column-parallel layer's. Of the embedding's, named as PEFT names
     them, `lora_embedding_A` is cut as the vocabulary and starts at zero; `lora_embedding_B` is whole, and applied to
-    the rows that each rank has found.
+    the rows that each rank has found; so is DoRA's `lora_embedding_magnitude_vector`, a number for each channel.
     """
 
     embedding: Adapter | None
     output: Adapter | None
     dropout: float
+    use_dora: bool
 
     def shards(self, weight: Shard) -> dict[str, Shard]:
         found: dict[str, Shard] = {}
@@ -121,12 +126,16 @@ class VocabularyLowRank:
             (vocabulary, hidden), rank = weight.shape, self.embedding.rank
             found["lora_embedding_A"] = Shard((rank, vocabulary), 1, weight.pieces, weight.padding)
             found["lora_embedding_B"] = Shard((hidden, rank), std=1.0, used_on="heads")
-        return found | (LowRank((self.output,), self.dropout).shards(weight) if self.output else {})
+            if self.use_dora:
+                found["lora_embedding_magnitude_vector"] = Shard((hidden,), value=1.0, used_on="heads")
+        if self.output is None:
+            return found
+        return found | LowRank((self.output,), self.dropout, self.use_dora).shards(weight)
 
     def linear_method(self) -> Any:
         from megatron.parallel.low_rank_vocabulary import VocabularyAdapters
 
-        return VocabularyAdapters(self.embedding, self.output, self.dropout)
+        return VocabularyAdapters(self.embedding, self.output, self.dropout, self.use_dora)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,9 +208,9 @@ def with_adapters(
 def _method(modules: Sequence[Module], of_vocabulary: bool, lora: LoraConfig) -> LowRank | VocabularyLowRank:
     """Return the declaration of the adapters of one weight."""
     if not of_vocabulary:
-        return LowRank(tuple(_adapter(module, lora) for module in modules), lora.lora_dropout)
+        return LowRank(tuple(_adapter(module, lora) for module in modules), lora.lora_dropout, lora.use_dora)
     by_use = {module.is_output: _adapter(module, lora) for module in modules}
-    return VocabularyLowRank(by_use.get(False), by_use.get(True), lora.lora_dropout)
+    return VocabularyLowRank(by_use.get(False), by_use.get(True), lora.lora_dropout, lora.use_dora)
 
 
 def _is_saved(module: Module, lora: LoraConfig) -> bool:

@@ -38,6 +38,13 @@ class LinearMethod(ABC):
     `product` alone; communication and bias are added around it.
     """
 
+    starts_from_base = False
+    """`start` has values that follow from the base model's weights."""
+
+    def start(self, layer: ParallelLinear) -> dict[str, Tensor]:
+        """Return the start of parameters of its own by local name, float32. Collective."""
+        return {}
+
     def shards(self, weight: Shard) -> Mapping[str, Shard]:
         """Return the parameters that the method declares beside this weight, by local name.
 
@@ -229,6 +236,10 @@ class ParallelLinear(nn.Module):
         self.method = shards.method or self.base
         if "bias" not in shards:
             self.register_parameter("bias", None)
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's weight, dequantised to `dtype` where it is held in 4 bits."""
+        return self.quantized.dense(dtype) if self.weight_shard.quantized else self.weight
 
 
 class ColumnParallelLinear(ParallelLinear):

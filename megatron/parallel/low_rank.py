@@ -6,7 +6,7 @@ linear.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,32 +15,75 @@ from torch import Tensor
 from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import LinearMethod, ParallelLinear
-from megatron.parallel.mappings import enter_tensor_region
-from megatron.parallel.shards import Shard
+from megatron.parallel.mappings import all_reduce, enter_tensor_region
 
 
 class LowRankMethod(LinearMethod):
     """The base layer's output plus that of its adapters, with dropout on their input.
 
     The adapters of fused outputs (q, k, v) are computed together: one product with all their A, one with their B.
+    With `use_dora` (Liu et al. 2024, arXiv:2402.09353) each row of the sum of both weights is scaled to a trained
+    magnitude. As in PEFT, its norm is a constant to the gradient, and dropout reaches the base's part of the change.
     """
 
-    def __init__(self, adapters: Sequence[Adapter], dropout: float) -> None:
-        self.adapters, self.dropout = tuple(adapters), dropout
+    def __init__(self, adapters: Sequence[Adapter], dropout: float, *, use_dora: bool) -> None:
+        self.adapters, self.dropout, self.use_dora = tuple(adapters), dropout, use_dora
+        self.starts_from_base = use_dora
 
     def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         """Return the partial sums of a row-parallel layer over this rank's channels."""
-        low = F.linear(self._dropped(layer, x, sharded=True), self._down(layer))
-        return plus(layer.base.product(layer, x), low, self._up(layer))
+        return self._with_adapters(layer, layer.base.product, x, sharded=True, bias=None)
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
         """[rows, B, in] -> [S, B, out/tp]. A sees this rank's rows alone: what is gathered has R channels, not `in`."""
-        ctx = layer.ctx
-        low = F.linear(self._dropped(layer, hidden, sharded=ctx.sequence_parallel), self._down(layer))
-        return plus(layer.base.column(layer, hidden), enter_tensor_region(low, ctx), self._up(layer))
+        sharded = layer.ctx.sequence_parallel
+        return self._with_adapters(layer, layer.base.column, hidden, sharded=sharded, bias=layer.bias)
 
-    def _dropped(self, layer: ParallelLinear, x: Tensor, *, sharded: bool) -> Tensor:
-        return dropped(x, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
+    def start(self, layer: ParallelLinear) -> dict[str, Tensor]:
+        """Return the magnitudes at the start: the norms then."""
+        norms = self._norms(layer, self._down(layer), self._up(layer))
+        return {magnitude_of(adapter): norms[rows] for adapter, rows in self._row_blocks(layer) if adapter is not None}
+
+    def _with_adapters(
+        self,
+        layer: ParallelLinear,
+        base: Callable[[ParallelLinear, Tensor], Tensor],
+        x: Tensor,
+        *,
+        sharded: bool,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Return base(x) with the adapters; `bias` is in that already. `sharded`: tensor-parallel ranks differ in x."""
+        inputs = dropped(x, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
+        down, up, output = self._down(layer), self._up(layer), base(layer, x)
+        low = F.linear(inputs, down)
+        if layer.weight_shard.dim == 0:
+            low = enter_tensor_region(low, layer.ctx)
+        if not self.use_dora:
+            return plus(output, low, up)
+        # output + (gain - 1) * (base of `inputs`, without its bias) + gain * low up^T
+        gains = self._gains(layer, down, up)
+        if inputs is x:
+            output = plus(output, low, up) * gains
+        else:
+            inside = base(layer, inputs)
+            output = output - inside + plus(inside, low, up) * gains
+        return output if bias is None else output + bias * (1 - gains)
+
+    def _gains(self, layer: ParallelLinear, down: Tensor, up: Tensor) -> Tensor:
+        """Return the factor of each output, [out/tp]: its magnitude by its norm, 1 without an adapter."""
+        norms = self._norms(layer, down, up)
+        parts = [
+            up.new_ones(rows.stop - rows.start)
+            if adapter is None
+            else gain(layer.get_parameter(magnitude_of(adapter)), norms[rows])
+            for adapter, rows in self._row_blocks(layer)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _norms(self, layer: ParallelLinear, down: Tensor, up: Tensor) -> Tensor:
+        """Return the norms of the rows of base and adapters together, [out/tp]. Collective where `in` is cut."""
+        return row_norms(layer.dense_weight(down.dtype), down, up, layer.ctx, is_partial=layer.weight_shard.dim == 1)
 
     def _down(self, layer: ParallelLinear) -> Tensor:
         """[R, in]"""
@@ -49,23 +92,54 @@ class LowRankMethod(LinearMethod):
 
     def _up(self, layer: ParallelLinear) -> Tensor:
         """[out, R], scaled: a block for each adapter, zeros where an output has none."""
-        weight, size = layer.weight_shard, layer.ctx.tensor_size
-        parts = [layer.get_parameter(f"lora_B{adapter.suffix}") * adapter.scale for adapter in self.adapters]
-        if weight.dim != 0:  # its adapters are of the whole output
-            return parts[0]
-        total, blocks, piece, left = sum(adapter.rank for adapter in self.adapters), [], 0, 0
-        for adapter, part in zip(self.adapters, parts, strict=True):
-            blocks.append(_no_rows(weight, piece, adapter.first, size, part, total))
-            blocks.append(F.pad(part, (left, total - left - adapter.rank)))
-            piece, left = adapter.stop, left + adapter.rank
-        blocks.append(_no_rows(weight, piece, len(weight.pieces), size, parts[0], total))
-        found = [block for block in blocks if block.shape[0]]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        parts = {each.suffix: layer.get_parameter(f"lora_B{each.suffix}") * each.scale for each in self.adapters}
+        total, left, blocks = sum(adapter.rank for adapter in self.adapters), 0, []
+        for adapter, rows in self._row_blocks(layer):
+            if adapter is None:
+                blocks.append(parts[self.adapters[0].suffix].new_zeros(rows.stop - rows.start, total))
+                continue
+            blocks.append(F.pad(parts[adapter.suffix], (left, total - left - adapter.rank)))
+            left += adapter.rank
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    def _row_blocks(self, layer: ParallelLinear) -> list[tuple[Adapter | None, slice]]:
+        """Return the adapters with their rows of this rank's weight, in order; None for rows without one."""
+        weight, found, piece, row = layer.weight_shard, [], 0, 0
+        if weight.dim != 0:  # its adapter is of the whole output
+            return [(self.adapters[0], slice(0, weight.shape[0]))]
+        for adapter in (*self.adapters, None):
+            first = len(weight.pieces) if adapter is None else adapter.first
+            for each, stop in ((None, first), (adapter, first if adapter is None else adapter.stop)):
+                rows = sum(weight.pieces[piece:stop]) // layer.ctx.tensor_size
+                if rows:
+                    found.append((each, slice(row, row + rows)))
+                piece, row = stop, row + rows
+        return found
 
 
-def _no_rows(weight: Shard, first: int, stop: int, tensor_size: int, like: Tensor, total: int) -> Tensor:
-    """Zeros for the pieces [first, stop) that have no adapter."""
-    return like.new_zeros(sum(weight.pieces[first:stop]) // tensor_size, total)
+def magnitude_of(adapter: Adapter) -> str:
+    return f"lora_magnitude_vector{adapter.suffix}"
+
+
+@torch.no_grad()
+def row_norms(weight: Tensor, down: Tensor, up: Tensor, ctx: ParallelContext, *, is_partial: bool) -> Tensor:
+    """Return the norms of the rows of weight + up @ down, without that sum: float32 or wider [out].
+
+    weight [out, in], down [R, in], up [out, R]; `is_partial`: `in` is cut over the tensor-parallel ranks.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+    both = 2 * (weight @ down.t()) + up @ (down @ down.t())
+    squares = own + (both.to(wide) * up).sum(1)
+    if is_partial and ctx.tensor_size > 1:
+        squares = all_reduce(squares, ctx)
+    return squares.clamp(min=0).sqrt()
+
+
+def gain(magnitude: Tensor, norms: Tensor) -> Tensor:
+    """Return magnitude / norm, both in the dtype of the magnitude, so that it starts at 1; 0 for a row of zeros."""
+    norms = norms.to(magnitude.dtype)
+    return magnitude / norms.masked_fill(norms == 0, 1)
 
 
 def dropped(x: Tensor, probability: float, ctx: ParallelContext, *, sharded: bool) -> Tensor:

@@ -8,14 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import with_adapter
-from megatron.parallel.low_rank import dropped, plus
-from megatron.parallel.shards import Shards, alias
+from megatron.parallel.low_rank import dropped, gain, magnitude_of, plus, row_norms
+from megatron.parallel.shards import Shards, alias, shard_of
+
+EMBEDDING_MAGNITUDE = "lora_embedding_magnitude_vector"
 
 
 class Vocabulary(Protocol):
@@ -36,6 +39,11 @@ class VocabularyAdapters:
     embedding: Adapter | None
     output: Adapter | None
     dropout: float
+    use_dora: bool
+
+    @property
+    def starts_from_base(self) -> bool:
+        return self.use_dora
 
     def is_used(self, name: str, ctx: ParallelContext) -> bool:
         """Return whether this pipeline stage uses an adapter's parameter: a tied weight is on the first and last."""
@@ -45,17 +53,53 @@ class VocabularyAdapters:
         """Return the rows of the table that the base has `found`, [S, B, H], with the adapter's added."""
         if self.embedding is None:
             return found
-        low = F.embedding(rows_SB, layer.get_parameter("lora_embedding_A").t())
-        return plus(found, low, layer.get_parameter("lora_embedding_B") * self.embedding.scale)
+        down, up = (
+            layer.get_parameter("lora_embedding_A"),
+            layer.get_parameter("lora_embedding_B") * self.embedding.scale,
+        )
+        found = plus(found, F.embedding(rows_SB, down.t()), up)
+        if not self.use_dora:
+            return found
+        return found * gain(layer.get_parameter(EMBEDDING_MAGNITUDE), self._embedding_norms(layer))
 
     def project(self, layer: Vocabulary, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return (hidden, weight) for the loss, [rows, B, H] with the adapter's R channels after those of `hidden`."""
         if self.output is None:
             return hidden, weight
         ctx = layer.ctx
-        x = dropped(hidden, self.dropout if layer.training else 0.0, ctx, sharded=ctx.sequence_parallel)
-        low = F.linear(x, layer.get_parameter("lora_A"))
-        return with_adapter(hidden, low, weight, layer.get_parameter("lora_B") * self.output.scale)
+        inputs = dropped(hidden, self.dropout if layer.training else 0.0, ctx, sharded=ctx.sequence_parallel)
+        down, up = layer.get_parameter("lora_A"), layer.get_parameter("lora_B") * self.output.scale
+        if not self.use_dora:
+            return with_adapter(hidden, F.linear(inputs, down), weight, up)
+        # no gradient of a magnitude without one of all logits: the scaled weight is made, and its gradient
+        norms = self._output_norms(layer)
+        gains = gain(layer.get_parameter(magnitude_of(self.output)), norms).unsqueeze(1)
+        if inputs is not hidden:
+            return with_adapter(hidden, inputs, weight, torch.addmm(weight, up, down) * gains - weight)
+        scaled: Any = torch.addmm(weight, up, down) * gains
+        scaled.shard = shard_of(weight)
+        return hidden, scaled
+
+    def start(self, layer: Vocabulary) -> dict[str, Tensor]:
+        """Return the magnitudes at the start by local name, float32: the norms then. Collective."""
+        found: dict[str, Tensor] = {}
+        if self.embedding is not None and self.is_used(EMBEDDING_MAGNITUDE, layer.ctx):
+            found[EMBEDDING_MAGNITUDE] = self._embedding_norms(layer)
+        if self.output is not None and self.is_used(magnitude_of(self.output), layer.ctx):
+            found[magnitude_of(self.output)] = self._output_norms(layer)
+        return found
+
+    def _embedding_norms(self, layer: Vocabulary) -> Tensor:
+        """Return the norms of the channels over the vocabulary, as PEFT takes them, [H]."""
+        assert self.embedding is not None
+        down, up = layer.get_parameter("lora_embedding_A"), layer.get_parameter("lora_embedding_B")
+        return row_norms(layer.weight.t(), down, up * self.embedding.scale, layer.ctx, is_partial=True)
+
+    def _output_norms(self, layer: Vocabulary) -> Tensor:
+        """Return the norms of the rows of this rank, [V]."""
+        assert self.output is not None
+        down, up = layer.get_parameter("lora_A"), layer.get_parameter("lora_B") * self.output.scale
+        return row_norms(layer.weight, down, up, layer.ctx, is_partial=False)
 
 
 def vocabulary_adapters(module: nn.Module, shards: Shards, ctx: ParallelContext) -> VocabularyAdapters | None:

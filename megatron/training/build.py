@@ -19,6 +19,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.nf4 import quantized_weights
 from megatron.parallel.shards import initialise, named_parameters
 from megatron.tasks.task import Task
+from megatron.training.adapter_values import start_from_base
 from megatron.training.deepspeed_config import deepspeed_config
 from megatron.training.engine import Engine
 from megatron.training.lean_optimizers import lean
@@ -78,7 +79,10 @@ def build_engine(
     if config.uses_own_schedule:
         run_schedule(engine, config.parallel.schedule, ctx)
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
-    return cls(engine, config, ctx, task, losses, detector)
+    built = cls(engine, config, ctx, task, losses, detector)
+    if not will_restore:
+        start_from_base(built.module, built.state, config)
+    return built
 
 
 def _import_muon_uncompiled() -> None:

@@ -154,24 +154,29 @@ class _Facts:
 
 
 def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> torch.optim.Optimizer:
-    """Return AdamW, Adam or SGD over groups: matrices, which decay, and biases and norms, which do not; the adapters' B
-    may have a learning rate of their own. The weight decay of a group is the schedule's times its `wd_mult`, its
-    learning rate times `lr_mult`.
+    """Return AdamW, Adam or SGD over groups: matrices, which decay, and biases and norms, which do not. With LoRA+ the
+    adapters' B and magnitudes, and the embedding's adapter have learning rates of their own, as in PEFT. The weight
+    decay of a group is the schedule's times its `wd_mult`, its learning rate times `lr_mult`.
 
     Its attribute `gate` may refuse updates. In float32 without ZeRO, DeepSpeed leaves the optimizer bare: then it finds
     the norm, and clips by it, itself.
     """
     options = config.optimizer
-    ratio = config.lora.loraplus_lr_ratio
     trained = [p for p in model.parameters() if p.requires_grad]
-    ups = {id(p) for p in trained if ratio != 1.0 and _is_up(p)}
-    matrices = [p for p in trained if _decays(p) and id(p) not in ups]
     decayed: dict[str, Any] = {"weight_decay": options.weight_decay, "wd_mult": 1.0}
+    rates = dict.fromkeys([1.0, *(_lr_mult(p, config) for p in trained)])
     groups: list[dict[str, Any]] = [
-        {"params": matrices, **decayed, "lr_mult": 1.0},
-        {"params": [p for p in trained if id(p) in ups], **decayed, "lr": options.lr * ratio, "lr_mult": ratio},
-        {"params": [p for p in trained if not _decays(p)], "weight_decay": 0.0, "wd_mult": 0.0, "lr_mult": 1.0},
+        {
+            "params": [p for p in trained if _decays(p) and _lr_mult(p, config) == rate],
+            **decayed,
+            "lr": options.lr * rate,
+            "lr_mult": rate,
+        }
+        for rate in rates
     ]
+    groups.append(
+        {"params": [p for p in trained if not _decays(p)], "weight_decay": 0.0, "wd_mult": 0.0, "lr_mult": 1.0}
+    )
     groups = [group for group in groups if group["params"]]
     cls, arguments = _choose(config, ctx)
     gated = _gated(_without_compiler(cls))
@@ -195,13 +200,19 @@ def add_placeholder(model: nn.Module, ctx: ParallelContext) -> None:
     model.register_parameter("placeholder", found)
 
 
-def _is_up(parameter: Any) -> bool:
-    """Return True for the B of an adapter."""
-    return shard_of(parameter).added and parameter.full_name.rpartition(".")[2].startswith("lora_B")
+def _lr_mult(parameter: Any, config: Config) -> float:
+    """Return the learning rate of a parameter, relative to lr."""
+    ratio, name = config.lora.loraplus_lr_ratio, parameter.full_name.rpartition(".")[2]
+    if ratio == 1.0 or not shard_of(parameter).added:
+        return 1.0
+    if name.startswith("lora_embedding"):
+        return config.lora.loraplus_lr_embedding / config.optimizer.lr
+    return ratio if name.startswith(("lora_B", "lora_magnitude")) else 1.0
 
 
 def _decays(parameter: Tensor) -> bool:
-    return len(shard_of(parameter).shape) > 1
+    """Return True for a matrix, and for DoRA's magnitudes, which decay in transformers' trainer too."""
+    return len(shard_of(parameter).shape) > 1 or shard_of(parameter).added
 
 
 def _choose(config: Config, ctx: ParallelContext) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:

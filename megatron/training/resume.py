@@ -39,6 +39,7 @@ from megatron.training.adapter_start import (
     joined_checksums,
     open_adapters,
 )
+from megatron.training.adapter_values import start_from_base
 from megatron.training.checkpoints import TAG
 from megatron.training.engine import Engine
 from megatron.training.resume_plan import Resumable, plan_restore
@@ -113,6 +114,8 @@ def restore_start(engine: Engine, start: Start) -> list[str]:
     lines = raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
     engine.state.finish_restore()
     if isinstance(checkpoint, AdapterStart):
+        if checkpoint.trained is None:
+            start_from_base(engine.module, engine.state, engine.config)
         checksums = joined_checksums(engine.ctx.gather_objects(engine.state.base_sums))
         checkpoint.check_base(checksums)
         engine.base = {**checkpoint.record, "checksums": checksums}

@@ -13,7 +13,7 @@ part of frozen parameters: they are owned as in float32 without ZeRO, or in ZeRO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -170,14 +170,8 @@ class EngineState:
                 if not parameter.requires_grad:
                     if not trained_only:
                         self._restore_frozen(index, name, parameter, read)
-                elif self._config.optimizer.zero_stage != 3:
-                    whole = read(name, "weight", shard_of(parameter), 0, parameter.numel())
-                    parameter.copy_(whole.view(parameter.shape))
-                    if owned is not None:
-                        owned.weight.copy_(whole[owned.start : owned.start + owned.weight.numel()])
-                elif owned is not None:
-                    owned.weight.copy_(read(name, "weight", owned.shard, owned.start, owned.weight.numel()))
-                    parameter.ds_tensor.narrow(0, 0, owned.weight.numel()).copy_(owned.weight)  # type: ignore[attr-defined]
+                else:
+                    self._set_trained(parameter, owned, partial(read, name, "weight", shard_of(parameter)))
             for owned in slices.values():
                 for kind in moments:
                     target = owned.moments[kind]
@@ -187,6 +181,31 @@ class EngineState:
         if saved is not None and saved.get("loss_scaler") and self._config.training.fp16:
             for name, value in saved["loss_scaler"].items():
                 setattr(self._optimizer.loss_scaler, name, value)
+
+    def set_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Set parameters, by name, to these local tensors, float32."""
+        slices = {owned.name: owned for owned in self.owned(with_frozen=False)}
+
+        def read(name: str, kind: str, shard: Shard, start: int, numel: int) -> Tensor:
+            return values[name].view(-1).narrow(0, start, numel)
+
+        with torch.no_grad():
+            for index, (name, parameter) in enumerate(named_parameters(self._module)):
+                if name in values and parameter.requires_grad:
+                    self._set_trained(parameter, slices.get(name), partial(read, name, "weight", shard_of(parameter)))
+                elif name in values:
+                    self._restore_frozen(index, name, parameter, read)
+
+    def _set_trained(self, parameter: Any, owned: OwnedSlice | None, read: Callable[[int, int], Tensor]) -> None:
+        """Set a parameter and what the optimizer has of it; read(start, numel) returns a stretch, float32."""
+        if self._config.optimizer.zero_stage != 3:
+            whole = read(0, parameter.numel())
+            parameter.copy_(whole.view(parameter.shape))
+            if owned is not None:
+                owned.weight.copy_(whole[owned.start : owned.start + owned.weight.numel()])
+        elif owned is not None:
+            owned.weight.copy_(read(owned.start, owned.weight.numel()))
+            parameter.ds_tensor.narrow(0, 0, owned.weight.numel()).copy_(owned.weight)
 
     def _restore_frozen(self, index: int, name: str, parameter: Any, read: Callable[..., Tensor]) -> None:
         """Read a frozen parameter, of which no float32 copy is held; with adapters add to `base_sums`."""

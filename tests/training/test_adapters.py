@@ -17,7 +17,7 @@ CHEAP = {(0, "221s"), (1, "122s"), (0, "112"), (1, "121")}
 """Model and layout of the cases that are not slow."""
 LORA = "--lora-rank 4 --lora-alpha 16 --lr 1e-2"
 CASES = {
-    "llama_gqa": f"{LORA} --lora-target-modules q_proj v_proj down_proj embed_tokens lm_head",
+    "llama_gqa": f"{LORA} --lora-target-modules q_proj v_proj down_proj embed_tokens lm_head --use-dora",
     "bloom_learned": f"{LORA} --lora-target-modules all-linear wte lm_head",
 }
 

@@ -208,7 +208,7 @@ def test_frozen_linear_layers_alone_are_quantised_and_all_where_nothing_trains()
 
 
 def test_adapters_on_a_quantised_base_train_alike_on_every_layout(ranks: RankPools) -> None:
-    arguments = f"{MODELS['llama']} --quantize-base nf4 --lora-rank 4 --lora-alpha 16"
+    arguments = f"{MODELS['llama']} --quantize-base nf4 --lora-rank 4 --lora-alpha 16 --use-dora"
     ((expected, _),) = ranks(1)(train, arguments)
     for layout in ("tp2 sp", "pp2"):
         assert ranks(2)(train, f"{arguments} {LAYOUTS[layout]}")[0][0] == pytest.approx(expected, rel=2e-6), layout
