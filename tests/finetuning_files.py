@@ -25,6 +25,28 @@ REQUIRED: dict[str, Any] = {
 """The TrainingArgs that have no default; the files need not be there."""
 
 
+def write_config(folder: Path) -> Path:
+    """What a plan reads of such a Llama: config.json alone, without transformers."""
+    folder.mkdir(parents=True)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "vocab_size": 278,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def write_model(folder: Path, **changed: Any) -> Path:
     """A Llama of two layers. `changed` goes into its config."""
     transformers = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ from megatron.config.options import ConfigError
 from megatron.launch.finetune_file import KEYS
 from megatron.launch.plan import LaunchPlan, RefusedError
 from megatron.launch.preflight import preflight
-from tests.finetuning_files import write_chats, write_model
+from tests.finetuning_files import write_chats, write_config
 
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "finetuning.md"
 # as published, but for the folders
@@ -43,14 +43,9 @@ seed: 42
 ZERO = {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "base")
-
-
 @pytest.fixture
-def folder(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "base").symlink_to(base)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_config(tmp_path / "base")
     write_chats(tmp_path / "data" / "full.jsonl")
     write(tmp_path / "config" / "finetune_lora.yaml")
     monkeypatch.chdir(tmp_path)
