@@ -60,6 +60,8 @@ LIGHT = (
     "command_names",
     "planning.progress",
     "planning.schedule",
+    "tasks.packed",
+    "tasks.preference",
     "tasks.pretrain",
     "tasks.sft",
     "tasks.task",

@@ -23,6 +23,7 @@ from megatron.config.adapters import LoraConfig
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
+from megatron.config.preference import PreferenceConfig
 from megatron.config.training import GuardConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.config.types import STRICT, Positive
 
@@ -38,14 +39,16 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, config=STRICT)
 class SFTConfig:
-    """Packing of chats into microbatches."""
+    """Packing of chats, or of pairs of answers, into microbatches."""
 
     packing: Literal["step", "dataset", "none"] = "step"
     """`step`: pack each global batch, of exactly global_batch_size chats, into microbatches of one row of at most
     max_batch_len tokens. `dataset`: pack all chats into rows of seq_length tokens; each row is a sample. `none`:
-    micro_batch_size chats per microbatch, padded to the longest."""
+    micro_batch_size chats per microbatch, padded to the longest. Pairs take the place of chats, and 2 x seq_length that
+    of seq_length, with task=preference."""
     max_batch_len: Positive | None = None
-    """packing=step: maximum number of tokens in a microbatch, at least seq_length. Unset: seq_length."""
+    """packing=step: maximum number of tokens in a microbatch, at least seq_length (preference: 2 x seq_length), which
+    it is if unset."""
     bucketing: Literal["auto", "off", "octave", "optimal"] = "auto"
     """Round row lengths up to a few lengths, for devices that compile once per shape. `octave`: buckets_per_octave
     lengths between powers of two. `optimal`: the num_buckets lengths with the least padding. `off`: no rounding.
@@ -69,6 +72,7 @@ class Config:
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
     sft: SFTConfig = Field(default_factory=SFTConfig)
+    preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
     @property

@@ -66,7 +66,8 @@ class TrainingConfig:
 
     task: str = "pretrain"
     """Data and loss. `pretrain`: next-token prediction on documents. `sft`: supervised fine-tuning on the answers in
-    chats, as written by tools/preprocess_chat.py. `package.module:Class`: a task of your own."""
+    chats, as written by tools/preprocess_chat.py. `preference`: DPO and related objectives on pairs of answers, as
+    written by tools/preprocess_preferences.py. `package.module:Class`: a task of your own."""
     task_options: tuple[str, ...] = ()
     """NAME=VALUE ... for a task of your own that declares options."""
     micro_batch_size: Positive = 1
@@ -82,8 +83,8 @@ class TrainingConfig:
     train_iters: Positive | None = None
     """Number of optimizer steps. Give this or train_samples."""
     num_epochs: Positive | None = None
-    """sft: number of epochs, instead of train_samples and train_iters. Each epoch is shuffled separately, and no global
-    batch spans two epochs."""
+    """sft, preference: number of epochs, instead of train_samples and train_iters. Each epoch is shuffled separately,
+    and no global batch spans two epochs."""
     skip_train: bool = False
     """Evaluate the checkpoint in load, or else in save, on validation and test data, and exit. Allocates no optimizer,
     writes no checkpoint; needs neither training data nor a length of training."""

@@ -184,18 +184,23 @@ class IndexedDatasetBuilder:
             self._end_documents(np.array([self.num_sequences]))
 
     def add_documents(
-        self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | Tokens, *, keeps_empty_sequences: bool = True
+        self,
+        tokens: Sequence[int] | Tokens,
+        lengths: Sequence[int] | Tokens,
+        *,
+        keeps_empty_sequences: bool = True,
+        sequences_per_document: int = 1,
     ) -> None:
-        """Add documents of one sequence each, concatenated in `tokens`. Adds nothing if it raises DataError.
+        """Add documents of equally many sequences, concatenated in `tokens`. Adds nothing if it raises DataError.
 
         Tokens of the builder's own dtype are written without a check or a copy. Without `keeps_empty_sequences` a
-        document of length 0 has no sequence, as Megatron writes one without text.
+        sequence of length 0 is left out, as Megatron writes a document without text.
         """
         counts = np.asarray(lengths)
         filled = counts > 0 if not keeps_empty_sequences else np.ones(len(counts), np.bool_)
         before = self.num_sequences
         self._write(np.asarray(tokens), counts[filled])
-        self._end_documents(before + np.cumsum(filled))
+        self._end_documents(before + np.cumsum(filled)[sequences_per_document - 1 :: sequences_per_document])
 
     def append_dataset(self, dataset: IndexedDataset, progress: ReportBytes | None = None) -> None:
         """Add all documents of a finished dataset of the same dtype.

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+
+class AdapterSwitch:
+    """Switch of the low-rank adapters of a rank's layers; without them they are the base model."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute without adapters."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
 
 
 @dataclass(frozen=True)

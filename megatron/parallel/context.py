@@ -14,6 +14,7 @@ import torch
 from megatron import network
 from megatron.accelerator import quiet
 from megatron.parallel import plain_data
+from megatron.parallel.adapter_layout import AdapterSwitch
 from megatron.parallel.deferred import DeferredGradients
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shards import LayoutError
@@ -135,6 +136,7 @@ class ParallelContext:
     grid: Any = None
     """DeepSpeed's PipelineParallelGrid, its `mpu`."""
     streams: RandomStreams = field(default_factory=RandomStreams)
+    adapters: AdapterSwitch = field(default_factory=AdapterSwitch)
     deferred: DeferredGradients | None = None
     """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""
 

@@ -54,6 +54,8 @@ class LowRankMethod(LinearMethod):
         bias: Tensor | None,
     ) -> Tensor:
         """Return base(x) with the adapters; `bias` is in that already. `sharded`: tensor-parallel ranks differ in x."""
+        if not layer.ctx.adapters.is_on:
+            return base(layer, x)
         inputs = dropped(x, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
         down, up, output = self._down(layer), self._up(layer), base(layer, x)
         low = F.linear(inputs, down)

@@ -51,7 +51,7 @@ class VocabularyAdapters:
 
     def embed(self, layer: Vocabulary, rows_SB: Tensor, found: Tensor) -> Tensor:
         """Return the rows of the table that the base has `found`, [S, B, H], with the adapter's added."""
-        if self.embedding is None:
+        if self.embedding is None or not layer.ctx.adapters.is_on:
             return found
         down, up = (
             layer.get_parameter("lora_embedding_A"),
@@ -64,7 +64,7 @@ class VocabularyAdapters:
 
     def project(self, layer: Vocabulary, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return (hidden, weight) for the loss, [rows, B, H] with the adapter's R channels after those of `hidden`."""
-        if self.output is None:
+        if self.output is None or not layer.ctx.adapters.is_on:
             return hidden, weight
         ctx = layer.ctx
         inputs = dropped(hidden, self.dropout if layer.training else 0.0, ctx, sharded=ctx.sequence_parallel)

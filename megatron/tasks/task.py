@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -54,6 +54,22 @@ class Microbatch:
     """Tensor or tuple of tensors for the loss: (labels [B, S] int64, token weights [B, S]) in the built-in tasks."""
     normaliser: float
     """Divides the summed loss; added up over the global batch. The number of loss tokens in the built-in tasks."""
+
+
+OfOutputs = Callable[[tuple["Tensor", "Tensor"], Any], "Tensor"]
+"""Function of (hidden, output weight), as `Task.loss` gets them, and the targets of a microbatch."""
+
+
+class Forward(Protocol):
+    """Forward passes over microbatches, without gradients. Collective."""
+
+    def __call__(
+        self, microbatches: Sequence[Microbatch], of_outputs: OfOutputs, *, adapters: bool = True
+    ) -> list[Tensor]:
+        """Return what `of_outputs` returns for each, on the ranks of the last pipeline stage; nothing on the others.
+
+        As many microbatches as in the step. `adapters=False`: of the base model, without its adapters.
+        """
 
 
 class Task(ABC):
@@ -206,6 +222,16 @@ class Task(ABC):
     def describe(self, dataset: Any) -> str | None:
         """Return a line on the training data, printed before the first step; None: nothing."""
         return None
+
+    def before_step(
+        self, microbatches: Sequence[Microbatch], forward: Forward, ctx: ParallelContext
+    ) -> list[Microbatch]:
+        """Return the microbatches of a step, completed with what the model computes of them before it.
+
+        Called on every rank, before each step and each batch of an evaluation; `microbatches` is empty on inner
+        pipeline stages.
+        """
+        return list(microbatches)
 
     # The loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from megatron.observability.profiling import is_profiled
 from megatron.observability.timers import StepTimers
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
-from megatron.tasks.task import Microbatch, Task
+from megatron.tasks.task import Microbatch, OfOutputs, Task
 from megatron.training.losses import StepLosses
 from megatron.training.optimizer import Observation, UpdateGate
 from megatron.training.spikes import SpikeDetector
@@ -77,6 +78,8 @@ class Engine(ABC):
         self.deepspeed, self.config, self.ctx = engine, config, ctx
         self._task, self._losses = task, losses
         self._num_microbatches = 0  # set by the first step
+        self._passes = 0
+        """Microbatches of the step or evaluation under way."""
         dropouts = config.model.hidden_dropout, config.model.attention_dropout, config.lora.lora_dropout
         self._draws = max(dropouts) > 0
         self.dropout_seed = config.training.seed
@@ -139,12 +142,14 @@ class Engine(ABC):
         """
         ctx = self.ctx
         self._set_num_microbatches(len(microbatches) if num_microbatches is None else num_microbatches)
+        self._passes = self._num_microbatches
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay * group["wd_mult"]
         if self._draws:
             ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
+        microbatches = self._task.before_step(microbatches, self.forward, ctx)
         normaliser = self._begin(microbatches)
         self._gate.begin_step()
         if (buffers := getattr(self.deepspeed.optimizer, "buffers", None)) is not None:
@@ -166,9 +171,20 @@ class Engine(ABC):
 
     def evaluate(self, microbatches: Sequence[Microbatch], num_microbatches: int) -> Evaluation:
         """Return the loss over one global batch, of which `microbatches` are this rank's share. No update."""
+        self._passes = num_microbatches
+        microbatches = self._task.before_step(microbatches, self.forward, self.ctx)
         normaliser = self._begin(microbatches)
         loss = self._evaluate([(batch.inputs, batch.targets) for batch in microbatches], num_microbatches)
         return Evaluation(loss, normaliser, self._losses.metrics)
+
+    def forward(
+        self, microbatches: Sequence[Microbatch], of_outputs: OfOutputs, *, adapters: bool = True
+    ) -> list[Tensor]:
+        """Return what `of_outputs` computes of each microbatch, without gradients: `tasks.task.Forward`."""
+        switched = contextlib.nullcontext() if adapters else self.ctx.adapters.off()
+        with self._losses.collect(of_outputs) as results, switched:
+            self._run_forward([(batch.inputs, batch.targets) for batch in microbatches], self._passes)
+        return results
 
     def watch(self, fire: Callable[[str, float | None], None]) -> None:
         """Call `fire` with the name of a hook and the loss, where it is known, at the events within training steps."""
@@ -193,6 +209,10 @@ class Engine(ABC):
     @abstractmethod
     def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
         """Return the mean loss of microbatches and ranks, without gradients."""
+
+    @abstractmethod
+    def _run_forward(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> None:
+        """Run the forward passes of microbatches, without dropout and gradients."""
 
     def _set_num_microbatches(self, number: int) -> None:
         """Set DeepSpeed's number of microbatches for the next step."""

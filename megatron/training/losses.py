@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.options import ConfigError
 from megatron.parallel.context import ParallelContext
-from megatron.tasks.task import LossResult, Task
+from megatron.tasks.task import LossResult, OfOutputs, Task
 
 
 class StepLosses:
@@ -29,6 +31,17 @@ class StepLosses:
         """The loss of each microbatch."""
         self.metrics: Tensor | None = None
         """[number of metrics, 2]: sum and weight of each metric of the task; None before the first microbatch."""
+        self._of_outputs: OfOutputs | None = None
+        self._results: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def collect(self, of_outputs: OfOutputs) -> Iterator[list[Tensor]]:
+        """Within it compute this of each microbatch in place of the loss; yields the list of the results."""
+        self._of_outputs, self._results = of_outputs, []
+        try:
+            yield self._results
+        finally:
+            self._of_outputs = None
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
         total = self.compute(outputs, targets)
@@ -37,6 +50,9 @@ class StepLosses:
 
     def compute(self, outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
         """Return the loss of one microbatch, without keeping it."""
+        if self._of_outputs is not None:
+            self._results.append(self._of_outputs(outputs, targets))
+            return torch.zeros((), device=self._ctx.device)
         result = self._task.loss(outputs, targets, self._scale, self._ctx)
         if self._task.metrics:
             self._add_metrics(result)

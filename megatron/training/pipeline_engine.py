@@ -66,6 +66,12 @@ class PipelineEngine(Engine):
         self.module.train()
         return loss
 
+    def _run_forward(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> None:
+        self.deepspeed.eval_batch(
+            self._on_device(batches), num_micro_batches=num_microbatches, reduce_output=None, bcast_loss=False
+        )
+        self.module.train()
+
     def _on_device(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Copy what this stage uses of each microbatch when DeepSpeed takes it, whose own copies wait."""
         ctx = self.ctx

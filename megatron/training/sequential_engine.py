@@ -52,12 +52,15 @@ class SequentialEngine(Engine):
                 engine.step()
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
+        self._run_forward(batches, num_microbatches)
+        return self._mean_loss()
+
+    def _run_forward(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> None:
         self.deepspeed.eval()
         with torch.no_grad():
             for inputs, targets in batches:
                 self._forward(inputs, targets)
         self.deepspeed.train()
-        return self._mean_loss()
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         with self.timers("batch-generator"):

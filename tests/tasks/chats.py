@@ -105,7 +105,7 @@ def dense_gradient(arguments: str) -> tuple[float, dict[str, torch.Tensor], dict
     size = engine.config.training.global_batch_size
     total, count = torch.zeros((), dtype=torch.float64), 0
     _, keys = task.plan(dataset, lambda _: size, 0, 1)(0)
-    chats = getattr(dataset, "chats", dataset)
+    chats = getattr(dataset, "samples", dataset)
     for chat in [chat for key in keys for chat in task.samples_of(key)]:
         ids, mask = (torch.from_numpy(part.astype(np.int64)) for part in chats.read(chat))
 

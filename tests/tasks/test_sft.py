@@ -197,7 +197,7 @@ def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -
             consumed += steps[0][0]
             tokens.append(task.consumed_tokens(dataset, consumed))
         assert sorted(epoch) == list(range(41))
-    lengths = getattr(dataset, "chats", dataset).lengths
+    lengths = getattr(dataset, "samples", dataset).lengths
     assert tokens[-1] == 2 * lengths.sum()
     assert all(before < after for before, after in pairwise(tokens))
     assert epochs[0] != epochs[1]

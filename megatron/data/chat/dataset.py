@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,16 +40,38 @@ class ChatFile:
     chats: NDArray[np.int64]
 
 
-class ChatDataset:
+class SampleDataset(ABC):
+    """Samples that are read in epochs, each shuffled by itself."""
+
+    lengths: NDArray[np.int64]
+    """Places of each sample in a row."""
+    seed: int
+    fingerprint: str
+    """Equal for the same samples in the same order in every epoch."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the numbers of all samples in the order of an epoch."""
+        return shuffled(len(self), self.seed, epoch)
+
+    def tokens_before(self, epoch: int, samples: int) -> int:
+        """Return the places of the first `samples` samples of an epoch."""
+        return int(_ends(self, epoch)[samples - 1]) if samples else 0
+
+    @abstractmethod
+    def documents_of(self, sample: int) -> tuple[str, list[int]]:
+        """Return the prefix of a sample's file, and its number there."""
+
+
+class ChatDataset(SampleDataset):
     """Chats of several files, numbered consecutively. Raises DataError if none has a token to train on."""
 
     def __init__(self, files: Sequence[ChatFile], *, seed: int, vocab_size: int, said: str):
-        self._files, self._seed, self._vocab_size = files, seed, vocab_size
+        self._files, self.seed, self._vocab_size = files, seed, vocab_size
         self._firsts = np.cumsum([0, *(len(file.chats) for file in files)])
-        self.lengths: NDArray[np.int64] = np.concatenate(
-            [file.tokens.lengths[file.chats].astype(np.int64) - 1 for file in files]
-        )
-        """Places of each chat in a row."""
+        self.lengths = np.concatenate([file.tokens.lengths[file.chats].astype(np.int64) - 1 for file in files])
         self.loss_tokens: NDArray[np.int64] = np.concatenate([_loss_tokens(file) for file in files])
         """Labels of each chat in the loss."""
         if not self.loss_tokens.any():
@@ -61,18 +84,6 @@ class ChatDataset:
             for file in files
         ]
         self.fingerprint = digest("chats", 1, identity, seed)
-        """Equal for the same chats in the same order in every epoch."""
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the numbers of all chats in the order of an epoch."""
-        return shuffled(len(self), self._seed, epoch)
-
-    def tokens_before(self, epoch: int, chats: int) -> int:
-        """Return the places of the first `chats` chats of an epoch."""
-        return int(_ends(self, epoch)[chats - 1]) if chats else 0
 
     def read(self, chat: int) -> tuple[Tokens, Tokens]:
         """Return ids and mask of a chat, both [length + 1]. Raises DataError for an id outside the vocabulary."""
@@ -86,7 +97,6 @@ class ChatDataset:
         return ids, mask
 
     def documents_of(self, chat: int) -> tuple[str, list[int]]:
-        """Return the prefix of a chat's file, and its number there."""
         file, sequence = self._place(chat)
         return file.tokens.prefix, [sequence]
 
@@ -96,19 +106,19 @@ class ChatDataset:
         return file, int(file.chats[chat - self._firsts[number]])
 
 
-class PackedChats:
-    """Rows of chats, each of at most `capacity` tokens: the samples of a run with packing=dataset.
+class PackedSamples:
+    """Rows of samples, each of at most `capacity` tokens: what a run with packing=dataset counts as its samples.
 
-    Every epoch has equally many rows of the same lengths, with different chats packed together.
+    Every epoch has equally many rows of the same lengths, with different samples packed together.
     """
 
-    def __init__(self, chats: ChatDataset, capacity: int, seed: int):
-        self.chats, self._capacity, self._seed = chats, capacity, seed
-        self.fingerprint = digest("packed", 1, chats.fingerprint, capacity)
+    def __init__(self, samples: SampleDataset, capacity: int, seed: int):
+        self.samples, self._capacity, self._seed = samples, capacity, seed
+        self.fingerprint = digest("packed", 1, samples.fingerprint, capacity)
 
     @lru_cache(maxsize=3)  # noqa: B019 - lives as long as the run
     def _packs(self, epoch: int) -> Packs:
-        return pack_dataset(self.chats.lengths, self._capacity, seed_of(self._seed, epoch))
+        return pack_dataset(self.samples.lengths, self._capacity, seed_of(self._seed, epoch))
 
     def __len__(self) -> int:
         return len(self._packs(0))
@@ -118,7 +128,7 @@ class PackedChats:
         return shuffled(len(self), self._seed, epoch)
 
     def row(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """Return the numbers of the chats in a row."""
+        """Return the numbers of the samples in a row."""
         return self._packs(epoch)[number]
 
     def tokens_before(self, epoch: int, rows: int) -> int:
@@ -128,11 +138,11 @@ class PackedChats:
     @lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
     def _ends(self, epoch: int) -> NDArray[np.int64]:
         packs = self._packs(epoch)
-        tokens = np.add.reduceat(self.chats.lengths[packs.order], packs.starts[:-1])
+        tokens = np.add.reduceat(self.samples.lengths[packs.order], packs.starts[:-1])
         return np.cumsum(tokens[self.order(epoch)])
 
-    def documents_of(self, chat: int) -> tuple[str, list[int]]:
-        return self.chats.documents_of(chat)
+    def documents_of(self, sample: int) -> tuple[str, list[int]]:
+        return self.samples.documents_of(sample)
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -148,7 +158,7 @@ def seed_of(seed: int, epoch: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _ends(dataset: ChatDataset, epoch: int) -> NDArray[np.int64]:
+def _ends(dataset: SampleDataset, epoch: int) -> NDArray[np.int64]:
     return np.cumsum(dataset.lengths[dataset.order(epoch)])
 
 
@@ -157,6 +167,14 @@ def _loss_tokens(file: ChatFile) -> NDArray[np.int64]:
     mask, starts = file.mask.tokens, np.asarray(file.mask.pointers, dtype=np.int64)
     sums = np.add.reduceat(mask, starts, dtype=np.int64) - mask[starts]
     return np.asarray(sums[file.chats], dtype=np.int64)
+
+
+def rows_of_split(count: int, config: Config, split: int | None) -> NDArray[np.int64]:
+    """Return the rows of a file of `count` that a split has (None: all), in the order of the file."""
+    if split is None:
+        return np.arange(count, dtype=np.int64)
+    bounds = np.rint(np.cumsum((0.0, *parse_split(config.data.split))) * count).astype(np.int64)
+    return np.sort(shuffled(count, SPLIT_SEED, 0)[bounds[split] : bounds[split + 1]])
 
 
 def open_chats(config: Config) -> tuple[ChatDataset, ChatDataset | None, ChatDataset | None]:
@@ -206,10 +224,7 @@ def _open(prefix: str, vocab_size: int) -> tuple[IndexedDataset, IndexedDataset]
 
 def _usable(tokens: IndexedDataset, config: Config, split: int | None) -> NDArray[np.int64]:
     """Return the chats of a split (None: all) in the order of the file. Raises DataError for one that is too long."""
-    chats = np.arange(len(tokens), dtype=np.int64)
-    if split is not None:
-        bounds = np.rint(np.cumsum((0.0, *parse_split(config.data.split))) * len(tokens)).astype(np.int64)
-        chats = np.sort(shuffled(len(tokens), SPLIT_SEED, 0)[bounds[split] : bounds[split + 1]])
+    chats = rows_of_split(len(tokens), config, split)
     lengths = tokens.lengths[chats]
     if len(chats) and (longest := int(lengths.max())) > config.training.seq_length + 1:
         raise DataError(

@@ -87,19 +87,29 @@ class ChatSetup:
 
 def prepare_chats(job: ChatJob) -> ChatSetup:
     """Find the template, load the tokenizer and add tokens to it. Raises DataError."""
-    path = Path(job.tokenizer)
-    if not path.exists():
-        raise DataError(f"tokenizer {path} does not exist; give a tokenizer.json, or the folder that holds one")
-    source = find_template(job.chat_template, path if path.is_dir() else path.parent)
+    source = find_template(job.chat_template, tokenizer_folder(job.tokenizer))
     wanted = source.tokens_to_add() if job.add_special_tokens else ()
     tokenizer, lacking = load_tokenizer(job.tokenizer, source.named_tokens, wanted)
     if lacking and job.tokenizer_output is None:
         raise DataError(
-            f"the tokenizer {path} lacks {', '.join(lacking)}; name a folder for the tokenizer that has them with "
-            "--tokenizer-output, or leave out --add-special-tokens"
+            f"the tokenizer {job.tokenizer} lacks {', '.join(lacking)}; name a folder for the tokenizer that has them "
+            "with --tokenizer-output, or leave out --add-special-tokens"
         )
-    template = ChatTemplate(source, tokenizer.tokens)
-    tool_template = None
-    if source.tool_use is not None:
-        tool_template = ChatTemplate(replace(source, text=source.tool_use), tokenizer.tokens)
+    template, tool_template = compile_templates(source, tokenizer)
     return ChatSetup(ChatEncoder(template, tokenizer, job.rules, tool_template), tokenizer, source, lacking)
+
+
+def tokenizer_folder(tokenizer: str) -> Path:
+    """Return the folder of a tokenizer.json. Raises DataError if there is none."""
+    path = Path(tokenizer)
+    if not path.exists():
+        raise DataError(f"tokenizer {path} does not exist; give a tokenizer.json, or the folder that holds one")
+    return path if path.is_dir() else path.parent
+
+
+def compile_templates(source: TemplateSource, tokenizer: ChatTokenizer) -> tuple[ChatTemplate, ChatTemplate | None]:
+    """Return the template, and the one for conversations with tools if that is another. Raises DataError."""
+    template = ChatTemplate(source, tokenizer.tokens)
+    if source.tool_use is None:
+        return template, None
+    return template, ChatTemplate(replace(source, text=source.tool_use), tokenizer.tokens)

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.chat.block_encoder import SHOWN_FAULTS, EncodedBlock, encode_blocks
+from megatron.data.block_workers import BYTES_WORTH_A_PROCESS, encode_blocks
+from megatron.data.chat.block_encoder import SHOWN_FAULTS, EncodedBlock, encode_batch, encode_in_worker
 from megatron.data.chat.encoder import ChatCounts
 from megatron.data.chat.job import ChatJob, ChatSetup, prepare_chats
 from megatron.data.chat.tokenizer import write_tokenizer
@@ -28,8 +30,6 @@ from megatron.data.source_reader import read_batches
 from megatron.data.sources import InputListing, find_sources
 
 BLOCK_BYTES = 1 << 20
-BYTES_WORTH_A_PROCESS = 16 << 20
-"""Input for each process to start: starting one takes as long as encoding this much here."""
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 
 
@@ -214,4 +214,9 @@ def _encoded(job: ChatJob, setup: ChatSetup, listing: InputListing) -> Generator
     batches = read_batches(listing.sources, rules)
     total_bytes = sys.maxsize if listing.num_bytes is None else listing.num_bytes
     setup.tokenizer.expected_bytes = total_bytes
-    return encode_blocks(job, setup.encoder, batches, min(job.workers, total_bytes // BYTES_WORTH_A_PROCESS))
+    return encode_blocks(
+        lambda batch: encode_batch(setup.encoder, batch, job.bad_rows),
+        partial(encode_in_worker, job),
+        batches,
+        min(job.workers, total_bytes // BYTES_WORTH_A_PROCESS),
+    )

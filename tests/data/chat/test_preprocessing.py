@@ -17,7 +17,8 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron.data.chat import block_encoder, preprocessing
+from megatron.data import block_workers
+from megatron.data.chat import preprocessing
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
 from megatron.data.chat.template import find_template
@@ -144,8 +145,8 @@ def test_processes_give_the_same_as_one(tmp_path: Path, tokenizer: Path, monkeyp
     rows = [chat(f"question {i} " + "x" * (i % 50), f"answer {i}") for i in range(400)]
     rows[7] = {"messages": []}
     started: list[None] = []
-    start = block_encoder._WorkerProcess.start
-    monkeypatch.setattr(block_encoder._WorkerProcess, "start", lambda self: started.append(start(self)))
+    start = block_workers._WorkerProcess.start
+    monkeypatch.setattr(block_workers._WorkerProcess, "start", lambda self: started.append(start(self)))
     source = rows_of(tmp_path / "in.jsonl", *rows)
     expected = preprocess_chats(alone := job_of(source, tokenizer, bad_rows="skip"))
     assert not started

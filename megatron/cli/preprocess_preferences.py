@@ -1,0 +1,184 @@
+"""Tokenize preferences for DPO and related objectives: PREFIX.bin and .idx, with a prompt and its two answers a row.
+
+    python tools/preprocess_preferences.py --input pairs.jsonl --output-prefix data/pairs \\
+        --tokenizer-model models/llama --workers 4 --show 2
+
+Each line is {"prompt": ..., "chosen": ..., "rejected": ...}, of texts or of lists of messages; docs/preference.md has
+all formats. All that is left out is counted, and the files get their names only when both are complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.cli.command import command, run_command
+from megatron.cli.text_flags import add_file_flags, add_overwrite_flag, add_share_flags, shard_given
+from megatron.command_names import command_name
+
+if TYPE_CHECKING:
+    from megatron.data.preference.preprocessing import PreferenceJob, PreferenceTotals
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=command_name("preprocess_preferences"),
+        description="Tokenize preferences, a prompt and two answers a row, into PREFIX.bin and .idx.",
+        allow_abbrev=False,
+    )
+    source = parser.add_argument_group("input")
+    add_file_flags(
+        source,
+        "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a row a line, .tar of such files; "
+        "all also compressed: .gz, .zst, .xz, .bz2",
+    )
+    add_share_flags(source)
+    source.add_argument(
+        "--bad-rows",
+        choices=("error", "skip"),
+        default="error",
+        help="what to do with a row that cannot be used: skipped rows are counted by reason (default: error)",
+    )
+    text = parser.add_argument_group("tokenizer and template")
+    text.add_argument("--tokenizer-model", required=True, metavar="PATH", help="tokenizer.json, or its folder")
+    text.add_argument(
+        "--chat-template",
+        metavar="NAME",
+        help="for rows of messages: a preset, a .jinja file, or a .py file with CHAT_TEMPLATE (default: the "
+        "tokenizer's)",
+    )
+    text.add_argument(
+        "--as-chat",
+        action="store_true",
+        help="make messages of user and assistant of rows of texts, which the template then writes (default: texts "
+        "stay as they are)",
+    )
+    text.add_argument(
+        "--no-append-eos",
+        dest="append_eos",
+        action="store_false",
+        help="do not append EOS to texts, and to conversations that the template leaves without an end (default: "
+        "append it)",
+    )
+    _add_output_flags(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.output_prefix is None and not arguments.show:
+        parser.error("--output-prefix is missing; give it, or print pairs with --show N")
+    if arguments.workers < 1:
+        parser.error("--workers must be at least 1")
+    if arguments.show < 0:
+        parser.error("--show must not be negative")
+    arguments.shard = shard_given(parser, arguments)
+    return arguments
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-prefix", metavar="PREFIX", help="files are PREFIX.bin and PREFIX.idx")
+    add_overwrite_flag(output)
+    output.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at most (default: all cores)"
+    )
+    output.add_argument(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print the first N pairs as they are tokenized; without --output-prefix do nothing else",
+    )
+
+
+def job_of(arguments: argparse.Namespace) -> PreferenceJob:
+    from megatron.data.preference.preprocessing import PreferenceJob
+
+    return PreferenceJob(
+        inputs=tuple(arguments.input),
+        output_prefix=arguments.output_prefix or "",
+        tokenizer=arguments.tokenizer_model,
+        chat_template=arguments.chat_template,
+        as_chat=arguments.as_chat,
+        append_eos=arguments.append_eos,
+        bad_rows=arguments.bad_rows,
+        workers=arguments.workers,
+        exclude=tuple(arguments.exclude),
+        stdin_filename=arguments.stdin_filename,
+        shard=arguments.shard,
+        max_documents=arguments.max_documents,
+        overwrite=arguments.overwrite,
+    )
+
+
+def show_pairs(job: PreferenceJob, count: int) -> None:
+    """Print the first pairs of the input, without bad rows. Raises DataError."""
+    from dataclasses import replace
+
+    from megatron.data.document_blocks import ReadingRules
+    from megatron.data.preference.preprocessing import encode_pairs, prepare_preferences
+    from megatron.data.source_reader import read_blocks
+    from megatron.data.sources import find_sources
+
+    setup, number = prepare_preferences(job), 0
+    rules = ReadingRules(block_bytes=1 << 16, max_documents=job.max_documents, names=job.names)
+    for block in read_blocks(find_sources(job.inputs, job.names).sources, rules):
+        for pair in encode_pairs(setup.encoder, replace(job, bad_rows="skip"), [block]).pairs():
+            if number == count:
+                return
+            number += 1
+            print(f"--- pair {number} ---")
+            for name, ids in zip(("prompt", "chosen", "rejected"), pair.parts, strict=True):
+                print(f"[{name}: {len(ids)} tokens]\n{setup.tokenizer.decode(ids.tolist())}")
+            print()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command. Raises DataError or OSError, with no final file written."""
+    from megatron.data.preference.preprocessing import preprocess_preferences
+
+    job = job_of(arguments)
+    if arguments.show:
+        show_pairs(job, arguments.show)
+    if not job.output_prefix:
+        return
+    started_s = time.monotonic()
+    summarize(job, preprocess_preferences(job), time.monotonic() - started_s)
+
+
+def summarize(job: PreferenceJob, totals: PreferenceTotals, elapsed_s: float) -> None:
+    for fault in totals.faults:
+        print(f"skipped {fault}", file=sys.stderr)
+    counts = totals.counts
+    rows = [
+        ("rows read", f"{counts.num_rows:,}"),
+        ("pairs", f"{totals.num_pairs - counts.num_unpaired:,}"),
+        ("tokens", ", ".join(f"{name}: {count:,}" for name, count in totals.num_tokens.items())),
+        *(
+            (f"lengths, {name}", ", ".join(f"{percent} %: {length}" for percent, length in levels.items()))
+            for name, levels in totals.length_percentiles.items()
+        ),
+        ("vocabulary", f"{totals.vocab_size:,}"),
+    ]
+    counted = {
+        "rows with one answer": counts.num_unpaired,
+        "EOS appended to answers": counts.num_appended_eos,
+        "prompts whose end merges with an answer": counts.num_shortened_prompts,
+        "blank lines": totals.num_blank,
+        **{f"bad, {reason}": count for reason, count in counts.bad.items()},
+        **{f"not written by the template, {kind}": count for kind, count in counts.left_out.items()},
+    }
+    rows += [(name, f"{count:,}") for name, count in counted.items() if count]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    print(f"written in {elapsed_s:.1f} s: {job.output_prefix}.bin, {job.output_prefix}.idx")
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    from megatron.data.indexed import DataError
+
+    return run_command(lambda: run(arguments), (DataError,), arguments.output_prefix or "")

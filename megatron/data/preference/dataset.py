@@ -1,0 +1,220 @@
+"""Datasets of pairs: a prompt and two answers to it, in the order of each epoch.
+
+The files are those of preference/preprocessing.py. A prompt with an answer is cut to seq_length + 1 tokens here, so
+that one dataset serves runs of any length; of its n tokens, n - 1 take a place of a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.command_names import command_name
+from megatron.config.data import parse_data_path
+from megatron.config.options import Config
+from megatron.data.blend import digest
+from megatron.data.chat.dataset import SampleDataset, rows_of_split
+from megatron.data.gpt import SPLITS, check_vocabulary
+from megatron.data.indexed import DataError, IndexedDataset, Tokens
+from megatron.data.preference.preprocessing import SEQUENCES
+
+logger = logging.getLogger(__name__)
+
+CHOSEN, REJECTED = 1, 2
+"""Sequences of a document."""
+
+
+@dataclass(frozen=True)
+class PairLimits:
+    """Limits of the length of a pair."""
+
+    max_length: int
+    """Tokens of a prompt with an answer."""
+    max_prompt_length: int | None
+    """Tokens of a prompt, of which the last are kept."""
+    truncation: Literal["keep_start", "keep_end"]
+
+    @classmethod
+    def of(cls, config: Config) -> PairLimits:
+        options = config.preference
+        return cls(config.training.seq_length + 1, options.max_prompt_length, options.truncation)
+
+    def prompt_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of prompts of these lengths."""
+        return lengths if self.max_prompt_length is None else np.minimum(lengths, self.max_prompt_length)
+
+
+class Answer(NamedTuple):
+    """A prompt with an answer to it."""
+
+    ids: Tokens
+    """[n]"""
+    begin: int
+    """First id of the answer; at least 1, so that all its tokens are labels."""
+
+
+@dataclass(frozen=True)
+class PairFile:
+    """A dataset of pairs, and the numbers of those in use."""
+
+    tokens: IndexedDataset
+    rows: NDArray[np.int64]
+    split: int
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the tokens [rows, 3] of prompt, chosen and rejected, as they are stored."""
+        return self.tokens.lengths.reshape(-1, SEQUENCES)[self.rows].astype(np.int64)
+
+
+class PairDataset(SampleDataset):
+    """Pairs of several files, numbered consecutively."""
+
+    def __init__(self, files: Sequence[PairFile], limits: PairLimits, *, seed: int, vocab_size: int):
+        self.files, self.limits, self.seed, self._vocab_size = files, limits, seed, vocab_size
+        self._firsts = np.cumsum([0, *(len(file.rows) for file in files)])
+        stored = np.concatenate([file.lengths() for file in files])
+        prompts, answers = limits.prompt_lengths(stored[:, :1]), stored[:, CHOSEN:]
+        wholes = np.minimum(prompts + answers, limits.max_length)
+        self.answer_lengths: NDArray[np.int64] = np.where(answers > 0, wholes - 1, 0)
+        """[pairs, 2] Places of the chosen and of the rejected side, 0 for one that a row lacks."""
+        self.labels: NDArray[np.int64] = np.where(
+            limits.truncation == "keep_start", wholes - prompts, np.minimum(answers, limits.max_length - 1)
+        ) * (answers > 0)
+        """[pairs, 2] Tokens of each answer in the loss."""
+        self.lengths = self.answer_lengths.sum(axis=1)
+        self.num_cut_prompts = int((prompts < stored[:, :1]).sum())
+        self.num_truncated = int((prompts + answers > limits.max_length).sum())
+        """Sides that are longer than max_length."""
+        identity = [(file.tokens.fingerprint, digest(file.rows.tobytes().hex())) for file in files]
+        self.fingerprint = digest("pairs", 1, identity, seed, *vars(limits).values())
+
+    def read(self, pair: int) -> tuple[Answer, Answer]:
+        """Return the chosen and the rejected side, of no ids where a row lacks it.
+
+        Raises DataError for an id outside the vocabulary.
+        """
+        file, row = self._place(pair)
+        prompt, *answers = (file.tokens.read(SEQUENCES * row + part) for part in range(SEQUENCES))
+        if self.limits.max_prompt_length is not None:
+            prompt = prompt[-self.limits.max_prompt_length :]
+        chosen, rejected = (self._side(prompt, answer) for answer in answers)
+        for ids in (chosen.ids, rejected.ids):
+            if len(ids) and (int(ids.max()) >= self._vocab_size or int(ids.min()) < 0):
+                raise DataError(
+                    f"{file.tokens.prefix}: pair {row} holds token {int(ids.max())}, but vocab_size="
+                    f"{self._vocab_size}; preprocess it with this model's tokenizer, or set vocab_size to the data's"
+                )
+        return chosen, rejected
+
+    def _side(self, prompt: Tokens, answer: Tokens) -> Answer:
+        if not len(answer):
+            return Answer(answer, 1)
+        ids, limit = np.concatenate([prompt, answer]), self.limits.max_length
+        if self.limits.truncation == "keep_start":
+            return Answer(ids[:limit], len(prompt))
+        return Answer(ids[-limit:], max(1, len(prompt) - max(0, len(ids) - limit)))
+
+    def documents_of(self, sample: int) -> tuple[str, list[int]]:
+        file, row = self._place(sample)
+        return file.tokens.prefix, [row]
+
+    def _place(self, pair: int) -> tuple[PairFile, int]:
+        number = int(np.searchsorted(self._firsts, pair, side="right")) - 1
+        file = self.files[number]
+        return file, int(file.rows[pair - self._firsts[number]])
+
+
+def open_pairs(config: Config, *, needs_both: bool) -> tuple[PairDataset, PairDataset | None, PairDataset | None]:
+    """Return pairs for training, validation and test; the last two None if the config leaves none.
+
+    `needs_both`: refuse rows with one answer. Raises DataError.
+    """
+    opened: dict[str, IndexedDataset] = {}
+    found: list[PairDataset | None] = []
+    limits = PairLimits.of(config)
+    for split, (option, words) in enumerate(config.data.paths):
+        files = []
+        for prefix in parse_data_path(words)[0] if words else []:
+            if prefix not in opened:
+                opened[prefix] = _open(prefix, config.model.vocab_size, needs_both=needs_both)
+            tokens = opened[prefix]
+            count = len(tokens) // SEQUENCES
+            rows = rows_of_split(count, config, None if config.data.per_split else split)
+            rows = _usable(PairFile(tokens, rows, split), limits)
+            if len(rows):
+                files.append(PairFile(tokens, rows, split))
+        if not files and split == 0:
+            said = f"{option}={' '.join(words)}" + ("" if config.data.per_split else f", split={config.data.split}")
+            raise DataError(
+                f"{said} leaves no pairs to train on; give more pairs, raise the first share of split, or seq_length"
+            )
+        seed, vocab_size = config.training.seed, config.model.vocab_size
+        found.append(PairDataset(files, limits, seed=seed, vocab_size=vocab_size) if files else None)
+    train, valid, test = found
+    assert train is not None
+    return train, valid, test
+
+
+def _open(prefix: str, vocab_size: int, *, needs_both: bool) -> IndexedDataset:
+    tokens = IndexedDataset(prefix)
+    check_vocabulary(tokens, vocab_size)
+    documents = tokens.document_index
+    if len(tokens) % SEQUENCES or not np.array_equal(documents, np.arange(0, len(tokens) + 1, SEQUENCES)):
+        raise DataError(
+            f"{prefix} holds {len(tokens)} sequences in {tokens.num_documents} documents, not a prompt and two answers "
+            f"in each, which task=preference needs; write it with {command_name('preprocess_preferences')}"
+        )
+    lengths = tokens.lengths.reshape(-1, SEQUENCES)
+    if needs_both and (lone := np.flatnonzero((lengths[:, CHOSEN:] == 0).any(axis=1))).size:
+        raise DataError(
+            f"{prefix}: {lone.size} of {len(lengths)} rows have one answer, the first of them row {lone[0]}, and this "
+            "objective compares two; use preference_loss=kto, or preprocess pairs"
+        )
+    return tokens
+
+
+def _usable(file: PairFile, limits: PairLimits) -> NDArray[np.int64]:
+    """Return the rows of which enough is left when they are cut. Those that are left out are counted in a warning."""
+    stored = file.lengths()
+    prompts, answers = limits.prompt_lengths(stored[:, :1]), stored[:, CHOSEN:]
+    reasons: Counter[str] = Counter()
+    keeps = np.ones(len(stored), np.bool_)
+    if limits.truncation == "keep_start":
+        keeps = prompts[:, 0] < limits.max_length
+        reasons[f"whose prompt has {limits.max_length} tokens or more, so that no answer is left"] = int((~keeps).sum())
+    both = (answers > 0).all(axis=1)
+    cut = keeps & both & (prompts + answers > limits.max_length).all(axis=1)
+    for number in np.flatnonzero(cut):
+        keeps[number] = not _are_equal(file, int(number), int(prompts[number, 0]), limits)
+    reasons["whose answers are equal when they are cut"] = int((cut & ~keeps).sum())
+    for reason, count in reasons.items():
+        if count:
+            first = int(file.rows[np.flatnonzero(~keeps)[0]])
+            logger.warning(
+                "%s: %d pairs of %s %s (the first left out is row %d); left out: raise seq_length, or lower "
+                "max_prompt_length",
+                SPLITS[file.split],
+                count,
+                file.tokens.prefix,
+                reason,
+                first,
+            )
+    return file.rows[keeps]
+
+
+def _are_equal(file: PairFile, number: int, prompt_length: int, limits: PairLimits) -> bool:
+    """Return True if nothing is left in which the two answers to a prompt differ."""
+    left = limits.max_length - prompt_length
+    first = SEQUENCES * int(file.rows[number])
+    chosen, rejected = (file.tokens.read(first + part) for part in (CHOSEN, REJECTED))
+    if limits.truncation == "keep_start":
+        return np.array_equal(chosen[:left], rejected[:left])
+    return np.array_equal(chosen[-limits.max_length :], rejected[-limits.max_length :]) and (
+        min(len(chosen), len(rejected)) >= limits.max_length
+    )

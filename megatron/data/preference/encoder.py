@@ -1,0 +1,194 @@
+"""Preferences as tokens: the prompt, which both answers share, and the answers.
+
+The ids are TRL's: those of the prompt with the inference prompt of the template, and those of the prompt with each
+answer, of which the common beginning is the prompt. A text gets the tokens that its tokenizer puts before texts, and
+EOS at its end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.chat.conversation import BadRow
+from megatron.data.chat.template import ChatTemplate, TemplateFailure
+from megatron.data.chat.tokenizer import ChatTokenizer
+from megatron.data.chat.turns import TurnFinder
+from megatron.data.indexed import DataError
+from megatron.data.preference.formats import Preference
+
+Ids = NDArray[np.int32]
+Templates = tuple[ChatTemplate, ChatTemplate | None]
+NO_IDS: Ids = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ids of a prompt and of the answers to it; an answer that a row lacks is empty."""
+
+    prompt: Ids
+    chosen: Ids
+    rejected: Ids
+
+    @property
+    def parts(self) -> tuple[Ids, Ids, Ids]:
+        return self.prompt, self.chosen, self.rejected
+
+
+@dataclass
+class PairCounts:
+    """Numbers of rows by outcome. Counters are by reason."""
+
+    num_rows: int = 0
+    num_unpaired: int = 0
+    """Rows with one answer."""
+    num_appended_eos: int = 0
+    """Answers to whose end EOS was added."""
+    num_shortened_prompts: int = 0
+    """Pairs whose last tokens of the prompt belong to the answers, with which they merge."""
+    bad: Counter[str] = field(default_factory=Counter)
+    """Rows that cannot be used."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Texts and options that the template leaves out of rows that are used."""
+
+    def add(self, other: PairCounts) -> None:
+        self.num_rows += other.num_rows
+        self.num_unpaired += other.num_unpaired
+        self.num_appended_eos += other.num_appended_eos
+        self.num_shortened_prompts += other.num_shortened_prompts
+        self.bad.update(other.bad)
+        self.left_out.update(other.left_out)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A preference as texts."""
+
+    prompt: str
+    wholes: dict[str, str]
+    """Prompt and answer, by the name of the answer."""
+    num_appended_eos: int
+    left_out: list[str]
+
+
+class PreferenceEncoder:
+    """Encode preferences, many at a time."""
+
+    def __init__(self, templates: Templates | str, tokenizer: ChatTokenizer, *, append_eos: bool = True):
+        """`templates`: for rows of messages, and for those with tools; a text: why there are none."""
+        self.tokenizer, self._templates = tokenizer, templates
+        self._append_eos = append_eos
+        self._finders = () if isinstance(templates, str) else tuple(TurnFinder(one) for one in templates if one)
+        self._first_ids = _ids_before_text(tokenizer)
+
+    def encode(self, rows: Sequence[Preference], counts: PairCounts) -> list[Pair | BadRow]:
+        """Return for each preference its tokens, or the error. Adds to `counts`."""
+        results: list[Pair | BadRow | None] = []
+        written: list[_Written] = []
+        for row in rows:
+            try:
+                written.append(self._chat(row) if row.is_chat else self._text(row))
+                results.append(None)
+            except BadRow as error:
+                results.append(error)
+        used = [row for row, result in zip(rows, results, strict=True) if result is None]
+        try:
+            tokens = self._tokenize([text for one in written for text in (one.prompt, *one.wholes.values())])
+        except DataError as error:
+            if len(rows) == 1:
+                return [BadRow("cannot be encoded", str(error))]
+            return [self.encode([row], counts)[0] for row in rows]  # one by one, to find the refused text
+        begin, pairs = 0, []
+        for row, one in zip(used, written, strict=True):
+            end = begin + 1 + len(one.wholes)
+            pairs.append(self._pair(row, one, tokens[begin:end], counts))
+            begin = end
+        found = iter(pairs)
+        return [next(found) if result is None else result for result in results]
+
+    def _chat(self, row: Preference) -> _Written:
+        """Return prompt and answers as the template writes them. Raises BadRow, DataError."""
+        if isinstance(self._templates, str):
+            raise BadRow("no template", f"the row has messages, and {self._templates}")
+        first, prompts, wholes, left_out = len(row.prompt), [], {}, list[str]()
+        num_appended = 0
+        for name, answer in row.answers:
+            chat = row.conversation(answer)
+            try:
+                finder = self._finders[-1 if "tools" in chat.variables else 0]
+                rendered = finder.find(chat.messages, chat.variables, lambda number: number == first)
+            except TemplateFailure as error:
+                raise BadRow(error.kind, f"{name!r}: {error}") from None
+            turn = rendered.turns[first]
+            assert turn is not None
+            prompts.append(rendered.text[: turn[0]])
+            text = rendered.text
+            is_ended = text.rstrip().endswith(self.tokenizer.special_tokens)
+            if self._append_eos and rendered.is_open and not is_ended:
+                text, num_appended = text + self.tokenizer.eos_of_text(), num_appended + 1
+            wholes[name] = text
+            left_out = left_out or rendered.left_out
+        if len(set(prompts)) > 1:
+            raise BadRow(
+                "no common prompt",
+                "the template writes another prompt before 'rejected' than before 'chosen'; use another template",
+            )
+        return _Written(prompts[0], wholes, num_appended, left_out)
+
+    def _text(self, row: Preference) -> _Written:
+        assert isinstance(row.prompt, str)
+        wholes, num_appended = {}, 0
+        for name, answer in row.answers:
+            assert isinstance(answer, str)
+            wholes[name] = row.prompt + answer
+            if self._append_eos and not answer.endswith(eos := self.tokenizer.eos_of_text()):
+                wholes[name], num_appended = wholes[name] + eos, num_appended + 1
+        return _Written(row.prompt, wholes, num_appended, [])
+
+    def _tokenize(self, texts: Sequence[str]) -> list[Ids]:
+        encoded = self.tokenizer.encode(texts)
+        ends = np.cumsum(encoded.lengths)
+        return [encoded.ids[end - length : end] for end, length in zip(ends, encoded.lengths, strict=True)]
+
+    def _pair(self, row: Preference, one: _Written, tokens: Sequence[Ids], counts: PairCounts) -> Pair | BadRow:
+        prompt, *wholes = tokens
+        cut = min(_common(prompt, whole) for whole in wholes)
+        shared = prompt[:cut]
+        if not row.is_chat:
+            shared = np.concatenate([self._first_ids, shared])
+        if not len(shared):
+            return BadRow(
+                "no common prompt", "the tokens of the prompt are not those that the answers begin with; write it apart"
+            )
+        answers = {name: whole[cut:] for name, whole in zip(one.wholes, wholes, strict=True)}
+        for name, ids in answers.items():
+            if not len(ids):
+                return BadRow(f"empty {name}", f"{name!r} has no token after those of the prompt; write an answer")
+        if len(answers) == 2 and np.array_equal(answers["chosen"], answers["rejected"]):
+            return BadRow("equal answers", "'chosen' and 'rejected' have equal tokens; leave the row out")
+        counts.num_unpaired += len(answers) == 1
+        counts.num_appended_eos += one.num_appended_eos
+        counts.num_shortened_prompts += cut < len(prompt)
+        counts.left_out.update(one.left_out)
+        return Pair(shared, answers.get("chosen", NO_IDS), answers.get("rejected", NO_IDS))
+
+
+def _common(first: Ids, second: Ids) -> int:
+    """Return the length of the common prefix."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _ids_before_text(tokenizer: ChatTokenizer) -> Ids:
+    """Return the ids that the tokenizer's own post-processor puts before a text: those of BOS, or none."""
+    from tokenizers import Tokenizer
+
+    whole = Tokenizer.from_str(tokenizer.content.decode())
+    plain, full = (whole.encode("a", add_special_tokens=added).ids for added in (False, True))
+    begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
+    return np.array(full[:begin], np.int32)

@@ -1,0 +1,325 @@
+"""Base of the tasks whose samples are packed into rows, so that few tokens are padding.
+
+A sample is one or several documents; a row holds one sample after another. A token sees its own document alone, and
+positions restart with each. B rows of a microbatch, S places of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron.config.data import parse_data_path
+from megatron.config.dependents import idle_options
+from megatron.config.options import Config
+from megatron.config.validation import DOCUMENT_ENDS, divisors, parallel_batch_size
+from megatron.tasks.task import Task
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from megatron.data.batches import BatchPlan
+    from megatron.data.chat.dataset import PackedSamples, SampleDataset
+    from megatron.parallel.context import ParallelContext
+
+    PackedDataset = SampleDataset | PackedSamples
+    Rows = list[NDArray[np.int64]]
+    """The rows of a microbatch, each the numbers of its samples."""
+
+SAMPLED_STEPS = 64
+"""Steps from which the shapes of rows and the share of padding are estimated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FilledRows:
+    """Rows of documents, filled up with token 0, which no token sees: each array is [B, S]."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    """The next token of each token."""
+    positions: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    """Place in the row at which the token's document begins."""
+    places: list[tuple[int, slice]]
+    """Row of each document in turn, and the places in it."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        import torch
+
+        return torch.from_numpy(self.tokens), torch.from_numpy(self.positions), torch.from_numpy(self.starts)
+
+
+class PackedTask(Task):
+    """A task over epochs of packed samples, by the options of the section `sft`."""
+
+    sections: ClassVar[tuple[str, ...]] = ("sft",)
+    sample_name: ClassVar[str]
+    """Word of messages for a sample."""
+    counts_epochs = True
+    pads_rows = True
+    packs_documents = True
+    order_options: ClassVar[tuple[str, ...]] = (*Task.order_options, "sft.packing")
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._device, self._num_batch_ranks = "cpu", 1  # until open_data
+        self._edges: NDArray[np.int64] | None = None
+        tp = config.parallel.tensor_model_parallel_size
+        self._multiple = tp if config.parallel.sequence_parallel else 1
+
+    # Rules and plan
+
+    def faults(self, world_size: int) -> Iterator[str]:
+        yield from super().faults(world_size)
+        yield from self._batch_faults(world_size)
+        config = self.config
+        if config.training.rampup_batch_size is not None:
+            yield f"rampup_batch_size is for task=pretrain; with task={self.name} leave it out"
+        for option, words in dict.fromkeys(config.data.paths):
+            if words and _is_weighted(words):
+                yield (
+                    f"{option}={' '.join(words)!r} has weights, but task={self.name} reads all {self.sample_name}s "
+                    "alike; give prefixes alone"
+                )
+
+    def idle(self) -> Iterator[str]:
+        config, sft = self.config, self.config.sft
+        yield from super().idle()
+        names = [name for name in DOCUMENT_ENDS if getattr(config.data, name)]
+        documents = f"documents, which task={self.name} does not read"
+        yield from idle_options(config, documents, "choose task=pretrain", names)
+        if sft.packing != "step":
+            yield from idle_options(config, "packing=step", "choose that", ["max_batch_len"])
+        if not self.varies_shapes:
+            names = ["bucketing", "buckets_per_octave", "num_buckets"]
+            yield from idle_options(config, "packing=step or none", "choose one", names)
+        if sft.bucketing != "optimal":
+            yield from idle_options(config, "bucketing=optimal", "choose that", ["num_buckets"])
+        if sft.bucketing not in ("auto", "octave"):
+            yield from idle_options(config, "bucketing=octave", "choose that", ["buckets_per_octave"])
+
+    def _batch_faults(self, world_size: int) -> Iterator[str]:
+        config, training, sft = self.config, self.config.training, self.config.sft
+        tp, (dp, _) = config.parallel.tensor_model_parallel_size, parallel_batch_size(config, world_size)
+        if training.global_batch_size < dp:
+            yield (
+                f"global_batch_size={training.global_batch_size} is less than the data-parallel size {dp}: some ranks "
+                f"would have no {self.sample_name}; use {dp} or more"
+            )
+        if sft.max_batch_len is not None and sft.max_batch_len < self.sample_length:
+            times = self.sample_length // training.seq_length
+            least = "seq_length=" if times == 1 else f"{times} x seq_length = "
+            yield (
+                f"max_batch_len={sft.max_batch_len} is less than {least}{self.sample_length}, so the longest "
+                f"{self.sample_name} would fit into no microbatch; raise it, or lower seq_length"
+            )
+        if sft.packing == "step" and training.micro_batch_size > 1:
+            yield (
+                f"micro_batch_size={training.micro_batch_size}, but packing=step makes each microbatch one row of up "
+                "to max_batch_len tokens; use 1, and set max_batch_len"
+            )
+        if config.parallel.sequence_parallel and self.row_length % tp:
+            yield (
+                f"sequence_parallel needs tensor_model_parallel_size={tp} to divide max_batch_len={self.row_length}; "
+                f"use {divisors(self.row_length, 64)}, or turn it off"
+            )
+
+    @property
+    def name(self) -> str:
+        """The task as the config selects it."""
+        return self.config.training.task
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens in the longest sample."""
+        return self.config.training.seq_length
+
+    @property
+    def row_length(self) -> int:
+        packs_steps = self.config.sft.packing == "step"
+        return (self.config.sft.max_batch_len if packs_steps else None) or self.sample_length
+
+    @property
+    def varies_shapes(self) -> bool:
+        return self.config.sft.packing != "dataset"
+
+    def num_microbatches(self, data_parallel_size: int) -> None:
+        return None
+
+    def batch_text(self, data_parallel_size: int) -> str:
+        training, packing = self.config.training, self.config.sft.packing
+        size, rows = training.global_batch_size, f"rows of at most {self.row_length:,} tokens"
+        if packing == "dataset":
+            return f"{size} {rows} over DP {data_parallel_size}"
+        padded = f"{training.micro_batch_size} to a microbatch, padded" if packing == "none" else f"in {rows}"
+        return f"{size} {self.sample_name}s over DP {data_parallel_size}, {padded}"
+
+    @property
+    def bucketing(self) -> str:
+        """`off`, `octave` or `optimal`."""
+        given = self.config.sft.bucketing
+        return ("octave" if self._device == "hpu" else "off") if given == "auto" else given
+
+    # The data
+
+    @abstractmethod
+    def open_samples(self) -> Sequence[SampleDataset | None]:
+        """Return the samples for training, validation and test; the last two may be None. Raises DataError."""
+
+    def open_data(self, ctx: ParallelContext) -> Sequence[PackedDataset | None]:
+        import numpy as np
+
+        from megatron.data.chat.dataset import PackedSamples
+        from megatron.data.packing import bucket_edges
+
+        self._device, self._num_batch_ranks = ctx.device.type, ctx.num_batch_ranks
+        config = self.config
+        datasets: list[Any] = list(self.open_samples())
+        if config.sft.packing == "dataset":
+            datasets = [
+                None if samples is None else PackedSamples(samples, self.sample_length, config.training.seed)
+                for samples in datasets
+            ]
+        if self.bucketing == "optimal" and self.varies_shapes:
+            filled = [length for cells in self._first_steps(datasets[0]) for length in cells if length]
+            longest = max(int(samples.lengths.max()) for samples in datasets if samples is not None)
+            if config.sft.packing == "step":
+                longest = self.row_length
+            self._edges = bucket_edges(np.array([*filled, longest]), config.sft.num_buckets)
+        return datasets
+
+    def samples_per_epoch(self, dataset: PackedDataset) -> int:
+        return len(dataset)
+
+    def consumed_tokens(self, dataset: PackedDataset, consumed_samples: int) -> int:
+        epochs, rest = divmod(consumed_samples, len(dataset))
+        return epochs * dataset.tokens_before(0, len(dataset)) + dataset.tokens_before(epochs, rest)
+
+    def samples_of(self, key: Any) -> list[int]:
+        return [int(sample) for row in key for sample in row]
+
+    def documents_of(self, dataset: PackedDataset, sample: int) -> tuple[str, list[int]]:
+        return dataset.documents_of(sample)
+
+    # The microbatches of a step
+
+    def plan(
+        self, dataset: PackedDataset, global_batch_size: Callable[[int], int], batch_rank: int, num_batch_ranks: int
+    ) -> BatchPlan[Any]:
+        @lru_cache(maxsize=8)  # the steps that name a bad microbatch query it again
+        def plan(consumed_samples: int) -> tuple[int, Sequence[Any]]:
+            size = global_batch_size(consumed_samples)
+            if size <= 0:
+                return 0, []
+            samples, cells = self._step(dataset, consumed_samples, size, num_batch_ranks)
+            return samples, self.keys_of_step(dataset, cells)[batch_rank::num_batch_ranks]
+
+        return plan
+
+    def keys_of_step(self, dataset: PackedDataset, cells: Sequence[Rows]) -> Sequence[Any]:
+        """Return what `read` is given for each microbatch of a step."""
+        return cells
+
+    def _step(self, dataset: Any, consumed_samples: int, size: int, num_ranks: int) -> tuple[int, list[Rows]]:
+        """Return the number of samples in a step, none beyond its epoch, and all its microbatches.
+
+        Microbatch m of rank r is number m * num_ranks + r. Some may have no rows.
+        """
+        import numpy as np
+
+        from megatron.data.packing import pack_step
+
+        epoch, begin = divmod(consumed_samples, len(dataset))
+        samples = _order(dataset, epoch)[begin : begin + size]
+        if self.config.sft.packing == "step":
+            step = pack_step(dataset.lengths[samples], self.row_length, num_ranks)
+            packed = np.split(samples[step.order], step.starts[1:-1])
+            return len(samples), [[row] if len(row) else [] for row in packed]
+        rows: Rows
+        if self.config.sft.packing == "dataset":
+            rows = [dataset.row(epoch, int(sample)) for sample in samples]
+        else:  # the like-sized beside each other: what is padded to the longest is then little
+            rows = [samples[i : i + 1] for i in np.argsort(-dataset.lengths[samples], kind="stable")]
+        per_microbatch = self.config.training.micro_batch_size
+        count = -(-len(rows) // (per_microbatch * num_ranks)) * num_ranks
+        return len(samples), [rows[cell * per_microbatch : (cell + 1) * per_microbatch] for cell in range(count)]
+
+    def filled_rows(self, rows: Sequence[Sequence[NDArray[Any]]]) -> FilledRows:
+        """Lay out rows of documents, each the ids of one token more than it has places."""
+        import numpy as np
+
+        filled = [sum(len(ids) - 1 for ids in row) for row in rows]
+        shape = (max(1, len(rows)), self.padded_length(max(filled, default=1)))
+        tokens, labels, positions = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        # of padding, each token sees itself alone
+        starts = np.tile(np.arange(shape[1], dtype=np.int64), (shape[0], 1))
+        places = []
+        for number, row in enumerate(rows):
+            begin = 0
+            for ids in row:
+                end = begin + len(ids) - 1
+                places.append((number, slice(begin, end)))
+                tokens[number, begin:end], labels[number, begin:end] = ids[:-1], ids[1:]
+                positions[number, begin:end], starts[number, begin:end] = np.arange(end - begin), begin
+                begin = end
+        return FilledRows(tokens, labels, positions, starts, places)
+
+    def padded_length(self, filled: int) -> int:
+        """Return the length of rows of which the fullest holds `filled` tokens."""
+        from megatron.data.packing import bucket_length, pad_to_edges
+
+        most = self.row_length
+        if not self.varies_shapes:
+            return most
+        length = max(1, filled)
+        if self._edges is not None:
+            length = int(pad_to_edges([length], self._edges)[0])
+        elif self.bucketing == "octave":
+            length = int(bucket_length(length, self.config.sft.buckets_per_octave))
+        return min(most, -(-length // self._multiple) * self._multiple)
+
+    # The line before the first step
+
+    def _first_steps(self, dataset: PackedDataset) -> list[list[int]]:
+        """Return the tokens in the fullest row of each microbatch of all ranks, for the first epoch's first steps."""
+        samples, size = samples_of(dataset), self.config.training.global_batch_size
+        found = []
+        for begin in range(0, min(len(dataset), SAMPLED_STEPS * size), size):
+            _, cells = self._step(dataset, begin, size, self._num_batch_ranks)
+            found.append([max((int(samples.lengths[row].sum()) for row in rows), default=0) for rows in cells])
+        return found
+
+    def describe_packing(self, dataset: PackedDataset) -> str:
+        """Return how full the rows of the first steps are."""
+        training, steps = self.config.training, self._first_steps(dataset)
+        lengths = [self.padded_length(fullest) for cells in steps for fullest in cells]
+        held = dataset.tokens_before(0, min(len(dataset), len(steps) * training.global_batch_size))
+        filled = held / (training.micro_batch_size * sum(lengths))
+        shapes = len(set(lengths))
+        return (
+            f"packing={self.config.sft.packing} fills {filled:.1%} of the places, in {len(lengths) / len(steps):.1f} "
+            f"microbatches a step and {shapes} {'shape' if shapes == 1 else 'shapes'} (of the first {len(steps)} steps)"
+        )
+
+
+def samples_of(dataset: Any) -> Any:
+    """Return the samples themselves, where `dataset` may be rows of them."""
+    return getattr(dataset, "samples", dataset)
+
+
+def _is_weighted(words: tuple[str, ...]) -> bool:
+    try:
+        return parse_data_path(words)[1] is not None
+    except ValueError:
+        return False  # reported by the validation of the data options
+
+
+@lru_cache(maxsize=4)
+def _order(dataset: PackedDataset, epoch: int) -> NDArray[np.int64]:
+    return dataset.order(epoch)

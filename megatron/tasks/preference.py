@@ -1,0 +1,193 @@
+"""Preference training: answers that are preferred to others, packed so that few tokens are padding.
+
+B rows of a microbatch, S places of a row, P pairs in it. A row holds one pair after another, each the prompt with the
+chosen answer and the prompt with the rejected one. A token sees its own sequence alone; positions restart with each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron.config.dependents import idle_options
+from megatron.tasks.packed import PackedTask, samples_of
+from megatron.tasks.task import Forward, LossResult, Metric, Microbatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.data.preference.dataset import PairDataset
+    from megatron.parallel.context import ParallelContext
+    from megatron.tasks.packed import PackedDataset, Rows
+    from megatron.tasks.preference_losses import PairScores
+
+
+@dataclasses.dataclass(frozen=True)
+class PairRows:
+    """A microbatch by the numbers of its pairs, and what its loss needs to know of the whole step."""
+
+    rows: Rows
+    pairs_per_label: float
+    """Pairs of the step, divided by the tokens of their chosen answers."""
+
+
+class PreferenceTask(PackedTask):
+    """DPO and related objectives over pairs of answers."""
+
+    sections: ClassVar[tuple[str, ...]] = ("preference", "sft")
+    sample_name = "pair"
+    metrics = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    )
+    order_options: ClassVar[tuple[str, ...]] = (
+        *PackedTask.order_options,
+        "preference.max_prompt_length",
+        "preference.truncation",
+    )
+
+    # Rules and plan
+
+    def faults(self, world_size: int) -> Iterator[str]:
+        yield from super().faults(world_size)
+        options, lora = self.config.preference, self.config.lora
+        limit, longest = options.max_prompt_length, self.config.training.seq_length
+        if limit is not None and limit > longest:
+            yield (
+                f"max_prompt_length={limit} leaves no token of an answer in seq_length={longest} and one more; lower "
+                "it, or raise seq_length"
+            )
+        if lora.lora_rank is None:
+            yield (
+                "task=preference compares with the model before training, which is the base of adapters; give lora_rank"
+            )
+        whole = [name for name in ("lora_modules_to_save", "lora_bias") if getattr(lora, name) not in ((), "none")]
+        if whole and lora.lora_rank is not None:
+            value = getattr(lora, whole[0])
+            yield (
+                f"{whole[0]}={value if isinstance(value, str) else ' '.join(value)} trains a part of the base, but the "
+                "base without adapters is the reference of task=preference; leave it out"
+            )
+
+    def idle(self) -> Iterator[str]:
+        yield from super().idle()
+        if self.config.preference.preference_loss != "robust":
+            yield from idle_options(self.config, "preference_loss=robust", "choose that", ["label_smoothing"])
+
+    @property
+    def sample_length(self) -> int:
+        return 2 * self.config.training.seq_length
+
+    # The data
+
+    def open_samples(self) -> Sequence[PairDataset | None]:
+        from megatron.data.preference.dataset import open_pairs
+
+        return open_pairs(self.config, needs_both=True)
+
+    def describe(self, dataset: Any) -> str:
+        pairs: PairDataset = samples_of(dataset)
+        rows = "" if pairs is dataset else f" in {len(dataset):,} rows"
+        tokens, labels = int(pairs.lengths.sum()), int(pairs.labels.sum())
+        cut = [(pairs.num_cut_prompts, "prompts"), (pairs.num_truncated, "answers")]
+        said = ", ".join(f"{count:,} {what} cut" for count, what in cut if count)
+        return (
+            f"preference: {len(pairs):,} pairs{rows}, {tokens:,} tokens an epoch, {labels / tokens:.1%} of them answers"
+            f"{f', {said}' if said else ''}; {self.describe_packing(dataset)}"
+        )
+
+    def keys_of_step(self, dataset: PackedDataset, cells: Sequence[Rows]) -> Sequence[Any]:
+        pairs: PairDataset = samples_of(dataset)
+        numbers = [int(pair) for rows in cells for row in rows for pair in row]
+        factor = len(numbers) / max(1, int(pairs.labels[numbers, 0].sum()))
+        return [PairRows(rows, factor) for rows in cells]
+
+    def samples_of(self, key: PairRows) -> list[int]:
+        return super().samples_of(key.rows)
+
+    def read(self, dataset: PackedDataset, key: PairRows) -> Microbatch:
+        """Return rows of pairs. The targets are labels [B, S], -1 where there is no answer; the number of the answer
+        that a label belongs to [B, S]; the tokens of the answers [P, 2]; and the factor of the second term [1].
+        """
+        import numpy as np
+        import torch
+
+        pairs: PairDataset = samples_of(dataset)
+        read = [[side for pair in row for side in pairs.read(int(pair))] for row in key.rows]
+        rows = self.filled_rows([[side.ids for side in row] for row in read])
+        labels, numbers = np.full_like(rows.labels, -1), np.zeros_like(rows.labels)
+        sides = [side for row in read for side in row]
+        lengths = np.zeros((len(sides) // 2, 2), np.float32)
+        for number, ((row, places), side) in enumerate(zip(rows.places, sides, strict=True)):
+            answer = row, slice(places.start + side.begin - 1, places.stop)
+            labels[answer], numbers[answer] = rows.labels[answer], number
+            lengths[divmod(number, 2)] = len(side.ids) - side.begin
+        factor = np.array([key.pairs_per_label], np.float32)
+        targets = tuple(torch.from_numpy(part) for part in (labels, numbers, lengths, factor))
+        return Microbatch(rows.inputs, targets, float(len(lengths)))
+
+    # The loss
+
+    def before_step(
+        self, microbatches: Sequence[Microbatch], forward: Forward, ctx: ParallelContext
+    ) -> list[Microbatch]:
+        """Add the log-probabilities of the answers under the reference."""
+
+        def logps(outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
+            return answer_logps(outputs, targets, ctx)
+
+        found = forward(microbatches, logps, adapters=False)
+        if not ctx.is_last_stage:
+            return list(microbatches)
+        return [
+            dataclasses.replace(batch, targets=(*batch.targets, reference))
+            for batch, reference in zip(microbatches, found, strict=True)
+        ]
+
+    def loss(self, outputs: tuple[Tensor, Tensor], targets: Any, scale: float, ctx: ParallelContext) -> LossResult:
+        """Return the sum over pairs, and the metrics, each a sum over pairs and their number."""
+        from megatron.tasks.preference_losses import PAIR_LOSSES, PairScores
+
+        options = self.config.preference
+        _, _, lengths_P2, factor, reference_P2 = targets
+        logps_P2 = answer_logps(outputs, targets, ctx)
+        scores = PairScores(logps_P2, reference_P2, lengths_P2)
+        losses = PAIR_LOSSES[options.preference_loss](scores, options).sum()
+        if options.sft_weight:
+            losses = losses - options.sft_weight * factor.squeeze() * logps_P2[:, 0].sum()
+        return LossResult(scale * losses, self._metrics(scores))
+
+    def _metrics(self, scores: PairScores) -> dict[str, Metric]:
+        rewards_P2 = (self.config.preference.beta * scores.ratios_P2).detach()
+        logps_P2, margins = scores.logps_P2.detach(), rewards_P2[:, 0] - rewards_P2[:, 1]
+        values = (
+            *rewards_P2.unbind(1),
+            (margins > 0).float(),
+            margins,
+            *logps_P2.unbind(1),
+        )
+        return {name: Metric(value.sum(), float(len(value))) for name, value in zip(self.metrics, values, strict=True)}
+
+
+def answer_logps(outputs: tuple[Tensor, Tensor], targets: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
+    """Return the log-probabilities [P, 2] of the answers, each the sum over its tokens.
+
+    `outputs` as in `Task.loss`; `targets` begin with those of `PreferenceTask.read`.
+    """
+    import torch
+
+    from megatron.parallel.losses import token_log_probs
+
+    labels_BS, numbers_BS, lengths_P2 = targets[:3]
+    logps_BS = token_log_probs(*outputs, labels_BS, ctx)
+    # one more for a microbatch without pairs, whose tokens are all padding
+    sums = torch.zeros(lengths_P2.numel() + 1, dtype=logps_BS.dtype, device=logps_BS.device)
+    return sums.index_add(0, numbers_BS.flatten(), logps_BS.flatten())[:-1].view(-1, 2)
+
+
+TASK = PreferenceTask

@@ -1,0 +1,197 @@
+"""Rows of preferences become TRL's prompt and answers, and what cannot be used is named with its row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.cli.preprocess_preferences import main
+from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.preference.preprocessing import PreferenceJob, preprocess_preferences
+from tests.data.chat.test_conversation import bytes_json
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+USER, SYSTEM = {"role": "user", "content": "Why?"}, {"role": "system", "content": "Be brief."}
+GOOD, POOR = ({"role": "assistant", "content": text} for text in ("Because.", "Because not."))
+CHAT = {"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [POOR]}
+SAME_CHAT = [
+    CHAT,
+    {"messages": [SYSTEM, USER], "chosen": GOOD, "rejected": POOR},
+    {"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, POOR]},
+    {"prompt": "Why?", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, POOR], "score": 3},
+    {"prompt": [SYSTEM, USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, POOR]},
+]
+TEXT = {"prompt": "Q: why?\nA:", "chosen": " because", "rejected": " because not"}
+HEAD = "\n\nHuman: Why?\n\nAssistant: What?\n\nHuman: That.\n\nAssistant:"
+TRANSCRIPT = {"chosen": f"{HEAD} I know", "rejected": f"{HEAD} I do not"}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """One that puts <s> before texts."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    described = json.loads(bytes_json(("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")))
+    begin = next(token["id"] for token in described["added_tokens"] if token["content"] == "<s>")
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [begin], "tokens": ["<s>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return folder
+
+
+def run(tmp_path: Path, tokenizer: Path, *rows: Any, **options: Any) -> tuple[list[list[list[int]]], Any]:
+    """Return [prompt, chosen, rejected] of each row, and the totals."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prefix = tmp_path / "out" / "pairs"
+    totals = preprocess_preferences(
+        PreferenceJob((str(source),), str(prefix), str(tokenizer), overwrite=True, **options)
+    )
+    data = IndexedDataset(prefix)
+    assert data.document_index.tolist() == list(range(0, len(data) + 1, 3))
+    sequences = [data.read(i).tolist() for i in range(len(data))]
+    return [sequences[i : i + 3] for i in range(0, len(data), 3)], totals
+
+
+def common(first: list[int], second: list[int]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
+    )
+
+
+def expected(tokenizer: Path, row: dict[str, Any]) -> list[list[int]]:
+    """What TRL's DPOTrainer makes of a row, by transformers' tokenizer."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tokenizer)
+    if isinstance(row["prompt"], str):
+        prompt, *wholes = (
+            theirs(text)["input_ids"]
+            for text in (row["prompt"], *(row["prompt"] + row[side] + "</s>" for side in ("chosen", "rejected")))
+        )
+    else:
+        prompt = theirs.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        wholes = [
+            theirs.apply_chat_template([*row["prompt"], *row[side]], return_dict=False)
+            for side in ("chosen", "rejected")
+        ]
+    cut = min(common(prompt, whole) for whole in wholes)
+    return [prompt[:cut], *(whole[cut:] for whole in wholes)]
+
+
+def test_rows_have_transformers_ids(tmp_path: Path, tokenizer: Path) -> None:
+    merged = {"prompt": "Q: why? A: b", "chosen": "ecause", "rejected": "ut no"}
+    found, totals = run(tmp_path, tokenizer, *SAME_CHAT, TEXT, merged)
+    assert found == [expected(tokenizer, CHAT)] * len(SAME_CHAT) + [expected(tokenizer, row) for row in (TEXT, merged)]
+    assert totals.counts.num_appended_eos == 4
+    assert totals.num_pairs == 7
+
+
+def test_a_transcript_is_cut_before_its_last_answer(tmp_path: Path, tokenizer: Path) -> None:
+    """Not where the answers begin to differ, as TRL's common prefix does."""
+    ((prompt, chosen, rejected),), _ = run(tmp_path, tokenizer, TRANSCRIPT)
+    apart = {"prompt": HEAD, "chosen": " I know", "rejected": " I do not"}
+    assert [prompt, chosen, rejected] == expected(tokenizer, apart)
+    turns = [
+        {"role": role, "content": text} for role, text in [("user", "Why?"), ("assistant", "What?"), ("user", "That.")]
+    ]
+    answers = {
+        side: [{"role": "assistant", "content": text}]
+        for side, text in [("chosen", "I know"), ("rejected", "I do not")]
+    }
+    as_chat, _ = run(tmp_path, tokenizer, TRANSCRIPT, {"prompt": "Why?", "chosen": "A", "rejected": "B"}, as_chat=True)
+    assert as_chat[0] == expected(tokenizer, {"prompt": turns, **answers})
+    texts = {side: [{"role": "assistant", "content": side[0].upper()}] for side in ("A", "B")}
+    assert as_chat[1] == expected(tokenizer, {"prompt": [USER], "chosen": texts["A"], "rejected": texts["B"]})
+
+
+def test_a_row_with_one_answer_lacks_the_other(tmp_path: Path, tokenizer: Path) -> None:
+    whole = expected(tokenizer, TEXT)
+    rows = [
+        {"prompt": TEXT["prompt"], "completion": TEXT[side], "label": side == "chosen"}
+        for side in ("chosen", "rejected")
+    ]
+    found, totals = run(tmp_path, tokenizer, *rows)
+    assert found == [[whole[0], whole[1], []], [whole[0], [], whole[2]]]
+    assert totals.counts.num_unpaired == 2
+
+
+BAD = {
+    "equal answers": {**TEXT, "rejected": TEXT["chosen"]},
+    "empty rejected": {**TEXT, "rejected": " "},
+    "no chosen": {"prompt": "Q", "rejected": "B"},
+    "no prompt": {**TEXT, "prompt": ""},
+    "no common prompt": {"chosen": "yes", "rejected": "no"},
+    "mixed kinds": {**TEXT, "chosen": [GOOD]},
+    "bad chosen": {**CHAT, "chosen": [USER]},
+    "bad rejected": {**CHAT, "rejected": 3},
+    "missing content": {**CHAT, "rejected": [{"role": "assistant", "content": ""}]},
+    "bad label": {"prompt": "Q", "completion": "A", "label": "good"},
+}
+
+
+def test_bad_rows_are_named_or_counted(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, row in BAD.items():
+        with pytest.raises(DataError, match=r"in.jsonl:2: .*--bad-rows skip") as error:
+            run(tmp_path, tokenizer, TEXT, row)
+        assert len(str(error.value)) < 400, kind
+        assert not (tmp_path / "out" / "pairs.bin").exists(), kind
+    rows = "".join(json.dumps(row) + "\n" for row in (TEXT, *BAD.values()))
+    (tmp_path / "in.jsonl").write_text(rows)
+    flags = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "pairs"), "--bad-rows", "skip"]
+    assert main([*flags, "--tokenizer-model", str(tokenizer), "--show", "1"]) == 0
+    said = capsys.readouterr().out
+    for kind in BAD:
+        assert f"bad, {kind}" in said, kind
+    assert "[chosen: " in said
+    assert len(IndexedDataset(tmp_path / "pairs")) == 3
+
+
+def test_real_pairs_have_trls_ids(tmp_path: Path, test_data: Path) -> None:
+    """Needs TRL: its DPOTrainer tokenizes the same rows."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = test_data / "tokenizers" / "bloom_format_trained"
+    template = (test_data / "chat_templates" / "axolotl_apache2" / "chatml.jinja").read_text()
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.chat_template = template
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    # of a folder: without a name, transformers looks for a model of no name on its hub
+    LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes)).save_pretrained(tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    texts = [json.loads(line) for line in (test_data / "dpo_pairs.jsonl").open()][:60]
+    chats = [json.loads(line) for line in (test_data / "dpo_pairs_messages.jsonl").open()][:60]
+    (tmp_path / "chatml.jinja").write_text(template)
+    for rows, as_trl in (
+        (texts, [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in texts]),
+        (chats, [{"prompt": r["messages"], "chosen": [r["chosen"]], "rejected": [r["rejected"]]} for r in chats]),
+    ):
+        trainer = trl.DPOTrainer(
+            model,
+            args=trl.DPOConfig(
+                output_dir=str(tmp_path / "trl"), max_length=None, use_cpu=True, report_to=[], bf16=False
+            ),
+            train_dataset=datasets.Dataset.from_list(as_trl),
+            processing_class=theirs,
+        )
+        found, _ = run(tmp_path, folder, *rows, chat_template=str(tmp_path / "chatml.jinja"))
+        assert found == [
+            [row[f"{part}_ids"] for part in ("prompt", "chosen", "rejected")] for row in trainer.train_dataset
+        ]

@@ -1,0 +1,100 @@
+"""Small datasets of pairs, and runs over them inside the ranks of tests/ranks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.config.command_line import parse_arguments
+from megatron.config.validation import check
+from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.models.transformer import unpack
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import named_parameters
+from megatron.tasks.packed import samples_of
+from megatron.tasks.preference import PreferenceTask
+from megatron.training.build import build_engine
+from megatron.training.engine import Engine
+from tests.training import layouts
+
+VOCABULARY = 250
+SGD = "--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0"
+
+
+def some_pairs(count: int, longest: int, seed: int = 0) -> list[tuple[list[int], list[int], list[int]]]:
+    """Prompts, chosen and rejected answers of random tokens, each of at most a third of `longest`."""
+    generator = np.random.default_rng(seed)
+    return [
+        tuple(generator.integers(0, VOCABULARY, generator.integers(1, longest // 3)).tolist() for _ in range(3))  # type: ignore[misc]
+        for _ in range(count)
+    ]
+
+
+def write_pairs(prefix: Path, pairs: list[Any]) -> Path:
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for pair in pairs:
+            builder.add_document(np.concatenate(pair).astype(np.uint16), [len(part) for part in pair])
+        builder.finalize()
+    return prefix
+
+
+def build(arguments: str) -> tuple[Engine, PreferenceTask, Any]:
+    words = [*layouts.COMMON.replace("--train-iters 1000 --data-path none", "").split(), "--task", "preference"]
+    words += ["--num-epochs", "2", "--micro-batch-size", "1", "--split", "1,0,0", *SGD.split(), *arguments.split()]
+    config, _ = parse_arguments(words)
+    ctx = ParallelContext.build(config.parallel, "cpu")
+    faults = check(config, ctx.world_size)
+    assert not faults, faults
+    task = PreferenceTask(config)
+    engine = build_engine(config, ctx, task)
+    dataset: Any = task.open_data(ctx)[0]
+    return engine, task, dataset
+
+
+def train(arguments: str, steps: int) -> list[dict[str, float]]:
+    """Loss and metrics of so many steps from the start on."""
+    engine, task, dataset = build(arguments)
+    ctx, size, found = engine.ctx, engine.config.training.global_batch_size, []
+    plan = task.plan(dataset, lambda _: size, ctx.batch_rank, ctx.num_batch_ranks)
+    for step in range(steps):
+        _, keys = plan(step * size)
+        batches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
+        lr = engine.config.optimizer.lr
+        result = engine.train_step(batches, num_microbatches=len(keys), consumed_samples=step * size, lr=lr)
+        found.append({"loss": result.loss, **engine.read_metrics(result.metrics)})
+    return found
+
+
+def dense(arguments: str, steps: int) -> list[dict[str, float]]:
+    """The same by DPO's formulas: every answer alone in float64, without packing, by torch's own log_softmax."""
+    engine, task, dataset = build(f"{arguments} --no-pipeline-parallel")
+    module, beta = engine.module.double().eval(), engine.config.preference.beta
+    size, found = engine.config.training.global_batch_size, []
+    trained = [parameter for _, parameter in named_parameters(module) if parameter.requires_grad]
+
+    def logp(side: Any) -> Any:
+        ids = torch.from_numpy(side.ids.astype(np.int64))
+        hidden, weight = module(ids[None, :-1], lambda outputs: (unpack(outputs[0])[0], outputs[1]))
+        of_tokens = (hidden[:, 0] @ weight.t())[:, :VOCABULARY].log_softmax(-1)
+        return of_tokens.gather(1, ids[1:, None])[side.begin - 1 :].sum()
+
+    for step in range(steps):
+        _, keys = task.plan(dataset, lambda _: size, 0, 1)(step * size)
+        sides = [samples_of(dataset).read(pair) for key in keys for pair in task.samples_of(key)]
+        logps = torch.stack([torch.stack([logp(side) for side in pair]) for pair in sides])
+        with torch.no_grad(), engine.ctx.adapters.off():
+            reference = torch.stack([torch.stack([logp(side) for side in pair]) for pair in sides])
+        rewards = beta * (logps - reference)
+        margins = rewards[:, 0] - rewards[:, 1]
+        loss = torch.log1p(torch.exp(-margins)).mean()
+        gradients = torch.autograd.grad(loss, trained)
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.sub_(gradient, alpha=engine.config.optimizer.lr)
+        values = (*rewards.unbind(1), (margins > 0).double(), margins, *logps.unbind(1))
+        means = (float(value.detach().mean()) for value in values)
+        found.append({"loss": float(loss.detach()), **dict(zip(task.metrics, means, strict=True))})
+    return found
