@@ -95,7 +95,7 @@ GUARDED = (
 )
 POISON = ((SPIKE - 1) * 8, SPIKE * 8)
 LAYOUTS = {
-    "TP2 PP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "TP2 PP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4",
     "TP2 DP2 ZeRO-1": "--tensor-model-parallel-size 2 --zero-stage 1",
     "TP2 DP2 ZeRO-2 bf16": "--tensor-model-parallel-size 2 --zero-stage 2 --bf16",
     "TP2 DP2 ZeRO-3": "--tensor-model-parallel-size 2 --zero-stage 3",
@@ -183,7 +183,7 @@ def test_a_rollback_ends_where_a_run_without_the_samples_does(
 
 def test_an_interrupted_run_decides_as_the_undisturbed_one(ranks: RankPools, tmp_path: Path, data: Path) -> None:
     """Stopped between the last checkpoint before the spike and the spike, and again after the rollback."""
-    common = f"--data-path {data} {GUARDED} --tensor-model-parallel-size 2 --spike-action rollback"
+    common = f"--data-path {data} {GUARDED} --tensor-model-parallel-size 2 --micro-batch-size 4 --spike-action rollback"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = f"{common} --save {whole} --results-dir {tmp_path / 'r1'}"
     assert set(ranks(2)(planted.run, flags, "poisoned", *POISON)) == {""}
