@@ -88,6 +88,7 @@ run read_samples PEER 1 --peer-python "${PEER:-}"
 run checkpoint_save - 1
 run checkpoint_relayout - 1
 run convert_huggingface - 2 --rounds 1
+run merge_adapter - 2 --rounds 3
 run chaos - 1 --kills 2 --every-s 30
 run sft_throughput CHATS,CHATS_VOCAB 2 --data-path "${CHATS:-}" --vocab-size "${CHATS_VOCAB:-}" --seq-length 512 --max-batch-len 4096
 run tokenize_chats TUNING,MEGATRON_TEST_DATA 2 --peer-python "${TUNING:-}" --repeat 48 --rounds 2

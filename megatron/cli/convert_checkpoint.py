@@ -165,10 +165,10 @@ def verify(source: ModelWeights, result: ModelWeights, precision: Precision, lim
 def run(arguments: argparse.Namespace) -> None:
     """Convert and verify. Raises CheckpointError, ConfigError or OSError, with nothing left behind."""
     from megatron.interop import conversion
-    from megatron.interop.native import check_space
+    from megatron.interop.folder_files import check_space, new_folder
 
     began_s = time.monotonic()
-    with conversion.new_folder(Path(arguments.save)) as work:
+    with new_folder(Path(arguments.save)) as work:
         source = conversion.open_weights(Path(arguments.load), arguments.config, arguments.max_drift)
         precision: Precision = source.config.training.precision
         if arguments.to == "hf" and arguments.dtype:

@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(base: Path, adapters: Sequence[tuple[Path, float]], save: Path) -> None:
     """Merge. Raises CheckpointError or OSError, with nothing left behind."""
     from megatron.interop.adapter_merge import Merge
-    from megatron.interop.conversion import new_folder
+    from megatron.interop.folder_files import new_folder
 
     began_s = time.monotonic()
     with new_folder(save) as work:

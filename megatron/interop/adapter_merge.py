@@ -1,31 +1,25 @@
-"""Merge adapters into a Hugging Face folder: a copy of the base, in which the adapted tensors are replaced in place.
+"""Merge adapters into a Hugging Face folder: a copy of the base, in which the adapted tensors are replaced.
 
-All other bytes are the base's. Some rows of one tensor are in memory at a time. The order of operations, and so every
-bit in float32, is that of PEFT's `merge_and_unload`.
+All other bytes are the base's, and of the merged numbers every bit is that of PEFT's `merge_and_unload`.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.files import sync_file
-from megatron.interop.folder_files import own_file, read_json, real_path
+from megatron.interop.adapter_changes import BiasUpdate, LowRankUpdate, TensorChange
+from megatron.interop.folder_files import check_space, own_file, read_json, real_path
 from megatron.interop.foreign_files import ForeignFiles
-from megatron.interop.huggingface_files import StoredTensor, bytes_of, open_weights, some, write_at
-from megatron.interop.native import check_space
+from megatron.interop.huggingface_files import open_weights, some
+from megatron.interop.merged_files import PIECE_BYTES, copy_changed, cuts
 from megatron.interop.peft import CONFIG, PeftAdapter, PeftFactors, open_adapter
 
-PIECE_BYTES = 1 << 25
-"""Size of the pieces in which a tensor is read, merged and written."""
 PREFIXES = ("transformer.", "model.")
 """Modules that hold the model without its output projection; published files may leave them out of the names."""
 CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
@@ -34,27 +28,6 @@ CONV1D_MODULES = ("c_attn", "q_attn", "c_proj", "c_fc")
 INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tokens_embed")
 OUTPUTS = ("lm_head", "embed_out")
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".safetensors")
-
-
-@dataclass
-class _Change:
-    """Changes of one tensor of the base."""
-
-    whole: list[tuple[float, StoredTensor]] = field(default_factory=list)
-    """(weight, tensor) of adapters that replace it."""
-    added: list[Callable[[int, int, torch.dtype], Tensor]] = field(default_factory=list)
-    """(first row, end, dtype) -> what is added to those rows."""
-
-    def apply(self, rows: Tensor, first: int, end: int) -> Tensor:
-        """Return the merged rows, in the dtype of the base."""
-        if len(self.whole) == 1 and self.whole[0][0] == 1:
-            rows = self.whole[0][1].rows(first, end).to(rows.dtype)
-        elif self.whole:
-            base = rows.float()
-            rows = sum((w * (saved.rows(first, end).float() - base) for w, saved in self.whole), base).to(rows.dtype)
-        for added in self.added:
-            rows += added(first, end, rows.dtype)  # in the base's dtype, rounded after each adapter
-        return rows
 
 
 class Merge:
@@ -84,7 +57,7 @@ class Merge:
                 f"{loose} is a pickle; the base must be in safetensors: save it again with transformers' "
                 "save_pretrained"
             )
-        self.changes: dict[str, _Change] = {}
+        self.changes: dict[str, TensorChange] = {}
         self.notes: list[str] = []
         for path, weight in adapters:
             self._add(open_adapter(path, files), weight)
@@ -102,14 +75,15 @@ class Merge:
             name = names[f"{module}.weight"]
             transposed = factors.of_embedding or self._is_conv1d(module)
             self._check_shapes(adapter, module, factors, self.tensors[name].shape, transposed)
-            self.changes.setdefault(name, _Change()).added.append(_product(factors, weight, transposed))
+            self.changes.setdefault(name, TensorChange()).added.append(LowRankUpdate(factors, weight, transposed))
             if factors.bias is not None:
                 bias = names.get(f"{module}.bias")
                 if bias is None or self.tensors[bias].shape != factors.bias.shape:
                     raise CheckpointError(
                         f"{adapter.path} has a bias for {module} (lora_bias), which has none in the base"
                     )
-                self.changes.setdefault(bias, _Change()).added.append(_scaled(factors.bias, factors.scaling(weight)))
+                update = BiasUpdate(factors.bias, factors.scaling(weight))
+                self.changes.setdefault(bias, TensorChange()).added.append(update)
         for saved, tensor in adapter.whole.items():
             expected = self.tensors[names[saved]].shape
             if tensor.shape != expected:
@@ -117,7 +91,7 @@ class Merge:
                     f"{adapter.path} holds {saved} as {list(tensor.shape)}, the base as {list(expected)}; was the "
                     "adapter trained on this base? Added tokens must be added to the base first"
                 )
-            self.changes.setdefault(names[saved], _Change()).whole.append((weight, tensor))
+            self.changes.setdefault(names[saved], TensorChange()).whole.append((weight, tensor))
         self._note(adapter, names)
 
     def _names(self, adapter: PeftAdapter) -> dict[str, str]:
@@ -179,7 +153,8 @@ class Merge:
     def _equals_base(self, adapter: PeftAdapter, name: str) -> bool:
         saved, base = adapter.whole[name], self.tensors[self._names(adapter)[name]]
         return saved.shape == base.shape and all(
-            torch.equal(saved.rows(*piece).to(base.dtype), base.rows(*piece)) for piece in _pieces(base)
+            torch.equal(saved.rows(*piece).to(base.dtype), base.rows(*piece))
+            for piece in cuts(0, base.shape[0], PIECE_BYTES // max(1, 4 * base.shape[-1]))
         )
 
     def _is_conv1d(self, module: str) -> bool:
@@ -221,64 +196,15 @@ class Merge:
         beside = [path.name for path in entries if path.is_file() and _is_beside(path.name)]
         names = sorted(weights) + beside
         check_space(work, sum(real_path(self.base / name).stat().st_size for name in names), "--save")
-        for name in names:
+        for name in beside:
             with real_path(own_file(self.base, name)).open("rb") as source, (work / name).open("xb") as copy:
-                shutil.copyfileobj(source, copy, PIECE_BYTES)
+                shutil.copyfileobj(source, copy)
                 sync_file(copy)
-        for name, change in self.changes.items():
-            self._write_tensor(work, name, change)
-            progress(math.prod(self.tensors[name].shape))
-        for name in weights:
-            with (work / name).open("rb") as file:
-                sync_file(file)
+        copy_changed(self.base, work, self.tensors, self.changes, progress)
         return beside, [path.name for path in entries if path.name not in beside]
-
-    def _write_tensor(self, work: Path, name: str, change: _Change) -> None:
-        tensor = self.tensors[name]
-        assert tensor.begin is not None
-        row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        descriptor = os.open(work / tensor.file.name, os.O_WRONLY)
-        try:
-            for first, end in _pieces(tensor):
-                rows = change.apply(tensor.rows(first, end), first, end)
-                if not bool(rows.isfinite().all()):
-                    raise CheckpointError(
-                        f"{name} is not finite after merging, in {rows.dtype}: an adapter is damaged, or "
-                        "the base's dtype is too narrow for it"
-                    )
-                write_at(descriptor, tensor.begin + first * row_bytes, bytes_of(rows.contiguous()))
-        finally:
-            os.close(descriptor)
 
 
 def _is_beside(name: str) -> bool:
     if name.endswith(".index.json"):
         return name == "model.safetensors.index.json"
     return not name.startswith("adapter_") and not name.endswith(OTHER_WEIGHTS)
-
-
-def _pieces(tensor: StoredTensor) -> list[tuple[int, int]]:
-    count = tensor.shape[0] if tensor.shape else 1
-    step = max(1, PIECE_BYTES // max(1, math.prod(tensor.shape[1:]) * 4))
-    return [(first, min(first + step, count)) for first in range(0, count, step)]
-
-
-def _all(tensor: StoredTensor) -> Tensor:
-    """Read a tensor as float32, to which PEFT raises an adapter's dtype."""
-    return tensor.rows(0, tensor.shape[0]).float()
-
-
-def _product(factors: PeftFactors, weight: float, transposed: bool) -> Callable[[int, int, torch.dtype], Tensor]:
-    scaling = factors.scaling(weight)
-
-    def added(first: int, end: int, dtype: torch.dtype) -> Tensor:
-        if not transposed:
-            return (factors.b.rows(first, end).float() @ _all(factors.a)).mul_(scaling)
-        product = (_all(factors.b) @ _all(factors.a)[:, first:end]).T.mul_(scaling)
-        return product.to(dtype) if factors.of_embedding else product  # PEFT rounds an embedding's alone before the sum
-
-    return added
-
-
-def _scaled(bias: StoredTensor, scaling: float) -> Callable[[int, int, torch.dtype], Tensor]:
-    return lambda first, end, dtype: bias.rows(first, end).float() * scaling

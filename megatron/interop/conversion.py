@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +17,6 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config.command_line import from_dict, read_preset
 from megatron.config.options import Config
-from megatron.files import appearing
 from megatron.interop import deepspeed_checkpoint, universal
 from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 from megatron.interop.folder_files import Precision
@@ -230,17 +226,3 @@ def needed_bytes(model: ModelWeights, to: Target, precision: Precision) -> int:
         # each moment beside the weights; a Hugging Face source needs a native copy meanwhile
         width *= len(model.checkpoint.kinds) if model.checkpoint else 2
     return model.num_parameters * width
-
-
-@contextlib.contextmanager
-def new_folder(save: Path) -> Iterator[Path]:
-    """Give a folder beside `save` to write into, which becomes `save` at the end, or is removed if anything fails.
-
-    Raises CheckpointError if `save` has content.
-    """
-    save = Path(os.path.abspath(save))
-    if os.path.lexists(save) and (save.is_symlink() or not save.is_dir() or any(save.iterdir())):
-        raise CheckpointError(f"--save {save} is there already; give a new or empty folder")
-    save.parent.mkdir(parents=True, exist_ok=True)
-    with appearing(save, save.with_name(f".{save.name}.partial-{secrets.token_hex(4)}")) as work:
-        yield work

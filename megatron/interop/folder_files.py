@@ -5,13 +5,18 @@ Imports no torch, so that a launcher can read a model's config.json.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.files import appearing
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -62,3 +67,27 @@ def json_object(text: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a JSON object")
     return content
+
+
+@contextlib.contextmanager
+def new_folder(save: Path) -> Iterator[Path]:
+    """Give a folder beside `save` to write into, which becomes `save` at the end, or is removed if anything fails.
+
+    Raises CheckpointError if `save` has content.
+    """
+    save = Path(os.path.abspath(save))
+    if os.path.lexists(save) and (save.is_symlink() or not save.is_dir() or any(save.iterdir())):
+        raise CheckpointError(f"--save {save} is there already; give a new or empty folder")
+    save.parent.mkdir(parents=True, exist_ok=True)
+    with appearing(save, save.with_name(f".{save.name}.partial-{secrets.token_hex(4)}")) as work:
+        yield work
+
+
+def check_space(folder: Path, needed_bytes: int, option: str) -> None:
+    """Raise CheckpointError if the disk has too little space for the result; `option` is what sets its folder."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{folder} has {free / 1e9:.1f} GB free, but the result needs {needed_bytes / 1e9:.1f} GB; free space, or "
+            f"set {option} to another disk"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,13 +83,3 @@ def matched(folder: Path, config: Config, found: Mapping[str, Shard]) -> dict[st
 def count(shards: Mapping[str, Shard]) -> int:
     """Number of parameters of the model."""
     return sum(math.prod(shard.shape) for shard in shards.values())
-
-
-def check_space(folder: Path, needed_bytes: int, option: str) -> None:
-    """Raise CheckpointError if the disk has too little space for the result; `option` is what sets its folder."""
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise CheckpointError(
-            f"{folder} has {free / 1e9:.1f} GB free, but the result needs {needed_bytes / 1e9:.1f} GB; free space, or "
-            f"set {option} to another disk"
-        )

@@ -32,6 +32,8 @@ _HARMLESS = {
 }  # fmt: skip
 _UNCHANGED_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that leave the base's weights as they are."""
+_PISSA = "pissa"
+"""Takes the largest singular values out of the base's weights: the same again, for the same base."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class PeftFactors:
     """The rank; its square root with rsLoRA."""
     of_embedding: bool
     bias: StoredTensor | None
+    magnitude: StoredTensor | None = None
+    """DoRA: length of each row of the adapted weight, (out_features), of an embedding (hidden)."""
+    starts_from_svd: bool = False
+    """PiSSA: B @ A began as the largest singular values of the base's weight, which were taken out of it."""
 
     def scaling(self, weight: float) -> float:
         """Return the factor of `B @ A`, rounded as PEFT's `set_scale(adapter, weight)` rounds it."""
@@ -154,10 +160,11 @@ def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
     if kind != "LORA":
         raise CheckpointError(f"{fields.path} has peft_type: {shown(kind)}; only LORA is read")
     start = fields.take("init_lora_weights", True, bool, str)
-    if start not in _UNCHANGED_BASE:
+    if start not in (*_UNCHANGED_BASE, _PISSA):
         raise CheckpointError(
-            f"{fields.path} has init_lora_weights: {shown(start)}, which changes the base's weights at the start. Save "
-            "the adapter with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which undoes that"
+            f"{fields.path} has init_lora_weights: {shown(start)}, which changes the base's weights at the start, in a "
+            "way that cannot be repeated. Save the adapter with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...), which undoes that"
         )
     scales = _Scales(fields)
     adapter = PeftAdapter(
@@ -170,11 +177,11 @@ def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
         bias=fields.take("bias", "none"),
         all_layers=fields.take("layers_to_transform", [], int) == [],
     )
-    lora_bias = fields.take("lora_bias", False)
+    form = _Form(fields.take("lora_bias", False), fields.take("use_dora", False), start == _PISSA)
     fields.refuse_others()
     if adapter.bias not in ("none", "all", "lora_only"):
         raise CheckpointError(f"{fields.path} has bias: {shown(adapter.bias)}; it must be none, all or lora_only")
-    _sort_tensors(adapter, _tensors(folder, files), scales, lora_bias)
+    _sort_tensors(adapter, _tensors(folder, files), scales, form)
     return adapter
 
 
@@ -214,16 +221,26 @@ def _first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
+@dataclass(frozen=True)
+class _Form:
+    """Options of an adapter on which its tensors depend."""
+
+    lora_bias: bool
+    use_dora: bool
+    starts_from_svd: bool
+
+
 _FACTORS = {
     ".lora_A.weight": "A",
     ".lora_B.weight": "B",
     ".lora_embedding_A": "embedding A",
     ".lora_embedding_B": "embedding B",
     ".lora_B.bias": "bias",
+    ".lora_magnitude_vector": "magnitude",
 }
 
 
-def _sort_tensors(adapter: PeftAdapter, tensors: Mapping[str, StoredTensor], scales: _Scales, lora_bias: bool) -> None:
+def _sort_tensors(adapter: PeftAdapter, tensors: Mapping[str, StoredTensor], scales: _Scales, form: _Form) -> None:
     """Fill the adapter's `low_rank` and `whole`. Raises CheckpointError for a tensor that belongs to neither."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     strangers = []
@@ -245,14 +262,15 @@ def _sort_tensors(adapter: PeftAdapter, tensors: Mapping[str, StoredTensor], sca
     if not modules and not adapter.whole:
         raise CheckpointError(f"{adapter.path} holds no tensors; save the adapter again")
     for module, factors in modules.items():
-        adapter.low_rank[module] = _low_rank(adapter.path, module, factors, scales, lora_bias)
+        adapter.low_rank[module] = _low_rank(adapter.path, module, factors, scales, form)
 
 
 def _low_rank(
-    path: Path, module: str, factors: Mapping[str, StoredTensor], scales: _Scales, lora_bias: bool
+    path: Path, module: str, factors: Mapping[str, StoredTensor], scales: _Scales, form: _Form
 ) -> PeftFactors:
     of_embedding = "embedding A" in factors or "embedding B" in factors
-    wanted = {"embedding A", "embedding B"} if of_embedding else {"A", "B", *(["bias"] if lora_bias else [])}
+    wanted = {"embedding A", "embedding B"} if of_embedding else {"A", "B", *(["bias"] if form.lora_bias else [])}
+    wanted |= {"magnitude"} if form.use_dora else set()
     if set(factors) != wanted:
         raise CheckpointError(
             f"{path} holds {', '.join(sorted(factors))} of {module}; it must be {', '.join(sorted(wanted))}"
@@ -264,4 +282,19 @@ def _low_rank(
             f"{path} holds A {list(a.shape)} and B {list(b.shape)} of {module}, but {CONFIG} gives it rank {rank}: A "
             f"must have {rank} rows, and B {rank} columns; copy both files from one place"
         )
-    return PeftFactors(a, b, scales.alpha(module), scales.divisor(module), of_embedding, factors.get("bias"))
+    magnitude = factors.get("magnitude")
+    if magnitude is not None and magnitude.shape != b.shape[:1]:
+        raise CheckpointError(
+            f"{path} holds the magnitudes of {module} as {list(magnitude.shape)}; it must be {list(b.shape[:1])}, one "
+            "for each row of B"
+        )
+    return PeftFactors(
+        a,
+        b,
+        scales.alpha(module),
+        scales.divisor(module),
+        of_embedding,
+        factors.get("bias"),
+        magnitude,
+        form.starts_from_svd and not of_embedding,
+    )

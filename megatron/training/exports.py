@@ -33,7 +33,7 @@ from megatron.checkpoint.writer import make_folder, remove_checkpoint
 from megatron.command_names import command_name
 from megatron.config.options import Config
 from megatron.files import appearing, write_durably
-from megatron.interop.folder_files import read_json
+from megatron.interop.folder_files import check_space, read_json
 from megatron.interop.huggingface import (
     TOKENIZER_FILES,
     check_tokenizer,
@@ -43,7 +43,7 @@ from megatron.interop.huggingface import (
 )
 from megatron.interop.huggingface_files import DTYPES
 from megatron.interop.huggingface_start import is_huggingface
-from megatron.interop.native import NativeModel, check_space, native_model
+from megatron.interop.native import NativeModel, native_model
 from megatron.parallel.context import ParallelContext
 
 LAST = "last_epoch"

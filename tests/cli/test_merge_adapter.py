@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.cli import merge_adapter, merge_peft_adapter
-from megatron.interop import adapter_merge
+from megatron.interop import merged_files
 from tests.cli.test_convert_checkpoint import enrich, make, names, weights
 
 transformers = pytest.importorskip("transformers")
@@ -82,7 +83,7 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
 def test_merges_patterns_whole_tensors_and_shards_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(adapter_merge, "PIECE_BYTES", 1 << 11)
+    monkeypatch.setattr(merged_files, "PIECE_BYTES", 1 << 11)
     base_folder, adapter_folder = tmp_path / "base", tmp_path / "adapter"
     make("llama_gqa", base_folder, "50KB")
     enrich(base_folder)
@@ -112,6 +113,30 @@ def test_merges_patterns_whole_tensors_and_shards_in_pieces(
     assert names(tmp_path) == ["adapter", "base", "merged"]
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_writes_every_byte_once(by_kernel: bool, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    copy, write = os.copy_file_range, merged_files.write_at
+
+    def copied(*arguments: int) -> int:
+        if not by_kernel:
+            raise OSError
+        written.append(copy(*arguments))
+        return written[-1]
+
+    def wrote(file: int, offset: int, data: memoryview) -> None:
+        written.append(len(data))
+        write(file, offset, data)
+
+    monkeypatch.setattr(os, "copy_file_range", copied)
+    monkeypatch.setattr(merged_files, "write_at", wrote)
+    assert merge(sound / "base", tmp_path / "merged", sound / "adapter") == 0
+    assert sum(written) == sum(path.stat().st_size for path in (sound / "base").glob("*.safetensors"))
+    base, found = weights(sound / "base"), weights(tmp_path / "merged")
+    changed = {name for name in base if not torch.equal(base[name], found[name])}
+    assert changed == {name for name in base if "q_proj" in name or "down_proj" in name}
+
+
 def test_weighs_several_adapters_in_16_bit(tmp_path: Path) -> None:
     make("llama_gqa", tmp_path / "base", dtype=torch.bfloat16)
     base = weights(tmp_path / "base")
@@ -127,6 +152,32 @@ def test_weighs_several_adapters_in_16_bit(tmp_path: Path) -> None:
             norm = base[name].float()
             expected[name] = (norm + 0.7 * (one[f"base_model.model.{name}"] - norm)).bfloat16()
     same(weights(tmp_path / "merged"), expected)
+
+
+@pytest.mark.parametrize("family", ["llama_gqa", "gpt2"])
+def test_dora_and_pissa_by_their_formulas(family: str, tmp_path: Path) -> None:
+    """DoRA scales each output's weights to its magnitude; PiSSA replaces what it took out of the base."""
+    make(family, tmp_path / "base")
+    base, transposed = weights(tmp_path / "base"), family == "gpt2"
+    targets = {"target_modules": ["c_attn", "c_proj"] if transposed else ["q_proj", "down_proj"], "lora_alpha": 8}
+    dora = write_adapter(tmp_path / "dora", base, targets | {"use_dora": True})
+    for key, b in list(dora.items()):
+        if key.endswith("lora_B.weight"):
+            dora[key.replace("lora_B.weight", "lora_magnitude_vector")] = torch.rand(len(b)) + 0.5
+    save_file(dora, tmp_path / "dora/adapter_model.safetensors")
+    pissa = write_adapter(tmp_path / "pissa", base, targets | {"init_lora_weights": "pissa"})
+    places = f"{tmp_path / 'pissa'}=0.5", tmp_path / "dora"
+    assert merge(tmp_path / "base", tmp_path / "merged", *places) == 0
+    found = weights(tmp_path / "merged")
+    for name, product in products(pissa).items():
+        weight = (base[name].T if transposed else base[name]).double()
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        taken = left[:, :4] * values[:4] @ right[:4]
+        before = weight + 0.5 * (2 * product.double() - taken)
+        magnitude = dora[f"base_model.model.{name.removesuffix('.weight')}.lora_magnitude_vector"].double()
+        change = 2 * products(dora)[name].double()
+        expected = (magnitude / (weight + change).norm(dim=1))[:, None] * (before + change)
+        torch.testing.assert_close(found[name].double(), expected.T if transposed else expected, atol=2e-5, rtol=1e-5)
 
 
 def test_gpt2_under_trls_flags_with_short_names_and_a_pickled_adapter(tmp_path: Path) -> None:
@@ -166,6 +217,11 @@ PEFT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "gpt2_bias": ("gpt2", {"target_modules": ["c_attn"], "bias": "all", "lora_bias": True}),
+    "dora": ("llama_gqa", {"target_modules": "all-linear", "use_dora": True, "rank_pattern": {"up_proj": 3}}),
+    "dora_embedding": ("llama_mha", {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "use_dora": True}),
+    "dora_conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
+    "pissa": ("llama_gqa", {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa", "r": 5}),
+    "pissa_dora": ("gpt2", {"target_modules": ["c_fc"], "init_lora_weights": "pissa", "use_dora": True}),
     "bloom": ("bloom_12_heads", {"target_modules": ["query_key_value", "dense"], "bias": "lora_only"}),
 }
 
@@ -186,7 +242,8 @@ def test_equals_merge_and_unload(case: str, dtype: torch.dtype, tmp_path: Path) 
     family, options = PEFT_CASES[case]
     model = make(family, tmp_path / "base", dtype=dtype)
     base = weights(tmp_path / "base")
-    weighted = not options.keys() & {"modules_to_save", "bias"}  # which PEFT merges of one adapter alone
+    # PEFT merges these of one adapter alone, or rounds once more for each further one
+    weighted = not options.keys() & {"modules_to_save", "bias", "use_dora", "init_lora_weights"}
     factors = {"one": 0.6, "two": -1.5} if weighted else {"one": 1.0}
     for name in factors:
         adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM", **options))
@@ -255,11 +312,12 @@ def pickle_code(folder: Path) -> None:
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "dora": (set_config("use_dora", True), "use_dora: True: features of PEFT that are not read"),
+    "dora": (set_config("use_dora", True), "holds A, B of model.layers.0.mlp.down_proj; it must be A, B, magnitude"),
+    "magnitude": (set_tensor(f"{Q}.lora_magnitude_vector", torch.ones(64)), "it must be A, B"),
     "replication": (set_config("layer_replication", [[0, 1], [0, 2]]), "layer_replication"),
     "parameters": (set_config("target_parameters", ["experts"]), "target_parameters"),
     "unknown": (set_config("of_the_future", 3), "of_the_future: 3"),
-    "pissa": (set_config("init_lora_weights", "pissa"), "'pissa', which changes the base's weights"),
+    "pissa": (set_config("init_lora_weights", "pissa_niter_4"), "'pissa_niter_4', which changes the base's weights"),
     "ia3": (set_config("peft_type", "IA3"), "'IA3'; only LORA"),
     "type": (set_config("r", "4"), "r: '4', of another type"),
     "rank_0": (set_config("r", 0), "r must be at least 1"),
