@@ -30,6 +30,9 @@ class LoraConfig:
     """Biases to train: none, all of the model, or those of the adapted modules."""
     use_rslora: bool = False
     """Multiply the adapters' output by lora_alpha / sqrt(rank) instead (rsLoRA)."""
+    lora_init: str = "default"
+    """Start of the adapters: default, A drawn and B zero; pissa, the principal singular vectors of their weights, or
+    pissa_niter_N, these by N iterations of a faster, approximate decomposition."""
     use_dora: bool = False
     """Train a magnitude for each row of an adapted weight, and its direction by the adapter (DoRA)."""
     loraplus_lr_ratio: PositiveFloat = 1.0
@@ -51,5 +54,6 @@ class LoraConfig:
             "lora_alpha": self.lora_alpha or self.lora_rank,
             "use_rslora": self.use_rslora,
             "use_dora": self.use_dora,
+            "lora_init": self.lora_init.partition("_")[0],
             "lora_alpha_pattern": list(self.lora_alpha_pattern),
         }

@@ -44,6 +44,7 @@ ADAPTERS = (
     "lora_modules_to_save",
     "lora_bias",
     "use_rslora",
+    "lora_init",
     "use_dora",
     "loraplus_lr_ratio",
     "lora_rank_pattern",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from megatron.parallel.shards import LayerDeclaration, Shard
 
 ALL_LINEAR = "all-linear"
 OUTPUT, OUR_OUTPUT = "lm_head", "output"
+INITS = r"default|pissa(_niter_[1-9]\d*)?"
+"""Values of lora_init."""
 SHOWN = 12
 """Names that a message lists."""
 
@@ -77,7 +80,8 @@ class LowRank:
 
     Column-parallel: A is whole, and applied to the residual stream; B is cut as the base's rows. Row-parallel: A is
     cut as the base's columns; B is whole, and applied to each rank's partial sums. DoRA's magnitudes
-    `lora_magnitude_vector<suffix>` are one number a row.
+    `lora_magnitude_vector<suffix>` are one number a row. PiSSA keeps what A and B start from, frozen, as
+    `lora_start_A<suffix>` and `lora_start_B<suffix>`.
     """
 
     adapters: tuple[Adapter, ...]
@@ -96,6 +100,9 @@ class LowRank:
                 down = dataclasses.replace(down, dim=1, pieces=weight.pieces, used_on=None)
                 up = Shard((rows, adapter.rank), used_on="heads")
             found |= {f"lora_A{adapter.suffix}": down, f"lora_B{adapter.suffix}": up}
+            if adapter.is_principal:
+                kept = {f"lora_start_A{adapter.suffix}": down, f"lora_start_B{adapter.suffix}": up}
+                found |= {name: dataclasses.replace(shard, bound=None, trained=False) for name, shard in kept.items()}
             if self.use_dora:
                 found[f"lora_magnitude_vector{adapter.suffix}"] = dataclasses.replace(up, shape=up.shape[:1], value=1.0)
         return found
@@ -246,8 +253,10 @@ def _frozen(
 def _adapter(module: Module, lora: LoraConfig) -> Adapter:
     rank = int(_pattern(lora.lora_rank_pattern, module) or lora.lora_rank or 0)
     alpha = float(_pattern(lora.lora_alpha_pattern, module) or lora.lora_alpha or rank)
+    scale = alpha / (math.sqrt(rank) if lora.use_rslora else rank)
+    iterations = lora.lora_init.partition("_niter_")[2]
     return Adapter(
-        module.suffix, module.first, module.stop, rank, alpha / (math.sqrt(rank) if lora.use_rslora else rank)
+        module.suffix, module.first, module.stop, rank, scale, lora.lora_init != "default", int(iterations or 0) or None
     )
 
 
@@ -271,6 +280,14 @@ def faults(layers: Sequence[LayerDeclaration], form: TheirNames | None, config: 
         yield (
             f"freeze={' '.join(freeze)} is given with lora_rank={lora.lora_rank}, which freezes the whole base model; "
             "leave freeze out, and name the modules to adapt in lora_target_modules"
+        )
+    if not re.fullmatch(INITS, lora.lora_init):
+        yield f"lora_init={lora.lora_init} is not a start of adapters; use default, pissa, or pissa_niter_4"
+        return
+    if lora.lora_init != "default" and config.model.quantize_base != "none":
+        yield (
+            f"lora_init={lora.lora_init} takes the adapters from weights in 16 bits or more, but "
+            f"quantize_base={config.model.quantize_base} holds them in 4; leave one of them out"
         )
     wrong = [
         *_wrong_patterns("lora_rank_pattern", lora.lora_rank_pattern, int),

@@ -33,3 +33,7 @@ class Adapter:
     """[first, stop) are its pieces of the base weight's rows."""
     rank: int
     scale: float
+    is_principal: bool = False
+    """It starts from the principal singular vectors of its weight (PiSSA)."""
+    svd_iterations: int | None = None
+    """Iterations of an approximate decomposition for that; None: an exact one."""

@@ -5,6 +5,7 @@ N tokens of the microbatch (S x B), C of them in a chunk, H hidden, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -312,13 +313,16 @@ class _JoinAdapter(torch.autograd.Function):
         return grad[..., : function.channels], grad[..., function.channels :], grad_up
 
 
-def with_adapter(hidden: Tensor, low: Tensor, weight: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def with_adapter(hidden: Tensor, weight: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return what an output layer with a low-rank adapter passes on, (hidden, weight) to the functions above.
 
-    hidden and weight: as without one; low [..., R] is the adapter's inner result for hidden, and `up` its B, [rows of
-    the weight, R], with every factor. The logits are hidden @ weight^T + low @ up^T; the weight takes no gradient.
+    hidden and weight: as without one. `parts`: the adapter's inner result for hidden, low [..., R], and its B, `up`
+    [rows of the weight, R], with every factor. The logits are hidden @ weight^T plus low @ up^T of each part. The
+    weight takes no gradient.
     """
-    joined, up = _JoinAdapter.apply(hidden, low, up)
+    joined, up = _JoinAdapter.apply(
+        hidden, torch.cat([low for low, _ in parts], dim=-1), torch.cat([up for _, up in parts], dim=1)
+    )
     weight.adapter_up = up  # type: ignore[attr-defined]
     return joined, weight
 

@@ -7,6 +7,7 @@ linear.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import LinearMethod, ParallelLinear
 from megatron.parallel.mappings import all_reduce, enter_tensor_region
+from megatron.parallel.principal import START, start_of
+from megatron.parallel.shards import Shard
 
 
 class LowRankMethod(LinearMethod):
@@ -28,7 +31,8 @@ class LowRankMethod(LinearMethod):
 
     def __init__(self, adapters: Sequence[Adapter], dropout: float, *, use_dora: bool) -> None:
         self.adapters, self.dropout, self.use_dora = tuple(adapters), dropout, use_dora
-        self.starts_from_base = use_dora
+        self.is_principal = any(adapter.is_principal for adapter in adapters)
+        self.starts_from_base = use_dora or self.is_principal
 
     def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         """Return the partial sums of a row-parallel layer over this rank's channels."""
@@ -40,9 +44,20 @@ class LowRankMethod(LinearMethod):
         return self._with_adapters(layer, layer.base.column, hidden, sharded=sharded, bias=layer.bias)
 
     def start(self, layer: ParallelLinear) -> dict[str, Tensor]:
-        """Return the magnitudes at the start: the norms then."""
-        norms = self._norms(layer, self._down(layer), self._up(layer))
-        return {magnitude_of(adapter): norms[rows] for adapter, rows in self._row_blocks(layer) if adapter is not None}
+        """Return DoRA's magnitudes, the norms at the start, and PiSSA's factors."""
+        found: dict[str, Tensor] = {}
+        norms = self._norms(layer, self._down(layer), self._up(layer)) if self.use_dora else None
+        for adapter, rows in self._row_blocks(layer):
+            if adapter is not None and norms is not None:
+                found[magnitude_of(adapter)] = norms[rows]
+            if adapter is not None and adapter.is_principal:
+                weight, local = layer.weight_shard, layer.dense_weight(layer.weight.dtype)[rows]
+                pieces = weight.pieces[adapter.first : adapter.stop] if weight.dim == 0 else weight.pieces
+                whole = Shard(
+                    (sum(pieces) if weight.dim == 0 else weight.shape[0], weight.shape[1]), weight.dim, pieces
+                )
+                found |= start_of(layer, adapter, local, whole, layer.ctx)
+        return found
 
     def _with_adapters(
         self,
@@ -56,11 +71,11 @@ class LowRankMethod(LinearMethod):
         """Return base(x) with the adapters; `bias` is in that already. `sharded`: tensor-parallel ranks differ in x."""
         if not layer.ctx.adapters.is_on:
             return base(layer, x)
+        if self.is_principal:
+            base = partial(self._without_start, base)
         inputs = dropped(x, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
         down, up, output = self._down(layer), self._up(layer), base(layer, x)
-        low = F.linear(inputs, down)
-        if layer.weight_shard.dim == 0:
-            low = enter_tensor_region(low, layer.ctx)
+        low = self._entered(layer, F.linear(inputs, down))
         if not self.use_dora:
             return plus(output, low, up)
         # output + (gain - 1) * (base of `inputs`, without its bias) + gain * low up^T
@@ -71,6 +86,16 @@ class LowRankMethod(LinearMethod):
             inside = base(layer, inputs)
             output = output - inside + plus(inside, low, up) * gains
         return output if bias is None else output + bias * (1 - gains)
+
+    def _without_start(
+        self, base: Callable[[ParallelLinear, Tensor], Tensor], layer: ParallelLinear, x: Tensor
+    ) -> Tensor:
+        """Return base(x) less the adapters' start."""
+        low = self._entered(layer, F.linear(x, self._down(layer, START)))
+        return plus(base(layer, x), low, -self._up(layer, START))
+
+    def _entered(self, layer: ParallelLinear, low: Tensor) -> Tensor:
+        return enter_tensor_region(low, layer.ctx) if layer.weight_shard.dim == 0 else low
 
     def _gains(self, layer: ParallelLinear, down: Tensor, up: Tensor) -> Tensor:
         """Return the factor of each output, [out/tp]: its magnitude by its norm, 1 without an adapter."""
@@ -85,16 +110,18 @@ class LowRankMethod(LinearMethod):
 
     def _norms(self, layer: ParallelLinear, down: Tensor, up: Tensor) -> Tensor:
         """Return the norms of the rows of base and adapters together, [out/tp]. Collective where `in` is cut."""
+        if self.is_principal:
+            down, up = torch.cat([down, self._down(layer, START)]), torch.cat([up, -self._up(layer, START)], dim=1)
         return row_norms(layer.dense_weight(down.dtype), down, up, layer.ctx, is_partial=layer.weight_shard.dim == 1)
 
-    def _down(self, layer: ParallelLinear) -> Tensor:
+    def _down(self, layer: ParallelLinear, kind: str = "lora_") -> Tensor:
         """[R, in]"""
-        parts: list[Tensor] = [layer.get_parameter(f"lora_A{adapter.suffix}") for adapter in self.adapters]
+        parts: list[Tensor] = [layer.get_parameter(f"{kind}A{adapter.suffix}") for adapter in self.adapters]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _up(self, layer: ParallelLinear) -> Tensor:
+    def _up(self, layer: ParallelLinear, kind: str = "lora_") -> Tensor:
         """[out, R], scaled: a block for each adapter, zeros where an output has none."""
-        parts = {each.suffix: layer.get_parameter(f"lora_B{each.suffix}") * each.scale for each in self.adapters}
+        parts = {each.suffix: layer.get_parameter(f"{kind}B{each.suffix}") * each.scale for each in self.adapters}
         total, left, blocks = sum(adapter.rank for adapter in self.adapters), 0, []
         for adapter, rows in self._row_blocks(layer):
             if adapter is None:

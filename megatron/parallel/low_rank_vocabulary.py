@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import with_adapter
-from megatron.parallel.low_rank import dropped, gain, magnitude_of, plus, row_norms
+from megatron.parallel.low_rank import dropped, gain, plus, row_norms
+from megatron.parallel.principal import START, start_of
 from megatron.parallel.shards import Shards, alias, shard_of
 
-EMBEDDING_MAGNITUDE = "lora_embedding_magnitude_vector"
+EMBEDDING_MAGNITUDE, OUTPUT_MAGNITUDE = "lora_embedding_magnitude_vector", "lora_magnitude_vector"
 
 
 class Vocabulary(Protocol):
@@ -43,7 +44,7 @@ class VocabularyAdapters:
 
     @property
     def starts_from_base(self) -> bool:
-        return self.use_dora
+        return self.use_dora or (self.output is not None and self.output.is_principal)
 
     def is_used(self, name: str, ctx: ParallelContext) -> bool:
         """Return whether this pipeline stage uses an adapter's parameter: a tied weight is on the first and last."""
@@ -53,11 +54,8 @@ class VocabularyAdapters:
         """Return the rows of the table that the base has `found`, [S, B, H], with the adapter's added."""
         if self.embedding is None or not layer.ctx.adapters.is_on:
             return found
-        down, up = (
-            layer.get_parameter("lora_embedding_A"),
-            layer.get_parameter("lora_embedding_B") * self.embedding.scale,
-        )
-        found = plus(found, F.embedding(rows_SB, down.t()), up)
+        low = F.embedding(rows_SB, layer.get_parameter("lora_embedding_A").t())
+        found = plus(found, low, layer.get_parameter("lora_embedding_B") * self.embedding.scale)
         if not self.use_dora:
             return found
         return found * gain(layer.get_parameter(EMBEDDING_MAGNITUDE), self._embedding_norms(layer))
@@ -66,40 +64,47 @@ class VocabularyAdapters:
         """Return (hidden, weight) for the loss, [rows, B, H] with the adapter's R channels after those of `hidden`."""
         if self.output is None or not layer.ctx.adapters.is_on:
             return hidden, weight
-        ctx = layer.ctx
-        inputs = dropped(hidden, self.dropout if layer.training else 0.0, ctx, sharded=ctx.sequence_parallel)
-        down, up = layer.get_parameter("lora_A"), layer.get_parameter("lora_B") * self.output.scale
+        sharded = layer.ctx.sequence_parallel
+        inputs = dropped(hidden, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
+        down, up = self._factors(layer)
+        started = [self._factors(layer, START)] if self.output.is_principal else []
+        less = [(F.linear(hidden, start_down), -start_up) for start_down, start_up in started]
         if not self.use_dora:
-            return with_adapter(hidden, F.linear(inputs, down), weight, up)
-        # no gradient of a magnitude without one of all logits: the scaled weight is made, and its gradient
-        norms = self._output_norms(layer)
-        gains = gain(layer.get_parameter(magnitude_of(self.output)), norms).unsqueeze(1)
+            return with_adapter(hidden, weight, [(F.linear(inputs, down), up), *less])
+        # a magnitude's gradient needs that of all logits: the scaled weight is made instead, and its gradient
+        base = weight
+        for start_down, start_up in started:
+            base = torch.addmm(weight, start_up, start_down, alpha=-1)
+        norms = row_norms(base, down, up, layer.ctx, is_partial=False)
+        scaled: Any = torch.addmm(base, up, down) * gain(layer.get_parameter(OUTPUT_MAGNITUDE), norms).unsqueeze(1)
         if inputs is not hidden:
-            return with_adapter(hidden, inputs, weight, torch.addmm(weight, up, down) * gains - weight)
-        scaled: Any = torch.addmm(weight, up, down) * gains
+            return with_adapter(hidden, weight, [(inputs, scaled - base), *less])
         scaled.shard = shard_of(weight)
         return hidden, scaled
 
     def start(self, layer: Vocabulary) -> dict[str, Tensor]:
-        """Return the magnitudes at the start by local name, float32: the norms then. Collective."""
+        """Return DoRA's magnitudes, the norms at the start, and PiSSA's factors by local name, float32. Collective."""
         found: dict[str, Tensor] = {}
-        if self.embedding is not None and self.is_used(EMBEDDING_MAGNITUDE, layer.ctx):
+        ctx = layer.ctx
+        if self.embedding is not None and self.use_dora and ctx.is_first_stage:
             found[EMBEDDING_MAGNITUDE] = self._embedding_norms(layer)
-        if self.output is not None and self.is_used(magnitude_of(self.output), layer.ctx):
-            found[magnitude_of(self.output)] = self._output_norms(layer)
+        if self.output is not None and ctx.is_last_stage:
+            if self.use_dora:
+                found[OUTPUT_MAGNITUDE] = row_norms(layer.weight, *self._factors(layer), ctx, is_partial=False)
+            if self.output.is_principal:
+                found |= start_of(layer, self.output, layer.weight, shard_of(layer.weight), ctx)
         return found
+
+    def _factors(self, layer: Vocabulary, kind: str = "lora_") -> tuple[Tensor, Tensor]:
+        """Return A [R, H] and B [V, R] of the output, scaled."""
+        assert self.output is not None
+        return layer.get_parameter(f"{kind}A"), layer.get_parameter(f"{kind}B") * self.output.scale
 
     def _embedding_norms(self, layer: Vocabulary) -> Tensor:
         """Return the norms of the channels over the vocabulary, as PEFT takes them, [H]."""
         assert self.embedding is not None
         down, up = layer.get_parameter("lora_embedding_A"), layer.get_parameter("lora_embedding_B")
         return row_norms(layer.weight.t(), down, up * self.embedding.scale, layer.ctx, is_partial=True)
-
-    def _output_norms(self, layer: Vocabulary) -> Tensor:
-        """Return the norms of the rows of this rank, [V]."""
-        assert self.output is not None
-        down, up = layer.get_parameter("lora_A"), layer.get_parameter("lora_B") * self.output.scale
-        return row_norms(layer.weight, down, up, layer.ctx, is_partial=False)
 
 
 def vocabulary_adapters(module: nn.Module, shards: Shards, ctx: ParallelContext) -> VocabularyAdapters | None:

@@ -140,6 +140,13 @@ def check_lora_options(checkpoint: Checkpoint, config: Config) -> None:
         raise CheckpointError(
             f"{checkpoint.folder} holds adapters with other options: {'; '.join(found)}. Give the options of their run"
         )
+    declared = declared_shards(family_of(config).layers(config))
+    if surplus := [name for name in checkpoint.parameters if name not in declared]:
+        more = f" and {len(surplus) - SHOWN} more" if len(surplus) > SHOWN else ""
+        raise CheckpointError(
+            f"{checkpoint.folder} holds {', '.join(surplus[:SHOWN])}{more}, which these options do not adapt. Give the "
+            "lora options of their run"
+        )
 
 
 def open_adapters(found: Base | None, config: Config, ctx: ParallelContext) -> AdapterStart:

@@ -91,7 +91,7 @@ class EngineState:
         """Return what this rank saves: with adapters, what is trained."""
         found = []
         dtype = str(compute_dtype(self._config)).removeprefix("torch.")
-        for owned in self.owned(with_frozen=not self._has_adapters):
+        for owned in self.owned():
             if not owned.is_saved_here:
                 continue
             kinds = {"weight": owned.weight, **(owned.moments if with_optimizer else {})}
@@ -129,7 +129,7 @@ class EngineState:
         shards = {name: shard_of(parameter) for name, parameter in named_parameters(self._module)}
         shards |= {name: weight.shard for name, weight in quantized_weights(self._module)}
         for name, shard in shards.items():
-            if self._has_adapters and (shard.added if is_base else not shard.trained):
+            if self._has_adapters and (shard.added if is_base else not (shard.trained or shard.added)):
                 continue
             saved = checkpoint.parameters.get(name)
             if saved is None:
@@ -217,7 +217,7 @@ class EngineState:
             start, target = stretch[0], parameter.ds_tensor.narrow(0, 0, stretch[1])
         values = read(name, "weight", shard, start, target.numel())
         target.copy_(values)
-        if self._has_adapters and not shard.trained and self._is_saved_here(index, parameter):
+        if self._has_adapters and not (shard.trained or shard.added) and self._is_saved_here(index, parameter):
             self.base_sums[name] = bits_sum(values)
 
     def finish_restore(self) -> None:
@@ -265,10 +265,12 @@ class EngineState:
         return (0, 1) if shard.dim is None else (self._ctx.tensor_rank, self._ctx.tensor_size)
 
     def owned(self, *, with_frozen: bool = True) -> Iterator[OwnedSlice]:
-        """Yield the slices that this rank's optimizer updates, and those of frozen parameters that it may save."""
+        """Yield the slices that this rank's optimizer updates, and those of frozen parameters that it may save: with
+        adapters not of the base."""
         for index, (name, parameter) in enumerate(named_parameters(self._module)):
             is_saved_here = self._is_saved_here(index, parameter)
-            if not parameter.requires_grad and not with_frozen:
+            is_of_base = self._has_adapters and not shard_of(parameter).added
+            if not parameter.requires_grad and (is_of_base or not with_frozen):
                 continue
             if not parameter.requires_grad and not hasattr(parameter, "ds_id"):
                 yield OwnedSlice(name, parameter, 0, parameter.view(-1).float(), {}, is_saved_here)

@@ -46,6 +46,14 @@ NAMES = "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_
                 r"\(the smallest of 7 such modules: q_proj, .*, down_proj\); lower lora_rank"
             ],
         ),
+        (
+            "--lora-rank 4 --lora-init gaussian",
+            [r"lora_init=gaussian is not a start.*use default, pissa, or pissa_nit"],
+        ),
+        (
+            "--lora-rank 4 --lora-init pissa_niter_2 --quantize-base nf4",
+            [r"lora_init=pissa_niter_2 takes the adapters from .* quantize_base=nf4 holds them in 4; leave one"],
+        ),
         ("--lora-rank 4 --freeze layers.*", [r"freeze=layers.* is given with lora_rank=4.*leave freeze out"]),
         (
             "--lora-rank 4 --lora-target-modules q_proj k_proj --lora-modules-to-save q_proj v_proj",

@@ -62,7 +62,7 @@ def train_adapters(arguments: str, base: str) -> list[float]:
     assert checkpoint is not None
     for name, parameter in named_parameters(engine.module):
         shard = shard_of(parameter)
-        if not shard.trained:
+        if not (shard.trained or shard.added):
             expected = shard.take(checkpoint.read_full(name), ctx.tensor_rank, ctx.tensor_size)
             assert torch.equal(parameter, expected), f"{name} has changed"
     return losses
@@ -105,6 +105,16 @@ def test_adapters_resume_on_other_layouts(ranks: RankPools, saved: Saved, tmp_pa
         assert resumed[0] == pytest.approx(losses[SAVED:], rel=1e-6), layout
 
 
+def test_a_principal_start_is_resumed_on_any_layout(ranks: RankPools, saved: Saved, tmp_path: Path) -> None:
+    """The base keeps its bits; what the adapters started from is saved with them."""
+    base, _, _ = saved
+    arguments = f"{SMALL} --lora-init pissa"
+    (losses, _) = ranks(2)(train_adapters, f"{arguments} {TP2} --load {base} --save {tmp_path}", str(base))
+    assert ranks(2)(train_adapters, f"{arguments} {TP2} --load {tmp_path}", str(base)) == [losses[SAVED:]] * 2
+    (resumed, _) = ranks(2)(train_adapters, f"{arguments} {PP2} --zero-stage 1 --load {tmp_path}", str(base))
+    assert resumed == pytest.approx(losses[SAVED:], rel=1e-6)
+
+
 def test_a_checkpoint_holds_what_is_trained_alone(saved: Saved) -> None:
     base, adapters, _ = saved
     checkpoint, whole = newest_checkpoint(adapters), newest_checkpoint(base)
@@ -136,7 +146,8 @@ def test_adapters_of_another_base_are_refused(ranks: RankPools, saved: Saved, tm
         ("", "holds adapters (lora_rank=4), not a whole model; give the lora options of their run"),
         (SMALL.removeprefix(MODEL).replace("--lora-alpha 16", "--lora-alpha 8"), "lora_alpha"),
         (SMALL.removeprefix(MODEL).replace("--lora-rank 4", "--lora-rank 8"), "lora_"),
-        (SMALL.removeprefix(MODEL).replace("v_proj", "k_proj"), "k_proj"),
+        (SMALL.removeprefix(MODEL).replace("v_proj", "k_proj"), "lora_A_v_proj and 8 more, which these options do not"),
+        (SMALL.removeprefix(MODEL).replace("v_proj", "v_proj o_proj"), "attention.dense.lora_A is not in it"),
         (f"{SMALL.removeprefix(MODEL)} --lora-base nowhere", "lora_base=nowhere is not there"),
     ],
 )
