@@ -2,9 +2,9 @@
 
 Shapes: S sequence, B batch, n query heads, k key/value heads, d head size, F intermediate width of the MLP. The plain
 form is the reference. The eager form has fewer passes over memory, and keeps inputs instead of intermediate results.
-The compiled form is the plain one through torch.compile. All compute rotations and norms in float32. What is one kernel
-of torch's on every device (GELU, LayerNorm) or no faster when compiled alone (dropout with residual) stands where it is
-used.
+The compiled form is the plain one through torch.compile, but for SwiGLU's backward pass on CUDA. All compute rotations
+and norms in float32. What is one kernel of torch's on every device (GELU, LayerNorm) or no faster when compiled alone
+(dropout with residual) stands where it is used.
 """
 
 from __future__ import annotations
@@ -109,6 +109,23 @@ class _Swiglu(torch.autograd.Function):
         return whole
 
 
+class _CompiledSwiglu(torch.autograd.Function):
+    """The compiled forward pass, and a backward pass in Triton, for CUDA. Keeps [gate; up] alone."""
+
+    @staticmethod
+    def forward(function: Any, gate_up: Tensor, compiled_swiglu: Callable[[Tensor], Tensor]) -> Tensor:
+        function.save_for_backward(gate_up)
+        return compiled_swiglu(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> tuple[Tensor, None]:
+        from megatron.parallel.swiglu_triton import backward
+
+        (gate_up,) = function.saved_tensors
+        return backward(grad, gate_up), None
+
+
 class _RMSNorm(torch.autograd.Function):
     """Keeps the input and one float32 number a row for the backward pass."""
 
@@ -155,13 +172,21 @@ EAGER = Kernels("eager", rotate=_Rotate.apply, swiglu=_Swiglu.apply, rms_norm=_R
 def compiled(backend: str, device: str) -> Kernels:
     """Return the plain operators compiled by a backend of torch.compile, each at its first call.
 
-    RMSNorm stays torch's on CUDA where it is one kernel there, since torch 2.8: compiled alone it was slower.
+    On CUDA RMSNorm stays torch's where it is one kernel, since torch 2.8: compiled alone it was slower. The backward
+    pass of SwiGLU is a kernel of ours there, which reads less than the compiled one.
     """
     one_kernel = device == "cuda" and hasattr(torch.ops.aten, "_fused_rms_norm")
     rotate_, swiglu_, rms_norm_ = (
         cast("Any", torch.compile(function, backend=backend)) for function in (rotate, swiglu, rms_norm)
     )
-    return Kernels("compiled", rotate=rotate_, swiglu=swiglu_, rms_norm=rms_norm if one_kernel else rms_norm_)
+    if device == "cuda":
+        return Kernels(
+            "compiled",
+            rotate=rotate_,
+            swiglu=lambda x: swiglu_(x) if x.dtype == torch.float64 else _CompiledSwiglu.apply(x, swiglu_),
+            rms_norm=rms_norm if one_kernel else rms_norm_,
+        )
+    return Kernels("compiled", rotate=rotate_, swiglu=swiglu_, rms_norm=rms_norm_)
 
 
 def habana() -> Kernels:

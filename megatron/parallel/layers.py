@@ -18,6 +18,7 @@ from megatron.parallel.kernels import PLAIN, Kernels
 from megatron.parallel.low_rank_vocabulary import output_weight, vocabulary_adapters
 from megatron.parallel.mappings import reduce_from_tensor_region, reduce_scatter_to_sequence
 from megatron.parallel.shards import Shards, shard_of
+from megatron.parallel.weight_gradient import Lookup, own_sum
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -49,7 +50,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def _rows(self, rows_SB: Tensor) -> Tensor:
         """Return these rows of this rank's part of the table, [S, B, H]."""
-        found = F.embedding(rows_SB, self.weight)
+        into = own_sum(self.weight)
+        found = F.embedding(rows_SB, self.weight) if into is None else Lookup.apply(rows_SB, self.weight, into)
         return found if self.adapters is None else self.adapters.embed(self, rows_SB, found)
 
 

@@ -29,6 +29,7 @@ from megatron.parallel.mappings import (
 )
 from megatron.parallel.nf4 import QuantizedWeight
 from megatron.parallel.shards import Shard, Shards
+from megatron.parallel.weight_gradient import add_product, own_sum
 
 
 class LinearMethod(ABC):
@@ -88,7 +89,7 @@ class DenseMethod(LinearMethod):
         return super().row(layer, x)
 
     def _linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-        if layer.ctx.deferred is None:
+        if layer.ctx.deferred is None and own_sum(layer.weight) is None:
             return F.linear(x, layer.weight, bias)
         return _DeferringLinear.apply(x, layer.weight, bias, layer.ctx.deferred)
 
@@ -123,14 +124,19 @@ class _Parameters(NamedTuple):
     def gradients(
         self, needed: Sequence[bool], grad: Tensor, inputs: Callable[[], Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias, None for what is deferred or not `needed`."""
+        """Return the gradients of weight and bias, None for what is deferred, added to its sum or not `needed`."""
+        defers = self.deferred is not None and self.deferred.is_open
+        into = None if defers or not needed[0] else own_sum(self.weight)
+        if into is not None:
+            add_product(into, grad.flatten(0, -2), inputs().flatten(0, -2))
+            needed = (False, *needed[1:])
         trained = [
             (parameter, compute)
             for parameter, is_needed, compute in zip(self[:2], needed, (_weight_gradient, _bias_gradient), strict=True)
             if parameter is not None and is_needed
         ]
         rows = grad.flatten(0, -2)
-        if self.deferred is not None and self.deferred.is_open:
+        if self.deferred is not None and defers:
             if trained:
                 parameters = [parameter for parameter, _ in trained]
                 self.deferred.defer(parameters, lambda: [compute(rows, inputs) for _, compute in trained])
@@ -148,10 +154,12 @@ def _bias_gradient(rows: Tensor, inputs: Callable[[], Tensor]) -> Tensor:
 
 
 class _DeferringLinear(torch.autograd.Function):
-    """x @ W^T + b, whose gradients of W and b may be deferred."""
+    """x @ W^T + b, whose gradients of W and b may be deferred, and that of W added to the optimizer's sum."""
 
     @staticmethod
-    def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
+    def forward(
+        function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None
+    ) -> Tensor:
         function.parameters = _Parameters(weight, bias, deferred)
         function.save_for_backward(x)
         return F.linear(x, weight, bias)

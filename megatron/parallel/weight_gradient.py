@@ -1,12 +1,15 @@
-"""Gradient of a linear layer's weight, summed over chunks of tokens in float32 without a temporary of its size."""
+"""Gradients of weights, added to a float32 sum without a temporary of their size and without a rounding to 16 bits."""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.parallel.loss_chunks import BLOCK_NUMBERS
 
@@ -91,6 +94,44 @@ class WeightGradient:
                 rows += block
             else:
                 rows.copy_(block)
+
+
+def own_sum(weight: Tensor) -> GradientSum | None:
+    """Return the sum to which a layer adds its weight's gradient itself; None: autograd gets the gradient.
+
+    Only where one operator multiplies and adds; torch.compile could not trace it.
+    """
+    adds = adds_products_in_float32(weight.device) and not torch.compiler.is_compiling()
+    return getattr(weight, "gradient_sum", None) if adds else None
+
+
+def add_product(into: GradientSum, grad_outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+    """Add the gradient of a linear layer's weight, [O, I], from the gradient of its outputs and its inputs."""
+    total, has_gradient = into.open()
+    torch.addmm(total, grad_outputs_NO.t(), inputs_NI, torch.float32, beta=int(has_gradient), out=total)
+    into.close()
+
+
+class Lookup(torch.autograd.Function):
+    """Rows of a table, [...] -> [..., H], with gradients added to its float32 sum rather than to a table of zeros."""
+
+    @staticmethod
+    def forward(function: Any, rows: Tensor, table: Tensor, into: GradientSum) -> Tensor:
+        function.save_for_backward(rows)
+        function.into = into
+        return F.embedding(rows, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> tuple[None, None, None]:
+        (rows,) = function.saved_tensors
+        total, has_gradient = function.into.open()
+        if not has_gradient:
+            total.zero_()
+        # not index_add_, whose order, and so its rounding, differs from run to run on CUDA
+        total.index_put_((rows.flatten(),), grad.flatten(0, -2).to(total.dtype), accumulate=True)
+        function.into.close()
+        return None, None, None
 
 
 @functools.cache

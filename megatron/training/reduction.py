@@ -4,7 +4,8 @@ A hook adds each parameter's gradient to its place in a flat buffer of the dtype
 into buckets, in the reverse of the order in which the forward pass uses the parameters. As soon as the last gradient of
 a bucket is there, its reduction starts, in place and asynchronously; `finish` waits for all of them, once a step.
 
-The loss may add the gradient of the output weight itself (parallel/weight_gradient.py), in forward or backward.
+The loss, and on CUDA linear layers and embeddings, add the gradient of their weight themselves
+(parallel/weight_gradient.py), in forward or backward.
 
 A gradient is final when it was added to as often as the step's microbatches require. That is counted for each
 parameter, not concluded from the number of backward passes: a schedule may defer a weight's gradient, and autograd may
@@ -135,7 +136,7 @@ class GradientBuffers:
         for index, slot in enumerate(self._slots):
             slot.parameter.register_post_accumulate_grad_hook(partial(_add, itself, index))
             is_wider = (slot.parameter.dtype, slot.view.dtype) == (torch.bfloat16, torch.float32)
-            if is_wider and shard_of(slot.parameter).vocabulary:
+            if is_wider and slot.parameter.dim() == 2:
                 slot.parameter.gradient_sum = BufferedSum(itself, index)
         self.begin_step(1)
 

@@ -186,6 +186,18 @@ def test_form_by_device_and_option(
     assert choose_kernels(config_with(choice, torch_compile), torch.device(device)).form == form
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [24, 5000])
+def test_swiglu_on_cuda_equals_float64(width: int, dtype: torch.dtype) -> None:
+    form, rounded = compiled("inductor", "cuda"), (3 * random(S, B, 2 * width, seed=1)).to(dtype)
+    found = differentiated(lambda x: [form.swiglu(x.cuda()).cpu()], [rounded])
+    expected = differentiated(lambda x: [gated(x)], [rounded.double()])
+    for ours, exact in zip(found, expected, strict=True):
+        error = float((ours[0].detach().double() - exact[0].detach()).norm() / exact[0].detach().norm())
+        assert error < TOLERANCES[dtype]
+
+
 def test_rms_norm_is_torchs_own_where_that_is_one_kernel() -> None:
     assert compiled("inductor", "cuda").rms_norm is PLAIN.rms_norm
     assert compiled("inductor", "cpu").rms_norm is not PLAIN.rms_norm

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.parallel import weight_gradient
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import LayerNorm, VocabParallelEmbedding
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.shards import LayoutError, Shard, shard_of
+from megatron.parallel.weight_gradient import GradientSum
 from tests.parallel import on_ranks
 from tests.parallel.on_ranks import declared
 from tests.ranks import RankPools
@@ -148,3 +150,59 @@ def test_sequence_parallel_of_one_rank_is_off() -> None:
 def test_slices_that_do_not_divide_are_refused() -> None:
     with pytest.raises(LayoutError, match="10 cannot be split evenly over 4"):
         ParallelContext(tensor_size=4).slice_size(10)
+
+
+class Sum(GradientSum):
+    """Float32 memory with the remains of an earlier step."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.total = torch.full_like(weight, torch.nan, dtype=torch.float32, requires_grad=False)
+        self.num_opened = self.num_closed = 0
+
+    def open(self) -> tuple[torch.Tensor, bool]:
+        self.num_opened += 1
+        return self.total, self.num_opened > 1
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def addmm_in_float32(
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, *, beta: int, out: torch.Tensor
+) -> None:
+    """What torch.addmm does on CUDA, and on a CPU does not do."""
+    product = a.to(dtype) @ b.to(dtype)
+    out.copy_(product + total if beta else product)
+
+
+@pytest.mark.parametrize("device", ["cuda"] if torch.cuda.is_available() else ["cpu"])
+@pytest.mark.parametrize("module", [ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding])
+def test_gradients_go_into_the_sum_of_the_optimizer_unrounded(
+    module: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over two microbatches; nothing is left for autograd, and the outputs are those without a sum."""
+    if device == "cpu":
+        monkeypatch.setattr(weight_gradient, "adds_products_in_float32", lambda device: True)
+        monkeypatch.setattr(torch, "addmm", addmm_in_float32)
+    is_table = module is VocabParallelEmbedding
+    dim = int(module is RowParallelLinear)
+    shards = declared(weight=Shard((INNER, H), dim=dim, pieces=((INNER, H)[dim],), std=1.0))
+    layer = module(shards, ParallelContext.single()).to(device, torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    torch.nn.init.normal_(layer.weight, generator=torch.Generator(device).manual_seed(2))
+    expected = torch.zeros(INNER, H, dtype=torch.float64)
+    plain, into = layer.weight.detach().clone(), Sum(layer.weight)
+    for _ in range(2):
+        rows = torch.randint(INNER, (B, S), generator=generator)
+        inputs = rows if is_table else torch.randn(S, B, H, generator=generator).bfloat16()
+        grad = torch.randn(S, B, H if is_table else INNER, generator=generator).bfloat16()
+        layer.weight.gradient_sum = into
+        output = layer(inputs.to(device))
+        output.backward(grad.to(device))
+        alike = F.embedding(rows.t().to(device), plain) if is_table else F.linear(inputs.to(device), plain)
+        assert torch.equal(output, alike)
+        one_hot = F.one_hot(rows.t().flatten(), INNER).double() if is_table else grad.flatten(0, 1).double()
+        expected += one_hot.t() @ (grad if is_table else inputs).flatten(0, 1).double()
+    assert layer.weight.grad is None
+    assert (into.num_opened, into.num_closed) == (2, 2)
+    torch.testing.assert_close(into.total.cpu().double(), expected, rtol=1e-5, atol=1e-5)
