@@ -18,6 +18,7 @@ class LayerFlops:
     forward: int
     backward: int
     """Includes what is recomputed; leaves out the gradients that no trained parameter needs."""
+    recomputed: int
 
     @property
     def total(self) -> int:
@@ -30,10 +31,11 @@ def flops_per_token(config: Config) -> float:
     N counts the weights that a token is multiplied with: the matrices of the layers and the output head over the true
     vocabulary; neither the embedding look-up nor positions, norms, biases and padding. L layers, A query heads, D head
     size, S sequence: attention counts the whole S x S square, although half of it is masked; recomputation does not
-    count.
+    count. Where weights are frozen, neither do the gradients that no trained parameter needs: with adapters 4 N, their
+    own small products left out.
     Source: the model FLOPs of PaLM, appendix B (Chowdhery et al. 2022, arXiv:2204.02311).
     """
-    return float(3 * sum(flops.forward for flops in layer_flops(config)))
+    return float(sum(flops.total - flops.recomputed for flops in layer_flops(config)))
 
 
 def layer_flops(config: Config) -> list[LayerFlops]:
@@ -71,7 +73,8 @@ def _flops(layer: LayerDeclaration, config: Config, *, is_last: bool, propagates
         mlp = [shard for dim in (0, 1) for shard in [matrix for matrix in products if matrix.dim == dim][1:]]
         recomputed = (attention if "core_attn" in parts else 0) + (_products(mlp) if "mlp" in parts else 0)
     of_weights = _products([shard for shard in products if shard.trained])
-    return LayerFlops(forward, (forward + attention + recomputed if propagates else 0) + of_weights)
+    recomputed = recomputed if propagates else 0
+    return LayerFlops(forward, (forward + attention if propagates else 0) + recomputed + of_weights, recomputed)
 
 
 def _products(matrices: list[Shard]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.command_line import from_dict, read_preset
+from megatron.config.command_line import from_dict, load_config, read_preset
 from megatron.config.options import Config
 from megatron.config.parser import PRESETS_DIR
 from megatron.config.plugins import known_plugins
@@ -32,6 +32,14 @@ def test_flops_per_token_of_llama_8b_follow_palm() -> None:
     # 8,030,261,248 parameters less the embedding look-up and 65 norms
     weights = 8_030_261_248 - 128256 * 4096 - 65 * 4096
     assert flops_per_token(run) == 6 * weights + 12 * 32 * 4096 * 8192
+
+
+@pytest.mark.parametrize("more", ["", "--recompute-granularity full"])
+def test_flops_leave_out_the_gradients_of_a_frozen_base(more: str) -> None:
+    flags = "--config llama31_8b --data-path none --lora-rank 8 --lora-target-modules down_proj"
+    run = load_config([*flags.split(), *more.split()])
+    weights = 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    assert flops_per_token(run) == 4 * weights + 12 * 32 * 4096 * 8192
 
 
 @pytest.mark.parametrize(
