@@ -29,6 +29,24 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+LONG_FIRST = (
+    "training/test_layouts training/test_chaos launch/test_multinode test_api_runs training/test_guard test_train "
+    "training/test_checkpoints training/test_frozen tasks/test_sft cli/test_preprocess_faults launch/test_agent "
+    "training/test_process_faults test_wheel training/test_schedules planning/test_memory test_readme "
+    "training/test_adapters resilience/test_shutdown training/test_exports checkpoint/test_saver models/test_attention "
+    "interop/test_deepspeed_checkpoint data/tokenizers/test_tokenizers data/tokenizers/test_acceleration "
+    "test_extending training/test_huggingface_start training/test_flat_cost training/test_adapter_state "
+    "parallel/test_losses data/chat/test_tool_chats training/test_waits models/test_transformer test_hosts "
+    "test_finetuning"
+).split()
+"""Files of more than half a minute, the longest first: if one came last, the other processes would idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(LONG_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.fixture(scope="session")
 def test_data() -> Path:
     """The folder of real text and tokenizers that MEGATRON_TEST_DATA names; the test is skipped without."""

@@ -14,6 +14,7 @@ import pytest
 import tomllib
 
 from megatron.config.options import options, sections
+from tests.conftest import LONG_FIRST
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -208,6 +209,10 @@ def test_files_and_functions_are_short_or_say_why() -> None:
                 if length > LONGEST_FUNCTION and "# Long: " not in lines[first - 2]:
                     found.append(f"{at(path, node.lineno)}: {node.name} has {length} lines")
     assert found == []
+
+
+def test_the_files_that_start_first_exist() -> None:
+    assert [name for name in LONG_FIRST if not (ROOT / "tests" / f"{name}.py").is_file()] == []
 
 
 def test_one_class_one_name() -> None:
