@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -52,10 +53,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--save", required=True, type=Path, metavar="FOLDER", help="folder to write; must be new or empty"
     )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read the result again, and compare it with base and adapters; takes about as long as merging",
+    )
     return parser.parse_args(argv)
 
 
-def run(base: Path, adapters: Sequence[tuple[Path, float]], save: Path) -> None:
+def progress_bar(numel: int, what: str) -> tqdm[Any]:
+    return tqdm(total=numel, unit=" parameters", unit_scale=True, desc=what, leave=False, disable=None)
+
+
+def run(base: Path, adapters: Sequence[tuple[Path, float]], save: Path, verify: bool) -> None:
     """Merge. Raises CheckpointError or OSError, with nothing left behind."""
     from megatron.interop.adapter_merge import Merge
     from megatron.interop.folder_files import new_folder
@@ -66,27 +76,30 @@ def run(base: Path, adapters: Sequence[tuple[Path, float]], save: Path) -> None:
         for note in merge.notes:
             print(note, flush=True)
         total = sum(math.prod(merge.tensors[name].shape) for name in merge.changes)
-        with tqdm(total=total, unit=" parameters", unit_scale=True, desc="merging", leave=False, disable=None) as bar:
+        with progress_bar(total, "merging") as bar:
             copied, left = merge.write(work, bar.update)
         print(f"copied: {', '.join(copied)}")
         if left:
             print(f"left out: {', '.join(left)}")
+        if verify:
+            with progress_bar(sum(math.prod(tensor.shape) for tensor in merge.tensors.values()), "verifying") as bar:
+                print(f"verified: {merge.verify(work, bar.update)}")
     num_bytes = sum(path.stat().st_size for path in save.iterdir())
     changed = f"{len(merge.changes)} of {len(merge.tensors)} tensors merged"
     print(f"wrote {save}: {changed}, {num_bytes / 1e9:.2f} GB in {time.monotonic() - began_s:.1f} s")
 
 
-def merge_command(base: Path, adapters: Sequence[tuple[Path, float]], save: Path) -> int:
+def merge_command(base: Path, adapters: Sequence[tuple[Path, float]], save: Path, verify: bool = False) -> int:
     """Merge, and return the exit status."""
     from megatron import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
     from megatron.checkpoint.errors import CheckpointError
 
-    return run_command(lambda: run(base, adapters, save), (CheckpointError,), str(save))
+    return run_command(lambda: run(base, adapters, save, verify), (CheckpointError,), str(save))
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return merge_command(arguments.base, arguments.adapter, arguments.save)
+    return merge_command(arguments.base, arguments.adapter, arguments.save, arguments.verify)

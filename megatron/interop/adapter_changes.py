@@ -66,15 +66,28 @@ class LowRankUpdate:
 
     def __init__(self, factors: PeftFactors, weight: float, transposed: bool) -> None:
         """`transposed`: the base holds (in_features, out_features)."""
-        self._factors, self._weight, self._transposed = factors, weight, transposed
+        self._factors, self._weight, self.transposed = factors, weight, transposed
+
+    def _products(self, base: StoredTensor) -> tuple[_Product, _Product | None]:
+        """Return what is added, not yet scaled, and what is subtracted first."""
+        product = _Product(_all(self._factors.b), _all(self._factors.a), self.transposed)
+        if not self._factors.starts_from_svd:
+            return product, None
+        return product, _principal(_all(base), product, self._factors.scaling(1), self._factors.scaling(self._weight))
+
+    def in_float64(self, base: StoredTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return B, scaled, A, and DoRA's magnitudes: the rows of `base + B @ A` are scaled to these."""
+        product, start = self._products(base)
+        b, a = self._factors.scaling(self._weight) * product.b.double(), product.a.double()
+        if start is not None:
+            b, a = torch.cat([b, -start.b.double()], dim=1), torch.cat([a, start.a.double()])
+        magnitude = self._factors.magnitude
+        return b, a, None if magnitude is None else _all(magnitude).double()
 
     def prepare(self, base: StoredTensor) -> Update:
         """Read the factors, and compute the start of PiSSA and the norms of whole columns."""
-        product = _Product(_all(self._factors.b), _all(self._factors.a), self._transposed)
+        product, start = self._products(base)
         scaling = self._factors.scaling(self._weight)
-        start = None
-        if self._factors.starts_from_svd:
-            start = _principal(_all(base), product, self._factors.scaling(1), scaling)
 
         def residual(rows: Tensor, first: int, end: int) -> Tensor:
             return rows if start is None else (rows.float() - start.rows(first, end)).to(rows.dtype)
@@ -88,7 +101,7 @@ class LowRankUpdate:
 
         def scale(rows: Tensor, base: Tensor, first: int, end: int) -> None:
             change = product.rows(first, end).mul_(scaling)
-            if self._transposed:
+            if self.transposed:
                 factor = column_factor
             else:
                 norms = torch.linalg.norm(residual(base, first, end) + change, dim=1)
@@ -98,7 +111,7 @@ class LowRankUpdate:
         if self._factors.magnitude is None:
             return add
         magnitude = _all(self._factors.magnitude)
-        if self._transposed:
+        if self.transposed:
             column_factor = magnitude / _column_norms(residual(_whole(base), 0, base.shape[0]), product, scaling)
         return scale
 

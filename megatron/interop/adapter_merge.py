@@ -17,6 +17,7 @@ from megatron.interop.adapter_changes import BiasUpdate, LowRankUpdate, TensorCh
 from megatron.interop.folder_files import check_space, own_file, read_json, real_path
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_files import open_weights, some
+from megatron.interop.merge_verification import verify_merge
 from megatron.interop.merged_files import PIECE_BYTES, copy_changed, cuts
 from megatron.interop.peft import CONFIG, PeftAdapter, PeftFactors, open_adapter
 
@@ -202,6 +203,10 @@ class Merge:
                 sync_file(copy)
         copy_changed(self.base, work, self.tensors, self.changes, progress)
         return beside, [path.name for path in entries if path.name not in beside]
+
+    def verify(self, work: Path, progress: Callable[[int], object]) -> str:
+        """Compare what was written with base and adapters: see `verify_merge`. Raises CheckpointError."""
+        return verify_merge(self.tensors, open_weights(work, ForeignFiles()), self.changes, progress)
 
 
 def _is_beside(name: str) -> bool:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.cli import merge_adapter, merge_peft_adapter
-from megatron.interop import merged_files
+from megatron.interop import adapter_merge, merged_files
 from tests.cli.test_convert_checkpoint import enrich, make, names, weights
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +32,8 @@ CONFIG: dict[str, Any] = {
 
 
 def merge(base: Path, save: Path, *adapters: str | Path) -> int:
-    return merge_adapter.main(["--base", str(base), "--save", str(save), "--adapter", *map(str, adapters)])
+    places = ["--base", str(base), "--save", str(save), "--adapter", *map(str, adapters)]
+    return merge_adapter.main([*places, "--verify"])
 
 
 def write_adapter(
@@ -103,6 +104,7 @@ def test_merges_patterns_whole_tensors_and_shards_in_pieces(
     assert merge(base_folder, tmp_path / "merged", adapter_folder) == 0
     same(weights(tmp_path / "merged"), expected)
     printed = capsys.readouterr().out
+    assert re.search(r"verified: 5 merged tensors .* largest error 0\.\d+ of what rounding allows; 16 others", printed)
     assert "left out: consolidated.pth" in printed
     assert f"trained on org/model: make sure that {base_folder} is that model" in printed
     assert names(tmp_path / "merged") == [name for name in names(base_folder) if name != "consolidated.pth"]
@@ -152,6 +154,29 @@ def test_weighs_several_adapters_in_16_bit(tmp_path: Path) -> None:
             norm = base[name].float()
             expected[name] = (norm + 0.7 * (one[f"base_model.model.{name}"] - norm)).bfloat16()
     same(weights(tmp_path / "merged"), expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [("layers.0.self_attn.q_proj", "times what rounding allows"), ("layers.0.self_attn.k_proj", "not the base's")],
+)
+def test_verify_finds_one_wrong_number_and_keeps_nothing(
+    part: str, message: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    copy = merged_files.copy_changed
+
+    def spoil(source: Path, target: Path, *rest: Any) -> None:
+        copy(source, target, *rest)
+        tensors = load_file(target / "model.safetensors")
+        tensors[f"model.{part}.weight"][3, 5] *= 1.01
+        save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+    monkeypatch.setattr(adapter_merge, "copy_changed", spoil)
+    assert merge(sound / "base", tmp_path / "merged", sound / "adapter") == 1
+    error = capsys.readouterr().err
+    assert f"the merged model.{part}.weight is " in error
+    assert message in error
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("family", ["llama_gqa", "gpt2"])
