@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.format import MANIFEST
+from megatron.command_names import command_name
 from megatron.interop.folder_files import own_file, read_json
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_config import shown
@@ -155,6 +157,11 @@ def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
     """
     if not folder.is_dir():
         raise CheckpointError(f"adapter {folder} is not a folder; give one that holds {CONFIG}: download it first")
+    if not os.path.lexists(folder / CONFIG) and any((*folder.glob(MANIFEST), *folder.glob(f"*/{MANIFEST}"))):
+        raise CheckpointError(
+            f"adapter {folder} is a checkpoint of a run, not in PEFT's format; convert it first: "
+            f"{command_name('convert_checkpoint')} --load {folder} --to peft --save FOLDER"
+        )
     fields = _Fields(own_file(folder, CONFIG))
     kind = fields.take("peft_type", "", str)
     if kind != "LORA":

@@ -94,7 +94,7 @@ class AdapterStart:
     def check_base(self, checksums: Mapping[str, str]) -> None:
         """Raise CheckpointError, naming tensors, unless the base is the one that the trained part belongs to.
 
-        `checksums`: of the frozen tensors, by name; of weights held in 4 bits there are none.
+        `checksums`: of the frozen tensors, by name; of quantised ones, as they were read.
         """
         if self.trained is None:
             return
@@ -147,6 +147,24 @@ def check_lora_options(checkpoint: Checkpoint, config: Config) -> None:
             f"{checkpoint.folder} holds {', '.join(surplus[:SHOWN])}{more}, which these options do not adapt. Give the "
             "lora options of their run"
         )
+
+
+def check_quantization(trained: Checkpoint, config: Config, *, resumes: bool) -> list[str]:
+    """Return a warning if the base is quantised otherwise than when the adapters were trained.
+
+    Raises CheckpointError if the run `resumes`: it would go on with another function.
+    """
+    there = ((trained.metadata.get("config") or {}).get("model") or {}).get("quantize_base", "none")
+    here = config.model.quantize_base
+    if there == here:
+        return []
+    held = f"{trained.folder} holds adapters trained with quantize_base={there}"
+    if resumes:
+        raise CheckpointError(
+            f"{held}; with quantize_base={here} the base computes something else. Give --quantize-base {there}, or "
+            "--finetune to start a new run from these adapters"
+        )
+    return [f"WARNING: {held}; with quantize_base={here} the base computes something else"]
 
 
 def open_adapters(found: Base | None, config: Config, ctx: ParallelContext) -> AdapterStart:

@@ -12,7 +12,7 @@ from megatron.config.model import differing
 from megatron.config.options import CheckpointConfig, Config
 from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.planning.progress import Progress
-from megatron.training.adapter_start import AdapterStart
+from megatron.training.adapter_start import AdapterStart, check_quantization
 from megatron.training.state import moments_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def plan_restore(
         if checkpoint.trained is None:
             return RestorePlan(None, None, [*checkpoint.lines(), f"new adapters; {place}"])
         plan = plan_restore(checkpoint.trained, progress, config, options)
-        return replace(plan, lines=[*checkpoint.lines(), *plan.lines])
+        warned = check_quantization(checkpoint.trained, config, resumes=not options.finetune)
+        return replace(plan, lines=[*checkpoint.lines(), *plan.lines, *warned])
     if options.finetune or isinstance(checkpoint, HuggingFaceStart):
         return RestorePlan(None, None, [f"started from {checkpoint.folder}: weights; {place}"])
     optimizer, lost = _saved_optimizer(checkpoint, config, options)

@@ -177,7 +177,7 @@ class EngineState:
                     target = owned.moments[kind]
                     target.copy_(read(owned.name, kind, owned.shard, owned.start, target.numel()))
             for name, weight in () if trained_only else quantized_weights(self._module):
-                weight.fill(partial(read, name, "weight", weight.shard))
+                weight.fill(partial(self._read_quantized, name, weight.shard, read))
         if saved is not None and saved.get("loss_scaler") and self._config.training.fp16:
             for name, value in saved["loss_scaler"].items():
                 setattr(self._optimizer.loss_scaler, name, value)
@@ -219,6 +219,14 @@ class EngineState:
         target.copy_(values)
         if self._has_adapters and not (shard.trained or shard.added) and self._is_saved_here(index, parameter):
             self.base_sums[name] = bits_sum(values)
+
+    def _read_quantized(self, name: str, shard: Shard, read: Callable[..., Tensor], start: int, numel: int) -> Tensor:
+        """Read a stretch of a weight that is to be quantised; with adapters add to `base_sums`, as it was before."""
+        values = read(name, "weight", shard, start, numel)
+        is_first = self._ctx.grad_rank == 0 and (shard.dim is not None or self._ctx.tensor_rank == 0)
+        if self._has_adapters and is_first:
+            self.base_sums[name] = self.base_sums.get(name, 0) + bits_sum(values)
+        return values
 
     def finish_restore(self) -> None:
         """Make restored quantised weights usable. Collective, so that a fault of `restore` on one rank hangs none."""

@@ -335,6 +335,12 @@ def pickle_code(folder: Path) -> None:
     torch.save({"weight": Path("/")}, folder / "adapter" / "adapter_model.bin")
 
 
+def put_checkpoint(folder: Path) -> None:
+    shutil.rmtree(folder / "adapter")
+    (folder / "adapter/samples_8").mkdir(parents=True)
+    (folder / "adapter/samples_8/checkpoint.json").write_text("{}")
+
+
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "dora": (set_config("use_dora", True), "holds A, B of model.layers.0.mlp.down_proj; it must be A, B, magnitude"),
@@ -368,6 +374,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncate, "adapter_model.safetensors is damaged"),
     "pickle": (pickle_code, "opening a pickle that names code may run it"),
     "no_config": (lambda folder: (folder / "adapter" / "adapter_config.json").unlink(), "is missing"),
+    "checkpoint": (put_checkpoint, "convert it first: python tools/convert_checkpoint.py --load "),
     "no_base": (lambda folder: shutil.rmtree(folder / "base"), "is not a folder; give a Hugging Face model"),
     "quantized": (set_config("quantization_config", {"bits": 4}, "base/config.json"), "the model's unquantized folder"),
     "save": (lambda folder: (folder / "merged" / "here").mkdir(parents=True), "give a new or empty folder"),

@@ -38,9 +38,9 @@ def start(arguments: str) -> tuple[Engine, Any, int]:
     return engine, task, found.progress.iteration
 
 
-def make_base(folder: str, changed: bool = False) -> None:
+def make_base(folder: str, changed: bool = False, model: str = MODEL) -> None:
     """Save a base model; `changed`, with another value of one number."""
-    engine, task = layouts.build(f"{MODEL} --save {folder}")
+    engine, task = layouts.build(f"{model} --save {folder}")
     layouts.loss_of_step(engine, task, 0)
     if changed:
         parameters = dict(named_parameters(engine.module))
@@ -138,6 +138,35 @@ def test_adapters_of_another_base_are_refused(ranks: RankPools, saved: Saved, tm
     for fault in faults:
         assert "holds adapters of another base model" in fault
         assert " tensors differ: layers.2.mlp.down.weight. Give the folder of their base as --lora-base" in fault, fault
+
+
+IN_BLOCKS = f"{MODEL} --hidden-size 128 --ffn-hidden-size 256"
+NF4 = f"{SMALL} --hidden-size 128 --ffn-hidden-size 256 --quantize-base nf4"
+
+
+def base_checksums(arguments: str) -> dict[str, str]:
+    """Start, take a step where the run saves, and return the checksums of the base."""
+    engine, task, _ = start(arguments)
+    if engine.config.checkpoint.save is not None:
+        layouts.loss_of_step(engine, task, 0)
+        layouts.save(engine, 1)
+    return dict(engine.base["checksums"])  # type: ignore[index]
+
+
+def test_a_4_bit_base_is_known_by_what_it_was_made_of(ranks: RankPools, tmp_path: Path) -> None:
+    base, other, adapters = tmp_path / "base", tmp_path / "other", tmp_path / "adapters"
+    ranks(1)(make_base, str(base), False, IN_BLOCKS)
+    ranks(1)(make_base, str(other), True, IN_BLOCKS)
+    (saved, _) = ranks(2)(base_checksums, f"{NF4} {TP2} --load {base} --save {adapters}")
+    dense = NF4.replace("--quantize-base nf4", "")
+    (whole, _) = ranks(2)(base_checksums, f"{dense} --load {base}")
+    assert saved == whole
+    (fault,) = ranks(1)(failure_of_start, f"{NF4} --load {adapters} --lora-base {other}")
+    assert " tensors differ: layers.2.mlp.down.weight. Give the folder" in fault
+    (fault,) = ranks(1)(failure_of_start, f"{dense} --load {adapters}")
+    assert "trained with quantize_base=nf4; with quantize_base=none the base computes something else" in fault
+    assert "Give --quantize-base nf4, or --finetune to start a new run" in fault
+    assert ranks(1)(failure_of_start, f"{dense} --load {adapters} --finetune") == [""]
 
 
 @pytest.mark.parametrize(
