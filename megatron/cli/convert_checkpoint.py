@@ -2,6 +2,7 @@
 
     python tools/convert_checkpoint.py --load Llama-3.1-8B --save checkpoints/llama31_8b --to native
     python tools/convert_checkpoint.py --load checkpoints/run --save exported --to hf --tokenizer Llama-3.1-8B
+    python tools/convert_checkpoint.py --load checkpoints/lora --save adapters --to peft
 
 The format of --load is recognised. One tensor is in memory at a time. The result appears under its name only when it is
 complete and has been compared with the source: tensor by tensor, and by the logits of both.
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 NAMES = {
     "hf": "Hugging Face",
+    "peft": "PEFT",
     "native": "native",
     "universal": "DeepSpeed universal",
     "deepspeed": "DeepSpeed",
@@ -67,7 +69,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=command_name("convert_checkpoint"),
-        description="Convert the weights of a checkpoint: Hugging Face, native, DeepSpeed universal.",
+        description="Convert the weights of a checkpoint: Hugging Face, native, DeepSpeed universal; adapters to PEFT.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -78,13 +80,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "Megatron-DeepSpeed checkpoint",
     )
     parser.add_argument("--save", required=True, metavar="PATH", help="folder to write; must be new or empty")
-    parser.add_argument("--to", required=True, choices=("hf", "native", "universal"), help="what to write")
+    parser.add_argument("--to", required=True, choices=("hf", "peft", "native", "universal"), help="what to write")
     add_source_flags(parser)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="type of the hf weights (default: the run's precision)")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="type of the hf weights (default: the run's precision) or peft weights (default: float32)",
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="DIR",
-        help="folder whose tokenizer files are copied into hf (default: --load if hf)",
+        help="folder whose tokenizer files are copied into hf or peft (default: --load if hf)",
     )
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of an hf weights file (default: 5GB)"
@@ -110,8 +116,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     arguments.max_shard_bytes = int(size[1]) * UNITS[size[2] or ""]
     for name in ("dtype", "tokenizer"):
-        if getattr(arguments, name) and arguments.to != "hf":
-            parser.error(f"--{name} is for --to hf; {arguments.to} holds float32 weights")
+        if getattr(arguments, name) and arguments.to not in ("hf", "peft"):
+            parser.error(f"--{name} is for --to hf and --to peft; {arguments.to} holds float32 weights")
     if arguments.verify and importlib.util.find_spec("transformers") is None:
         parser.error("--verify needs transformers; install it, or leave the option out")
     return arguments
@@ -140,7 +146,11 @@ def write(model: ModelWeights, folder: Path, arguments: argparse.Namespace) -> N
             tokenizer=Path(arguments.tokenizer) if arguments.tokenizer else None,
             progress=bar.update,
         )
-    print(f"with {', '.join(copied)}" if copied else "without tokenizer files; --tokenizer DIR adds them", flush=True)
+    print_copied(copied)
+
+
+def print_copied(names: Sequence[str]) -> None:
+    print(f"with {', '.join(names)}" if names else "without tokenizer files; --tokenizer DIR adds them", flush=True)
 
 
 def verify(source: ModelWeights, result: ModelWeights, precision: Precision, limit: int) -> str:
@@ -164,31 +174,72 @@ def verify(source: ModelWeights, result: ModelWeights, precision: Precision, lim
 
 def run(arguments: argparse.Namespace) -> None:
     """Convert and verify. Raises CheckpointError, ConfigError or OSError, with nothing left behind."""
-    from megatron.interop import conversion
-    from megatron.interop.folder_files import check_space, new_folder
+    from megatron.interop.folder_files import new_folder
 
     began_s = time.monotonic()
     with new_folder(Path(arguments.save)) as work:
-        source = conversion.open_weights(Path(arguments.load), arguments.config, arguments.max_drift)
-        precision: Precision = source.config.training.precision
-        if arguments.to == "hf" and arguments.dtype:
-            precision = DTYPES[arguments.dtype]
-        elif arguments.to != "hf":
-            precision = "fp32"
-        check_space(work, conversion.needed_bytes(source, arguments.to, precision), "--save")
-        print(f"reading {NAMES[source.kind]}: {source.path}, {source.num_parameters:,} parameters", flush=True)
-        checked = source.verify()
-        print(f"checked: {checked}", flush=True)
-        write(source, work, arguments)
-        wanted = arguments.verify
-        if wanted is None:
-            wanted = importlib.util.find_spec("transformers") is not None
-        if wanted:
-            result = conversion.open_weights(work, arguments.config if arguments.to == "universal" else None)
-            print(f"verified: {verify(source, result, precision, arguments.verify_limit)}; of the source, {checked}")
+        if arguments.to == "peft":
+            convert_adapters(work, arguments)
+        else:
+            convert_model(work, arguments)
     num_bytes = sum(path.stat().st_size for path in Path(arguments.save).rglob("*") if path.is_file())
     seconds = time.monotonic() - began_s
     print(f"wrote {NAMES[arguments.to]}: {arguments.save}, {num_bytes / 1e9:.2f} GB in {seconds:.1f} s")
+
+
+def convert_model(work: Path, arguments: argparse.Namespace) -> None:
+    """Convert a whole model into an empty folder, and verify it."""
+    from megatron.interop import conversion
+    from megatron.interop.folder_files import check_space
+
+    source = conversion.open_weights(Path(arguments.load), arguments.config, arguments.max_drift)
+    precision: Precision = source.config.training.precision
+    if arguments.to == "hf" and arguments.dtype:
+        precision = DTYPES[arguments.dtype]
+    elif arguments.to != "hf":
+        precision = "fp32"
+    check_space(work, conversion.needed_bytes(source, arguments.to, precision), "--save")
+    print(f"reading {NAMES[source.kind]}: {source.path}, {source.num_parameters:,} parameters", flush=True)
+    checked = source.verify()
+    print(f"checked: {checked}", flush=True)
+    write(source, work, arguments)
+    wanted = arguments.verify
+    if wanted is None:
+        wanted = importlib.util.find_spec("transformers") is not None
+    if wanted:
+        result = conversion.open_weights(work, arguments.config if arguments.to == "universal" else None)
+        print(f"verified: {verify(source, result, precision, arguments.verify_limit)}; of the source, {checked}")
+
+
+def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
+    """Convert a checkpoint of adapters into an empty folder, in PEFT's format, and compare every tensor."""
+    from megatron.interop import peft_export
+    from megatron.interop.conversion import open_adapters
+    from megatron.interop.folder_files import check_space
+    from megatron.interop.huggingface_files import DTYPES as TYPES
+    from megatron.interop.native import count
+
+    source = open_adapters(Path(arguments.load), arguments.config, arguments.max_drift)
+    precision: Precision = DTYPES[arguments.dtype] if arguments.dtype else "fp32"
+    numel = count(source.shards)
+    check_space(work, numel * TYPES[precision].itemsize, "--save")
+    print(f"reading adapters: {source.checkpoint.folder}, {numel:,} parameters", flush=True)
+    checked = source.checkpoint.verify(kinds=("weight",))
+    print(f"checked: {checked}", flush=True)
+    copied = peft_export.export_adapter(
+        work,
+        source.config,
+        source.tensors(),
+        base_name=source.base_name,
+        precision=precision,
+        tokenizer=Path(arguments.tokenizer) if arguments.tokenizer else None,
+    )
+    print_copied(copied)
+    if source.base_name is None:
+        print("base_model_name_or_path is null: the base was not loaded from a Hugging Face folder", flush=True)
+    if arguments.verify is not False:
+        compared = peft_export.compare_export(work, source, precision)
+        print(f"verified: {compared} tensors equal; of the source, {checked}")
 
 
 @command

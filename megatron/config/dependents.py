@@ -50,6 +50,7 @@ ADAPTERS = (
     "lora_rank_pattern",
     "lora_alpha_pattern",
     "lora_base",
+    "save_hf_merged",
 )
 
 
@@ -61,7 +62,7 @@ def idle_without(config: Config) -> Iterator[str]:
     exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
-        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only",)),
+        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_merged")),
         (exports, "exports in folders of their own", "give save_hf alone", ("save_hf_keep_last",)),
         (checkpoint.load, "load", "give the folder to resume from", LOADING),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),

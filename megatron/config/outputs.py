@@ -31,7 +31,9 @@ class CheckpointConfig:
     save_hf: str | None = None
     """Folder for Hugging Face exports, made from the checkpoints of save_samples, of save_at_epoch and of the end of
     the run: `samples_<consumed samples>`, with the files of tokenizer_model, or of the Hugging Face model in load.
-    Unset: no exports."""
+    Unset: no exports. With adapters (lora_rank) they are folders of PEFT, which hold the adapters alone."""
+    save_hf_merged: bool = False
+    """Export whole models, with the adapters merged into the weights of the base as its folder holds them."""
     save_hf_last_only: bool = False
     """Export to one folder, `last_epoch`, which replaces the previous export."""
     save_hf_keep_last: Positive | None = None

@@ -15,6 +15,7 @@ from megatron.checkpoint.format import MANIFEST, CheckpointError, Fragment
 from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
+from megatron.command_names import command_name, train_name
 from megatron.config.command_line import from_dict, read_preset
 from megatron.config.options import Config
 from megatron.interop import deepspeed_checkpoint, universal
@@ -23,6 +24,8 @@ from megatron.interop.folder_files import Precision
 from megatron.interop.huggingface import export_huggingface, import_huggingface, parameters_of, tokenizer_files
 from megatron.interop.huggingface_files import DTYPES
 from megatron.interop.native import count, native_model, source_of
+from megatron.interop.peft import is_adapter_folder
+from megatron.interop.peft_export import NativeAdapter, native_adapter
 from megatron.planning.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -79,6 +82,11 @@ def recognise(path: Path) -> str:
     if has_hf and (has_native or foreign):
         raise CheckpointError(f"--load {path} holds config.json beside a {foreign or 'native'} checkpoint; keep one")
     kind = "hf" if has_hf else "native" if has_native else foreign
+    if kind is None and is_adapter_folder(path):
+        raise CheckpointError(
+            f"--load {path} holds adapters in PEFT's format: train them further with {train_name()} --load, or merge "
+            f"them into their base with {command_name('merge_adapter')}"
+        )
     if kind is None:
         raise CheckpointError(
             f"--load {path} holds no checkpoint: neither config.json (Hugging Face), nor checkpoint.json there or a "
@@ -166,6 +174,15 @@ def open_weights(path: Path, preset: str | None = None, max_drift: float | None 
         source=source_of(metadata),
         checkpoint=checkpoint,
     )
+
+
+def open_adapters(path: Path, preset: str | None = None, max_drift: float | None = None) -> NativeAdapter:
+    """Open a checkpoint of adapters; options as of `open_any`. Raises CheckpointError."""
+    if (kind := recognise(path)) != "native":
+        raise CheckpointError(f"--load {path} ({kind}) is a whole model; only checkpoints of a run hold adapters")
+    checkpoint = open_any(path, preset, max_drift)
+    assert isinstance(checkpoint, Checkpoint)
+    return native_adapter(checkpoint)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -134,10 +134,11 @@ def name_map(config: Config) -> NameMap:
     form = form_of(config.model)
     shards = parameters_of(config)
     heads = config.model.num_attention_heads
-    return NameMap(form, shards, {name: tuple(_parts(form, heads, name, shard)) for name, shard in shards.items()})
+    return NameMap(form, shards, {name: tuple(parts_of(form, heads, name, shard)) for name, shard in shards.items()})
 
 
-def _parts(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> Iterator[MappedTensor]:
+def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> Iterator[MappedTensor]:
+    """Yield the tensors of theirs that make a parameter of ours. Raises CheckpointError if there are none."""
     module, _, kind = name.rpartition(".")
     if module == "output":
         yield MappedTensor(OUTPUT, shard.shape, 0, shard.shape[0])
@@ -308,7 +309,7 @@ def export_huggingface(
     """
     precision = precision or config.training.precision
     mapped = name_map(config)
-    copied = _copy_tokenizer(tokenizer, folder, config.model.vocab_size) if tokenizer else []
+    copied = copy_tokenizer(tokenizer, folder, config.model.vocab_size) if tokenizer else []
     special_tokens = _special_tokens(config, source, tokenizer)
     content = their_config(config, precision, special_tokens)
     if source is not None:
@@ -319,24 +320,37 @@ def export_huggingface(
     write_json(folder / "generation_config.json", generation or {"_from_model_config": True, **special_tokens})
     shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
     with WeightsWriter(folder, shapes, precision, max_shard_bytes) as writer:
-        missing = dict(mapped.shards)
-        for name, tensor in tensors:
-            shard = missing.pop(name, None)
-            if shard is None or tuple(tensor.shape) != shard.shape:
-                raise CheckpointError(
-                    f"{name} {list(tensor.shape)} is not a parameter of this model, or comes twice"
-                    if shard is None
-                    else f"{name} is {list(tensor.shape)}, but the config makes it {list(shard.shape)}"
-                )
-            for part in mapped.parts[name]:
-                writer.write(part.name, (view for _, _, view in part.chunks(tensor)))
-            del tensor  # before the next one is made
-        if missing:
-            raise CheckpointError(f"the checkpoint lacks {some(list(missing))}; it is not of this model")
+        write_tensors(writer, mapped, tensors)
+    sync_export(folder)
+    return copied
+
+
+def write_tensors(writer: WeightsWriter, mapped: NameMap, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write each of our parameters as the tensors of theirs that it makes.
+
+    Raises CheckpointError if one is missing, of another shape, or does not fit the dtype.
+    """
+    missing = dict(mapped.shards)
+    for name, tensor in tensors:
+        shard = missing.pop(name, None)
+        if shard is None or tuple(tensor.shape) != shard.shape:
+            raise CheckpointError(
+                f"{name} {list(tensor.shape)} is not a parameter of this model, or comes twice"
+                if shard is None
+                else f"{name} is {list(tensor.shape)}, but the config makes it {list(shard.shape)}"
+            )
+        for part in mapped.parts[name]:
+            writer.write(part.name, (view for _, _, view in part.chunks(tensor)))
+        del tensor  # before the next one is made
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {some(list(missing))}; it is not of this model")
+
+
+def sync_export(folder: Path) -> None:
+    """Wait until the names of an export's files are on the disk."""
     if (folder / TEMPLATES).is_dir():
         sync_folder(folder / TEMPLATES)
     sync_folder(folder)
-    return copied
 
 
 def tokenizer_files(folder: Path) -> list[str]:
@@ -363,7 +377,8 @@ def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
     return names
 
 
-def _copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
+def copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
+    """Copy a tokenizer's files, and return their names. Raises CheckpointError as `check_tokenizer` does."""
     names = check_tokenizer(tokenizer, vocab_size)
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)

@@ -177,11 +177,17 @@ def some(names: Sequence[str]) -> str:
 class WeightsWriter:
     """model.safetensors, or its shards and their index: headers first, then each tensor at its place, in any order.
 
-    `shapes` are those of all tensors, by name. A context manager; at its end every file is on the disk.
+    `shapes` are those of all tensors, by name; `stem` is the file's name instead of `model`. A context manager; at its
+    end every file is on the disk.
     """
 
     def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], precision: Precision, max_shard_bytes: int
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        precision: Precision,
+        max_shard_bytes: float,
+        stem: str = "model",
     ) -> None:
         self.dtype = DTYPES[precision]
         self._places: dict[str, tuple[int, int]] = {}
@@ -193,8 +199,8 @@ class WeightsWriter:
             if shards[-1] and sum(shards[-1].values()) + size > max_shard_bytes:
                 shards.append({})
             shards[-1][name] = size
-        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-        names = names if len(shards) > 1 else ["model.safetensors"]
+        names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        names = names if len(shards) > 1 else [f"{stem}.safetensors"]
         self._files = [os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666) for name in names]
         for file, shard in zip(self._files, shards, strict=True):
             self._begin(file, shard, shapes)
@@ -202,7 +208,7 @@ class WeightsWriter:
             total = sum(map(math.prod, shapes.values()))
             weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in sorted(shard)}
             metadata = {"total_parameters": total, "total_size": total * self.dtype.itemsize}
-            write_json(folder / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
+            write_json(folder / f"{stem}.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
 
     def _begin(self, file: int, shard: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
         dtype = next(name for name, dtype in STORED_DTYPES.items() if dtype == self.dtype)

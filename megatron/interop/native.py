@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
+from megatron.command_names import command_name
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError
 from megatron.interop.huggingface import parameters_of
@@ -48,15 +49,23 @@ def native_model(checkpoint: Checkpoint) -> NativeModel:
     base = checkpoint.metadata.get("base")
     if base is not None:
         where = f"the base model in {base['folder']}" if "folder" in base else "a base model drawn from a seed"
-        raise CheckpointError(f"{checkpoint.folder} holds adapters of {where}, not a whole model; give a whole model")
+        raise CheckpointError(
+            f"{checkpoint.folder} holds adapters of {where}, not a whole model; give a whole model, or write adapters "
+            f"with {command_name('convert_checkpoint')} --to peft"
+        )
+    config = config_of_run(checkpoint)
+    shards = matched(checkpoint.folder, config, checkpoint.parameters)
+    return NativeModel(checkpoint, config, shards, source_of(checkpoint.metadata))
+
+
+def config_of_run(checkpoint: Checkpoint) -> Config:
+    """Return the config of the run that saved the checkpoint. Raises CheckpointError if there is none."""
     try:
-        config = from_dict(checkpoint.metadata["config"])
+        return from_dict(checkpoint.metadata["config"])
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(
             f"{checkpoint.folder}/checkpoint.json holds no valid config of a run ({error}); load another checkpoint"
         ) from None
-    shards = matched(checkpoint.folder, config, checkpoint.parameters)
-    return NativeModel(checkpoint, config, shards, source_of(checkpoint.metadata))
 
 
 def source_of(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -70,14 +79,20 @@ def source_of(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
 def matched(folder: Path, config: Config, found: Mapping[str, Shard]) -> dict[str, Shard]:
     """Return the parameters of the config's model. Raises CheckpointError if those that were found differ."""
     expected = parameters_of(config)
-    shapes, wanted = ({name: tuple(shard.shape) for name, shard in side.items()} for side in (found, expected))
-    if shapes != wanted:
-        name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
+    if fault := different(found, expected):
         raise CheckpointError(
-            f"{folder} does not hold the model that its config describes: {name} is {shapes.get(name, 'not there')}, "
-            f"but {wanted.get(name, 'not there')} in the config's model; give its own model's config"
+            f"{folder} does not hold the model that its config describes: {fault}; give its own model's config"
         )
     return expected
+
+
+def different(found: Mapping[str, Shard], expected: Mapping[str, Shard]) -> str | None:
+    """Return the first parameter that only one side has, or that differs in shape; None: there is none."""
+    shapes, wanted = ({name: tuple(shard.shape) for name, shard in side.items()} for side in (found, expected))
+    if shapes == wanted:
+        return None
+    name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
+    return f"{name} is {shapes.get(name, 'not there')}, but {wanted.get(name, 'not there')} in the config's model"
 
 
 def count(shards: Mapping[str, Shard]) -> int:

@@ -149,6 +149,11 @@ def _check_pattern(path: Path, name: str, pattern: str) -> None:
         ) from None
 
 
+def is_adapter_folder(folder: Path) -> bool:
+    """Return True if the folder holds adapters in PEFT's format."""
+    return os.path.lexists(folder / CONFIG)
+
+
 def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
     """Read an adapter's config and open its tensors.
 

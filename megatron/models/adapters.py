@@ -11,7 +11,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -201,10 +201,10 @@ def with_adapters(
     by_name = {layer.name: layer for layer in layers}
     targets = _adapted(by_name, modules, lora.lora_target_modules)
     saved = {module.place for module in modules if _is_saved(module, lora)}
-    places = {module.place for module in targets}
+    places = dict.fromkeys(module.place for module in targets)  # in order
     found = []
     for layer in layers:
-        layer = _frozen(layer, saved, places, lora.lora_bias)
+        layer = _frozen(layer, saved, places.keys(), lora.lora_bias)
         for prefix in [prefix for name, prefix in places if name == layer.name]:
             own = [module for module in targets if module.place == (layer.name, prefix)]
             layer = layer.with_method(prefix, _method(own, weight_of(by_name, own[0]).vocabulary, lora))
@@ -237,7 +237,7 @@ def _adapted(layers: Mapping[str, LayerDeclaration], modules: Iterable[Module], 
 
 
 def _frozen(
-    layer: LayerDeclaration, saved: set[tuple[str, str]], adapted: set[tuple[str, str]], bias: str
+    layer: LayerDeclaration, saved: Set[tuple[str, str]], adapted: Set[tuple[str, str]], bias: str
 ) -> LayerDeclaration:
     """Freeze all but the modules that are trained whole, and the biases that are."""
 
@@ -250,9 +250,14 @@ def _frozen(
     return dataclasses.replace(layer, shards=shards)
 
 
-def _adapter(module: Module, lora: LoraConfig) -> Adapter:
+def rank_and_alpha(module: Module, lora: LoraConfig) -> tuple[int, float]:
+    """Return the rank and alpha of a module's adapter."""
     rank = int(_pattern(lora.lora_rank_pattern, module) or lora.lora_rank or 0)
-    alpha = float(_pattern(lora.lora_alpha_pattern, module) or lora.lora_alpha or rank)
+    return rank, float(_pattern(lora.lora_alpha_pattern, module) or lora.lora_alpha or rank)
+
+
+def _adapter(module: Module, lora: LoraConfig) -> Adapter:
+    rank, alpha = rank_and_alpha(module, lora)
     scale = alpha / (math.sqrt(rank) if lora.use_rslora else rank)
     iterations = lora.lora_init.partition("_niter_")[2]
     return Adapter(
@@ -271,11 +276,9 @@ def _pattern(patterns: Iterable[str], module: Module) -> str | None:
 
 def faults(layers: Sequence[LayerDeclaration], form: TheirNames | None, config: Config) -> Iterator[str]:
     """Yield a message for every option of adapters that does not fit the model, or that they do not fit."""
-    lora, freeze, exports = config.lora, config.model.freeze, config.checkpoint.save_hf
+    lora, freeze = config.lora, config.model.freeze
     if lora.lora_rank is None:
         return
-    if exports is not None:
-        yield f"save_hf={exports} exports whole models, not adapters (lora_rank={lora.lora_rank}); leave save_hf out"
     if freeze:
         yield (
             f"freeze={' '.join(freeze)} is given with lora_rank={lora.lora_rank}, which freezes the whole base model; "

@@ -88,8 +88,13 @@ class AdapterStart:
 
     def lines(self) -> list[str]:
         """Return what is said of the base."""
-        where = f"drawn with seed={self.record['seed']}" if self.base is None else str(self.base.folder)
+        where = f"drawn with seed={self.record['seed']}" if self.base is None else self.base_place
         return [f"base model: {where}; its weights are frozen"]
+
+    @property
+    def base_place(self) -> str:
+        """The base's folder, for messages."""
+        return "this seed" if self.base is None else str(self.base.folder)
 
     def check_base(self, checksums: Mapping[str, str]) -> None:
         """Raise CheckpointError, naming tensors, unless the base is the one that the trained part belongs to.
@@ -102,9 +107,8 @@ class AdapterStart:
         wrong = [name for name in checksums if there.get(name, checksums[name]) != checksums[name]]
         if wrong:
             more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            here = "this seed" if self.base is None else str(self.base.folder)
             raise CheckpointError(
-                f"{self.trained.folder} holds adapters of another base model than {here}: {len(wrong)} of "
+                f"{self.trained.folder} holds adapters of another base model than {self.base_place}: {len(wrong)} of "
                 f"{len(checksums)} tensors differ: {', '.join(wrong[:SHOWN])}{more}. Give the folder of their base as "
                 "--lora-base"
             )
@@ -189,7 +193,7 @@ def open_adapters(found: Base | None, config: Config, ctx: ParallelContext) -> A
         )
     if folder is None:
         return AdapterStart(config, None, trained, {"seed": record.get("seed", config.training.seed)})
-    base = raise_on_all_ranks(ctx, lambda: _open_base(Path(folder), record, given is not None, config, trained))
+    base = raise_on_all_ranks(ctx, lambda: open_base(Path(folder), record, config, trained, is_given=given is not None))
     check_same_start(ctx, Path(folder), base.folder)
     raise_on_all_ranks(ctx, lambda: base.verify((ctx.rank, ctx.world_size)))
     return AdapterStart(config, base, trained, _record(base))
@@ -200,9 +204,13 @@ def _record(base: Base) -> dict[str, Any]:
     return {"format": kind, "folder": os.path.realpath(base.folder)}
 
 
-def _open_base(
-    folder: Path, record: Mapping[str, Any], is_given: bool, config: Config, trained: Checkpoint | None
+def open_base(
+    folder: Path, record: Mapping[str, Any], config: Config, trained: Checkpoint | None, *, is_given: bool = False
 ) -> Base:
+    """Open the base of adapters, whose format is in `record` unless the user has given its folder.
+
+    Raises CheckpointError.
+    """
     own = base_config(config)
     if not folder.exists():
         if is_given or trained is None:

@@ -79,7 +79,7 @@ class Checkpoints:
         try:
             check_shared(ctx, self._saver.folder, self._token)
             if options.save_hf is not None:
-                self._exports = raise_on_all_ranks(ctx, lambda: Exports(config, ctx.rank, run))
+                self._exports = raise_on_all_ranks(ctx, lambda: Exports(config, ctx.rank, run, source))
         except BaseException:
             self._saver.close()
             raise

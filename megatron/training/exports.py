@@ -1,6 +1,6 @@
-"""Hugging Face exports of a run's checkpoints, each complete or absent.
+"""Hugging Face exports of a run's checkpoints, each complete or absent: models, or adapters in PEFT's format.
 
-    SAVE_HF/samples_4096/                   the model after so many samples; or
+    SAVE_HF/samples_4096/                   the model or adapters after so many samples; or
     SAVE_HF/last_epoch/                     the newest one alone
     SAVE_HF/samples_4096/export.json        the checkpoint it was made of, and what was checked of it
     SAVE_HF/.samples_4096.partial-TOKEN/    one that is being written: renamed when it is complete
@@ -20,8 +20,10 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -43,8 +45,11 @@ from megatron.interop.huggingface import (
 )
 from megatron.interop.huggingface_files import DTYPES
 from megatron.interop.huggingface_start import is_huggingface
-from megatron.interop.native import NativeModel, native_model
+from megatron.interop.native import count, native_model
+from megatron.interop.peft import is_adapter_folder
+from megatron.interop.peft_export import check_exportable, export_adapter, native_adapter
 from megatron.parallel.context import ParallelContext
+from megatron.training.merged_model import MergedModel, merged_config
 
 LAST = "last_epoch"
 SAMPLES = "samples_"
@@ -65,6 +70,16 @@ class _Work:
     fault: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Content:
+    """Content of one export."""
+
+    num_bytes: int
+    tensors: Iterator[tuple[str, Tensor]]
+    write: Callable[..., list[str]]
+    """(folder, tensors=...) -> names of the tokenizer files."""
+
+
 class Exports:
     """Exports of one run. Collective; rank 0 keeps other runs out of the folder until `close`.
 
@@ -72,16 +87,25 @@ class Exports:
     vocabulary, a folder that cannot be written to.
     """
 
-    def __init__(self, config: Config, rank: int, run: Run = Run()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        run: Run = Run(),  # noqa: B008 - frozen
+        source: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`source`: description of the Hugging Face model that the run once started from."""
         options = config.checkpoint
         assert options.save_hf is not None
         self._config, self._folder, self._keep_last = config, Path(options.save_hf), options.save_hf_keep_last
+        self._holds_adapters = config.lora.lora_rank is not None and not options.save_hf_merged
+        self._whole = config if config.lora.lora_rank is None else merged_config(config)
         self._run = run
         self._failed: dict[str, str] = {}
         self._lock: int | None = None
         self._tokenizer: Path | None = None
         if rank == 0:
-            name_map(config)
+            self._check_form(source)
             self._tokenizer = tokenizer_of(config)
             if self._tokenizer is not None:
                 check_tokenizer(self._tokenizer, config.model.vocab_size)
@@ -91,6 +115,12 @@ class Exports:
                 self._remove_leftovers()
             if not options.allow_used_save:
                 self._check_unused()
+
+    def _check_form(self, source: Mapping[str, Any] | None) -> None:
+        if self._holds_adapters:
+            check_exportable(self._config, source)
+        else:
+            name_map(self._whole)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -128,9 +158,10 @@ class Exports:
         """Raise SaveError if exports are missing at the end of the run."""
         if self._failed:
             missing = "; ".join(f"{self._folder / name}: {fault}" for name, fault in self._failed.items())
+            to = "peft" if self._holds_adapters else "hf"
             raise SaveError(
                 f"not exported: {missing}. Make room and restart the run, or export a checkpoint that still exists: "
-                f"{command_name('convert_checkpoint')} --to hf --load {self._config.checkpoint.save} --save FOLDER"
+                f"{command_name('convert_checkpoint')} --to {to} --load {self._config.checkpoint.save} --save FOLDER"
             )
 
     # In rank 0's thread
@@ -143,7 +174,7 @@ class Exports:
                 raise CheckpointError(f"{checkpoint} is of an earlier save, the last one failed")
             if self._made_of(name) == opened.token:
                 return
-            copied = self._write(name, native_model(opened), work)
+            copied = self._write(name, opened, work)
             self._prune()
             with_them = "" if copied else ", without tokenizer files (tokenizer_model names their folder)"
             work.line = f"exported {self._folder / name} in {time.monotonic() - began_s:.1f} s{with_them}"
@@ -154,20 +185,20 @@ class Exports:
         except Exception as error:  # of whatever kind: the thread would take it along
             work.fault = f"{type(error).__name__}: {error}"
 
-    def _write(self, name: str, model: NativeModel, work: _Work) -> list[str]:
+    def _write(self, name: str, checkpoint: Checkpoint, work: _Work) -> list[str]:
         token, place = uuid.uuid4().hex[:12], self._folder / name
-        precision = self._config.training.precision
-        check_space(self._folder, model.num_parameters * DTYPES[precision].itemsize, "save_hf")
+        content = self._content(checkpoint)
+        check_space(self._folder, content.num_bytes, "save_hf")
 
         def alive(num_bytes: int) -> None:
             work.parameters_done += num_bytes // ITEM_BYTES
 
-        checked = model.checkpoint.verify(progress=alive, kinds=("weight",))
-        partial, replaced = (hidden_path(self._folder, name, state, token) for state in ("partial", "replaced"))
-        progress = model.checkpoint.metadata["progress"]
+        checked = checkpoint.verify(progress=alive, kinds=("weight",))
+        new, replaced = (hidden_path(self._folder, name, state, token) for state in ("partial", "replaced"))
+        progress = checkpoint.metadata["progress"]
         mark = {
-            "checkpoint": model.checkpoint.tag,
-            "token": model.checkpoint.token,
+            "checkpoint": checkpoint.tag,
+            "token": checkpoint.token,
             "run": self._run.id,
             "iteration": progress["iteration"],
             "consumed_samples": progress["consumed_samples"],
@@ -175,21 +206,32 @@ class Exports:
         }
 
         def counted() -> Iterator[tuple[str, Tensor]]:
-            for found in model.tensors():
+            for found in content.tensors:
                 yield found
                 work.parameters_done += found[1].numel()
 
-        with appearing(place, partial, replaced=replaced):
-            copied = export_huggingface(
-                partial,
-                self._config,
-                counted(),
-                precision=precision,
-                source=model.source,
-                tokenizer=self._tokenizer,
-            )
-            write_durably(partial / MARK, (json.dumps(mark, indent=2) + "\n").encode())
+        with appearing(place, new, replaced=replaced):
+            copied = content.write(new, tensors=counted())
+            write_durably(new / MARK, (json.dumps(mark, indent=2) + "\n").encode())
         return copied
+
+    def _content(self, checkpoint: Checkpoint) -> _Content:
+        """Return what the export of a checkpoint holds. Raises CheckpointError if it is not this run's."""
+        config, tokenizer = self._config, self._tokenizer
+        if self._holds_adapters:
+            adapter = native_adapter(checkpoint)
+            write = partial(export_adapter, config=config, base_name=adapter.base_name, tokenizer=tokenizer)
+            return _Content(count(adapter.shards) * ITEM_BYTES, adapter.tensors(), write)
+        model = native_model(checkpoint) if config.lora.lora_rank is None else MergedModel(checkpoint)
+        precision = config.training.precision
+        whole = partial(
+            export_huggingface,
+            config=self._whole,
+            precision=precision,
+            source=model.source,
+            tokenizer=tokenizer,
+        )
+        return _Content(model.num_parameters * DTYPES[precision].itemsize, model.tensors(), whole)
 
     def _exports(self) -> dict[Path, str]:
         """Return the folders of exports, and the identity of the run that made each."""
@@ -247,15 +289,17 @@ class Exports:
 def tokenizer_of(config: Config) -> Path | None:
     """Return the folder of the tokenizer files to export; None: there are none.
 
-    It is that of `tokenizer_model`, or else of the Hugging Face model that the run started from.
+    It is that of `tokenizer_model`, or else of the Hugging Face model or adapters that the run started from, or of
+    their base.
     """
-    given, load = config.data.tokenizer_model, config.checkpoint.load
+    given, folders = config.data.tokenizer_model, [config.checkpoint.load, config.lora.lora_base]
     if given is not None:
         path = Path(given)
-        folder = path if path.is_dir() else path.parent if path.name in TOKENIZER_FILES else None
+        found = [path] if path.is_dir() else [path.parent] if path.name in TOKENIZER_FILES else []
     else:
-        folder = Path(load) if load is not None and is_huggingface(Path(load)) else None
-    return folder if folder is not None and tokenizer_files(folder) else None
+        paths = [Path(folder) for folder in folders if folder is not None]
+        found = [path for path in paths if is_huggingface(path) or is_adapter_folder(path)]
+    return next((folder for folder in found if tokenizer_files(folder)), None)
 
 
 def is_due(checkpoint: Path) -> bool:

@@ -31,9 +31,8 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "bloom13b",
         TINY,
         "--data-path corpus --lora-rank 999 --lora-rank-pattern dense=x --lora-modules-to-save lm_haed "
-        "--freeze layers.* --save out --save-hf exports",
+        "--freeze layers.*",
         [
-            "save_hf=exports exports whole models, not adapters (lora_rank=999)",
             "freeze=layers.* is given with lora_rank=999",
             "lora_rank_pattern='dense=x' is not NAME=NUMBER",
             "lora_modules_to_save=lm_haed matches no module",

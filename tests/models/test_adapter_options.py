@@ -64,9 +64,8 @@ NAMES = "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_
         ),
         (
             "--lora-rank 4 --lora-modules-to-save foo --lora-rank-pattern q_proj k_proj=4.5 v_proj=0 "
-            "--lora-alpha-pattern x=nan =3 --save out --save-hf exports",
+            "--lora-alpha-pattern x=nan =3",
             [
-                r"save_hf=exports exports whole models, not adapters",
                 *(rf"lora_rank_pattern='{wrong}' is not NAME=NUMBER" for wrong in ("q_proj", "k_proj=4.5", "v_proj=0")),
                 *(rf"lora_alpha_pattern='{wrong}' is not NAME=NUMBER" for wrong in ("x=nan", "=3")),
                 r"lora_modules_to_save=foo matches no module.*embed_tokens",

@@ -1,0 +1,85 @@
+"""The exports of runs with adapters: folders of PEFT, and merged models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from megatron.checkpoint.reader import newest_checkpoint
+from megatron.cli import convert_checkpoint, merge_adapter
+from megatron.interop.peft_export import compare_export, native_adapter
+from tests import runs
+from tests.ranks import RankPools
+from tests.training.test_exports import LLAMA, made_of, names
+
+transformers = pytest.importorskip("transformers")
+
+MODEL = f"{LLAMA} --hidden-size 64 --ffn-hidden-size 128"
+LORA = "--lora-rank 4 --lora-alpha 8 --lora-target-modules q_proj v_proj down_proj --no-save-optim --lr 1e-1"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.write_dataset(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def base(ranks: RankPools, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    saved = f"--save {folder / 'saved'} --save-hf {folder / 'hf'} --no-save-optim"
+    assert ranks(1)(runs.train, f"{MODEL} --data-path {data} --train-samples 8 {saved}") == [""]
+    export = folder / "hf/samples_8"
+    Tokenizer(WordLevel({f"t{i}": i for i in range(128)}, unk_token="t0")).save(str(export / "tokenizer.json"))
+    (export / "export.json").unlink()
+    return export
+
+
+def command(data: Path, base: Path, folder: Path, more: str) -> str:
+    saved = f"--save {folder / 'saved'} --save-hf {folder / 'hf'} --load {base}"
+    return f"{MODEL} --data-path {data} --train-samples 16 {LORA} {saved} {more}"
+
+
+def test_adapters_are_exported_from_a_layout(ranks: RankPools, data: Path, base: Path, tmp_path: Path) -> None:
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save-samples 8"
+    assert ranks(4)(runs.train, command(data, base, tmp_path, layout)) == [""] * 4
+    assert names(tmp_path / "hf") == ["samples_16", "samples_8"]
+    export, checkpoint = tmp_path / "hf/samples_16", newest_checkpoint(tmp_path / "saved")
+    assert checkpoint is not None
+    assert names(export) == ["adapter_config.json", "adapter_model.safetensors", "export.json", "tokenizer.json"]
+    assert made_of(export)["token"] == checkpoint.token
+    assert compare_export(export, native_adapter(checkpoint), "fp32") == 2 * 2 * 3
+    assert json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert load_file(export / "adapter_model.safetensors")[
+        "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    ].any()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, "--zero-stage 3 --micro-batch-size 1 --lora-init pissa"), (1, "--quantize-base nf4 --bf16")],
+)
+def test_a_merged_export_is_what_merge_adapter_makes(
+    ranks: RankPools, data: Path, base: Path, tmp_path: Path, world_size: int, layout: str
+) -> None:
+    """Bit by bit, of the adapters that convert_checkpoint writes, also where the run held the base in 4 bits."""
+    words = command(data, base, tmp_path, f"{layout} --save-hf-merged")
+    assert ranks(world_size)(runs.train, words) == [""] * world_size
+    export, adapter, merged = tmp_path / "hf/samples_16", tmp_path / "adapter", tmp_path / "merged"
+    assert convert_checkpoint.main(["--load", f"{tmp_path}/saved", "--save", str(adapter), "--to", "peft"]) == 0
+    assert merge_adapter.main(["--base", str(base), "--adapter", str(adapter), "--save", str(merged)]) == 0
+    expected, found = (load_file(folder / "model.safetensors") for folder in (merged, export))
+    assert set(expected) == set(found)
+    dtype = torch.bfloat16 if "bf16" in layout else torch.float32
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name].to(dtype)), name
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not loaded["missing_keys"]
+    assert model.dtype == dtype
+    assert (export / "tokenizer.json").is_file()
