@@ -174,10 +174,10 @@ def _compare(work: Workload, ctx: Any, peers: list[str], title: str, options: An
                 print(f"{name}: {str(error).splitlines()[0]}", flush=True)
         sides |= live
         if "rate" in options.sections:
-            rounds = {name: _timed(side, options.steps) for name, side in live.items()}
+            rounds = {name: timed(side, options.steps) for name, side in live.items()}
             measured |= alternate(rounds, options.rounds)
         for name, side in live.items():
-            _show_details(name, side, options)
+            show_details(name, side, options)
             side.close()
     return "rate" not in options.sections or _show_rates(work, sides, measured, peak_tflops, on_cuda)
 
@@ -222,7 +222,7 @@ class MeasuredSide:
             torch.cuda.empty_cache()
 
 
-def _timed(side: MeasuredSide, steps: int) -> Callable[[], float]:
+def timed(side: MeasuredSide, steps: int) -> Callable[[], float]:
     def seconds() -> float:
         began_s = time.perf_counter()
         side.steps(steps)
@@ -231,7 +231,7 @@ def _timed(side: MeasuredSide, steps: int) -> Callable[[], float]:
     return seconds
 
 
-def _show_details(name: str, side: MeasuredSide, options: Any) -> None:
+def show_details(name: str, side: MeasuredSide, options: Any) -> None:
     from benchmarks.step_counts import counted, largest_operators
 
     if "counts" in options.sections and name == "ours":

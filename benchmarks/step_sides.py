@@ -127,7 +127,7 @@ class PeerModel(Side):
             for name, parameter in model.named_parameters():
                 if name.split(".")[-2] in self.residual_projections:  # as ours start; all sides learn alike
                     parameter.div_(math.sqrt(2 * work.config.model.num_layers))
-        self._model, self._device = model.to(device, dtype).train(), device
+        self._model, self._device = self.adapted(model.to(device, dtype), work.config).train(), device
         self._masters = Masters(self._model, work.config)
         batch = [tokens.pin_memory() if device.type == "cuda" else tokens for tokens in work.microbatches()]
         self._batch, self._clip = batch, work.config.optimizer.clip_grad
@@ -141,6 +141,10 @@ class PeerModel(Side):
     @abstractmethod
     def build(self, config: Config, dtype: torch.dtype) -> nn.Module:
         """Return the model, randomly initialised."""
+
+    def adapted(self, model: nn.Module, config: Config) -> nn.Module:
+        """Return the model with what is trained of it: by default all."""
+        return model
 
     @abstractmethod
     def logits(self, inputs: Tensor) -> Tensor:
@@ -229,4 +233,31 @@ class LitGPT(PeerModel):
         return self._model(inputs)  # type: ignore[no-any-return]
 
 
-PEERS: dict[str, type[PeerModel]] = {peer.name: peer for peer in (Transformers, LitGPT)}
+class Peft(Transformers):
+    """Hugging Face's class with PEFT's adapters in the dtype of the base."""
+
+    name = "peft"
+    casts_adapters = False
+
+    def adapted(self, model: nn.Module, config: Config) -> nn.Module:
+        from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+
+        lora = config.lora
+        options = LoraConfig(
+            r=lora.lora_rank,
+            lora_alpha=lora.lora_alpha,
+            lora_dropout=lora.lora_dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        return get_peft_model(model, options, autocast_adapter_dtype=self.casts_adapters)  # type: ignore[no-any-return]
+
+
+class PeftFloat32(Peft):
+    """As PEFT makes them by default: float32 adapters on a base in 16 bits."""
+
+    name = "peft_float32"
+    casts_adapters = True
+
+
+PEERS: dict[str, type[PeerModel]] = {peer.name: peer for peer in (Transformers, LitGPT, Peft, PeftFloat32)}
