@@ -139,11 +139,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(function: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(function: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = function.saved_tensors
         grad, normed, exact_weight = _exact(grad), _exact(x) * scale, _exact(weight)
         product = (grad * normed).flatten(0, -2)
-        grad_weight = product.sum(0).to(weight.dtype)
+        grad_weight = product.sum(0).to(weight.dtype) if function.needs_input_grad[1] else None
         along = (product @ exact_weight).view(scale.shape).div_(-x.shape[-1])
         grad_x = torch.mul(grad, exact_weight, out=product.view(grad.shape)).addcmul_(normed, along).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None

@@ -72,43 +72,42 @@ class LinearMethod(ABC):
         return hidden if layer.bias is None else hidden + layer.bias
 
 
-class DenseMethod(LinearMethod):
-    """x @ W^T + b; the column side's backward communicates behind its matrix products."""
+class BaseMethod(LinearMethod):
+    """Computation with a layer's own weight alone."""
+
+    @abstractmethod
+    def linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + bias, rounded to 16 bits once: [..., in] -> [..., out]."""
 
     def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        return self._linear(layer, x, None)
-
-    def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
-        if layer.ctx.tensor_size == 1:
-            return self._linear(layer, hidden, layer.bias)
-        return _ColumnLinear.apply(hidden, layer.weight, layer.bias, layer.ctx)
+        return self.linear(layer, x, None)
 
     def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        if layer.ctx.tensor_size == 1:
-            return self._linear(layer, x, layer.bias)
-        return super().row(layer, x)
+        return self.linear(layer, x, layer.bias) if layer.ctx.tensor_size == 1 else super().row(layer, x)
 
-    def _linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+
+class DenseMethod(BaseMethod):
+    """x @ W^T + b; the column side's backward communicates behind its matrix products."""
+
+    def linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         if layer.ctx.deferred is None and own_sum(layer.weight) is None:
             return F.linear(x, layer.weight, bias)
         return _DeferringLinear.apply(x, layer.weight, bias, layer.ctx.deferred)
 
+    def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
+        if layer.ctx.tensor_size == 1:
+            return self.linear(layer, hidden, layer.bias)
+        return _ColumnLinear.apply(hidden, layer.weight, layer.bias, layer.ctx)
 
-class QuantizedMethod(LinearMethod):
+
+class QuantizedMethod(BaseMethod):
     """x @ W^T + b with a weight held in 4 bits, dequantised for each product."""
 
-    def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        return layer.quantized.product(x)
-
-    # with the bias in the product, which then rounds to 16 bits once, as the dense one
+    def linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        return layer.quantized.product(x, bias)
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
-        return layer.quantized.product(enter_tensor_region(hidden, layer.ctx), layer.bias)
-
-    def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        if layer.ctx.tensor_size == 1:
-            return layer.quantized.product(x, layer.bias)
-        return super().row(layer, x)
+        return self.linear(layer, enter_tensor_region(hidden, layer.ctx), layer.bias)
 
 
 DENSE, QUANTIZED = DenseMethod(), QuantizedMethod()
@@ -161,7 +160,7 @@ class _DeferringLinear(torch.autograd.Function):
         function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None
     ) -> Tensor:
         function.parameters = _Parameters(weight, bias, deferred)
-        function.save_for_backward(x)
+        function.save_for_backward(x if function.needs_input_grad[1] else None)
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -222,7 +221,7 @@ class _ColumnLinear(torch.autograd.Function):
 class ParallelLinear(nn.Module):
     """A linear layer's declared parameters and its method.
 
-    `base` multiplies with the layer's own weight alone, dense or quantised; an adapter's method adds to its product.
+    `base` computes with the layer's own weight alone, dense or quantised; an adapter's method adds to its product.
     """
 
     weight: nn.Parameter
@@ -240,7 +239,7 @@ class ParallelLinear(nn.Module):
             else:
                 self.register_parameter(name, shards.allocate(name, ctx))
         self.weight_shard = shards["weight"]
-        self.base = QUANTIZED if self.weight_shard.quantized else DENSE
+        self.base: BaseMethod = QUANTIZED if self.weight_shard.quantized else DENSE
         self.method = shards.method or self.base
         if "bias" not in shards:
             self.register_parameter("bias", None)

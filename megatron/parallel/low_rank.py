@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import LinearMethod, ParallelLinear
+from megatron.parallel.low_rank_product import adapted_product, plus
 from megatron.parallel.mappings import all_reduce, enter_tensor_region
 from megatron.parallel.principal import START, start_of
 from megatron.parallel.shards import Shard
@@ -42,6 +43,11 @@ class LowRankMethod(LinearMethod):
         """[rows, B, in] -> [S, B, out/tp]. A sees this rank's rows alone: what is gathered has R channels, not `in`."""
         sharded = layer.ctx.sequence_parallel
         return self._with_adapters(layer, layer.base.column, hidden, sharded=sharded, bias=layer.bias)
+
+    def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        if layer.ctx.tensor_size > 1:
+            return super().row(layer, x)
+        return self._with_adapters(layer, layer.base.row, x, sharded=True, bias=layer.bias)
 
     def start(self, layer: ParallelLinear) -> dict[str, Tensor]:
         """Return DoRA's magnitudes, the norms at the start, and PiSSA's factors."""
@@ -74,8 +80,11 @@ class LowRankMethod(LinearMethod):
         if self.is_principal:
             base = partial(self._without_start, base)
         inputs = dropped(x, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
-        down, up, output = self._down(layer), self._up(layer), base(layer, x)
-        low = self._entered(layer, F.linear(inputs, down))
+        down, up = self._down(layer), self._up(layer)
+        communicates = layer.ctx.tensor_size > 1 and layer.weight_shard.dim == 0
+        if inputs is x and not (self.use_dora or self.is_principal or communicates):
+            return adapted_product(layer, x, bias, down, up)
+        output, low = base(layer, x), self._entered(layer, F.linear(inputs, down))
         if not self.use_dora:
             return plus(output, low, up)
         # output + (gain - 1) * (base of `inputs`, without its bias) + gain * low up^T
@@ -177,8 +186,3 @@ def dropped(x: Tensor, probability: float, ctx: ParallelContext, *, sharded: boo
         return x
     with ctx.streams.adapters(sharded=sharded):
         return F.dropout(x, probability)
-
-
-def plus(output: Tensor, low: Tensor, up: Tensor) -> Tensor:
-    """output + low up^T in one pass over the output."""
-    return torch.addmm(output.flatten(0, -2), low.flatten(0, -2), up.t()).view(output.shape)

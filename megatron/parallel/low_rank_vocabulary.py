@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import with_adapter
-from megatron.parallel.low_rank import dropped, gain, plus, row_norms
+from megatron.parallel.low_rank import dropped, gain, row_norms
+from megatron.parallel.low_rank_product import plus
 from megatron.parallel.principal import START, start_of
 from megatron.parallel.shards import Shards, alias, shard_of
 
