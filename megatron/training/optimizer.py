@@ -202,9 +202,10 @@ def add_placeholder(model: nn.Module, ctx: ParallelContext) -> None:
 
 def _lr_mult(parameter: Any, config: Config) -> float:
     """Return the learning rate of a parameter, relative to lr."""
-    ratio, name = config.lora.loraplus_lr_ratio, parameter.full_name.rpartition(".")[2]
+    ratio = config.lora.loraplus_lr_ratio
     if ratio == 1.0 or not shard_of(parameter).added:
         return 1.0
+    name = parameter.full_name.rpartition(".")[2]
     if name.startswith("lora_embedding"):
         return config.lora.loraplus_lr_embedding / config.optimizer.lr
     return ratio if name.startswith(("lora_B", "lora_magnitude")) else 1.0
