@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import os
+import sys
 import traceback
 from multiprocessing.connection import Connection
 
@@ -44,7 +45,11 @@ def serve(pipe: Connection, rank: int, world_size: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
     }
     torch.set_num_threads(1)
+    num_modules = len(sys.modules)
     while True:
+        if len(sys.modules) > num_modules + 100:
+            num_modules = len(sys.modules)
+            gc.freeze()  # a task has imported a library, such as transformers
         try:
             task = pipe.recv()
         except EOFError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -28,9 +29,8 @@ def blocks(page: str, heading: str) -> list[str]:
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python with `folder` as the first place of imports."""
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env={"PYTHONPATH": f"{folder}:{ROOT}"}, capture_output=True, text=True
-    )
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def test_the_example_of_a_new_option_works(tmp_path: Path) -> None:
