@@ -61,6 +61,7 @@ TINY_BLOOM = f"{TINY} {BLOOM}"
 WEIGHTS = f"{TINY} {LLAMA} --ffn-hidden-size 704 --hidden-size 256 --vocab-size 2000 --seq-length 16"
 """Far more bytes in weights than in activations, so that the reduction or the update is the peak."""
 NF4 = "--quantize-base nf4 --freeze *qkv.weight *dense.weight *mlp* *word* output.weight"
+DORA = "--lora-rank 4 --use-dora --lora-target-modules all-linear lm_head embed_tokens"
 SMALL = (
     "--hidden-size 2048 --num-attention-heads 16 --num-layers 4 --vocab-size 32000 --seq-length 2048 "
     "--micro-batch-size 2 --global-batch-size 4"
@@ -89,6 +90,7 @@ CPU_CASES = [
     Case("Llama GQA, fp32, ZeRO 3", f"{TINY_GQA} --zero-stage 3"),
     Case("weights, bf16", f"{WEIGHTS} --bf16"),
     Case("weights in nf4, bf16, full", f"{WEIGHTS} --bf16 --recompute-granularity full {NF4}"),
+    Case("Llama GQA, bf16, DoRA", f"{TINY_GQA} --bf16 {DORA}"),
     Case("weights, fp32, ZeRO 1", f"{WEIGHTS} --zero-stage 1"),
     Case("weights, fp32, ZeRO 2, offload", f"{WEIGHTS} --zero-stage 2 --offload-optimizer"),
     Case("weights, bf16, ZeRO 3, offload", f"{WEIGHTS} --bf16 --zero-stage 3 {OFFLOAD}"),

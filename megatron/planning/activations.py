@@ -77,7 +77,7 @@ def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     mlp = sum(shard.shape[0] for shard in columns[1:]) + sum(shard.shape[1] for shard in rows[1:])
     mlp_bytes = tokens * (mlp + layer.kept_per_token) // t * number
     core, inputs = _attention_core(config), _attention_inputs(config)
-    whole = norms + branches + mlp_bytes + core
+    whole = norms + branches + mlp_bytes + core + _unscaled_bytes(layer, config)
     # gradients of the MLP's inner activations and of the residual stream, while its own inputs are still kept
     inner = tokens * max((shard.shape[0] for shard in columns), default=0) // t * number
     work = stream + (inner * 3 // 2 if kernels_form(config) == "eager" and _is_gated(columns, rows) else inner)
@@ -102,11 +102,23 @@ def _other_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     if layer.name == "embedding":
         return LayerMemory(sum(norms) + _dropout_bytes(config), stream)
     if not norms:
-        return LayerMemory(0, stream if layer.name == "embedding.word" else 0)
+        scaled = "lora_embedding_magnitude_vector" in layer.shards
+        found = tokens * config.model.hidden_size * number_size(config) if scaled else 0
+        return LayerMemory(found, stream if layer.name == "embedding.word" else 0)
     work = 0
     if _unfused_norm(layer, config):  # float32 gradients and products
         work = {"plain": 20, "eager": 12 if number_size(config) == 2 else 8}[kernels_form(config)]
     return LayerMemory(sum(norms) + stream, stream + tokens * config.model.hidden_size * work // _sequence_cut(config))
+
+
+def _unscaled_bytes(layer: LayerDeclaration, config: Config) -> int:
+    """Outputs of linear layers that DoRA keeps beside the scaled ones: the factors' gradients need them."""
+    t, rows = config.parallel.tensor_model_parallel_size, 0
+    for name, shard in layer.shards.items():
+        place = f"{name.removesuffix('weight')}lora_magnitude_vector"
+        if is_matrix(shard) and any(other.startswith(place) for other in layer.shards):
+            rows += shard.local_shape(t)[0]
+    return num_tokens(config) * rows * number_size(config)
 
 
 def stores_attention_scores(config: Config) -> bool:
@@ -148,10 +160,13 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     chunk, on_cpu = chunk_size(tokens, hidden), config.parallel.device == "cpu"
     is_trained = any(shard.vocabulary and shard.trained for shard in output.shards.values())
     is_separate = is_trained and not adds_to_optimizers_sum(config)
+    scales = "lora_magnitude_vector" in output.shards  # the whole weight, before and after DoRA's factors
+    is_trained, is_separate = is_trained or scales, is_separate or scales
+    scaled = 2 * rows * hidden * number if scales else 0
     # the gradient of the weight is summed over chunks in float32; float16 could not hold even one
     wide = 4 if chunk < tokens or config.training.fp16 or is_separate != is_trained else number
     gradients = tokens * hidden * number + (rows * hidden * wide if is_separate else 0)
-    gathered = tokens * hidden * number if config.parallel.sequence_parallel else 0
+    gathered = scaled + (tokens * hidden * number if config.parallel.sequence_parallel else 0)
     logits = chunk * rows * number
     # inputs times the weights of tokens, in float32 and rounded; torch's softmax, and products of blocks
     weighted = chunk * hidden * (4 + (number if number == 2 else 0))
@@ -163,7 +178,7 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
         rounded = result if wide != number else 0
         return LossMemory(gathered + logits + block, gathered + logits + gradients + max(work, rounded))
     backward = tokens * hidden * number + max(4 * tokens * hidden if number == 2 else 0, result)
-    return LossMemory(gradients + gathered + logits + max(block, work), gradients + backward)
+    return LossMemory(gradients + gathered + logits + max(block, work), scaled + gradients + backward)
 
 
 def adds_to_optimizers_sum(config: Config) -> bool:
