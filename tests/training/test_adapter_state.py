@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import newest_checkpoint
@@ -15,6 +16,7 @@ from megatron.interop.native import native_model
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
+from megatron.training.merged_model import MergedModel
 from megatron.training.resume import find_start, restore_start
 from tests.ranks import RankPools
 from tests.training import layouts
@@ -113,6 +115,21 @@ def test_a_principal_start_is_resumed_on_any_layout(ranks: RankPools, saved: Sav
     assert ranks(2)(train_adapters, f"{arguments} {TP2} --load {tmp_path}", str(base)) == [losses[SAVED:]] * 2
     (resumed, _) = ranks(2)(train_adapters, f"{arguments} {PP2} --zero-stage 1 --load {tmp_path}", str(base))
     assert resumed == pytest.approx(losses[SAVED:], rel=1e-6)
+    merged, adapted = ranks(1)(evaluate_merged, str(tmp_path)), ranks(1)(evaluate, f"{arguments} --load {tmp_path}")
+    assert merged == pytest.approx(adapted, rel=1e-6)
+
+
+def evaluate_merged(adapters: str) -> float:
+    """Loss of the base's model with the adapters in its weights."""
+    checkpoint = newest_checkpoint(adapters)
+    assert checkpoint is not None
+    engine, task = layouts.build(MODEL)
+    weights, parameters = dict(MergedModel(checkpoint).tensors()), dict(named_parameters(engine.module))
+    assert weights.keys() == parameters.keys()
+    engine.state.set_weights(
+        {name: F.pad(w, (0, 0) * (w.dim() - 1) + (0, len(parameters[name]) - len(w))) for name, w in weights.items()}
+    )
+    return layouts._evaluate(engine, task)
 
 
 def test_a_checkpoint_holds_what_is_trained_alone(saved: Saved) -> None:
