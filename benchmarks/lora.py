@@ -2,12 +2,14 @@
 
     OMP_NUM_THREADS=2 python benchmarks/lora.py
     python benchmarks/lora.py --sections profile --precisions bf16 --lora-rank 64
+    python benchmarks/lora.py --device cuda --sections rate [--recompute-granularity full]
 
 A Llama of 34M parameters with rank 8 on all linear layers, sequence 512, batch 4, on a CPU: the shapes and sides of
-benchmarks/step.py, the base frozen. Ours is the engine of a real run, PEFT's a bare loop: forward, backward, clipping
-and fused AdamW. In bfloat16 PEFT is measured twice: `peft` with bfloat16 adapters and float32 copies of them, as ours,
-and `peft_float32` with float32 adapters, its default. Further flags are options of a run, and change ours and the
-shapes.
+benchmarks/step.py, the base frozen. On CUDA Llama 3.2 1B, sequence 2,048, two microbatches of 4. Ours is the engine of
+a real run, PEFT's a bare loop: forward, backward, clipping and fused AdamW. In bfloat16 PEFT is measured twice: `peft`
+with bfloat16 adapters and float32 copies of them, as ours, and `peft_float32` with float32 adapters, its default.
+Further flags are options of a run, and change ours and the shapes; with `--recompute-granularity full` PEFT's side has
+its gradient checkpointing.
 
 Sections: rate (tokens/s and ratios, all sides in turn in one process), memory (what a side adds to a process of its own
 at the peak of its build and two steps), profile (the ten largest operators of each side). Exit status 1 if ours has
@@ -38,10 +40,13 @@ if TYPE_CHECKING:
 AIM = 1.2
 SECTIONS = ("rate", "memory", "profile")
 ADAPTERS = ["--lora-rank", "8", "--lora-alpha", "16"]
+ON_CUDA = ["--seq-length", "2048", "--micro-batch-size", "4", "--global-batch-size", "8"]
 
 
 def main() -> int:
     options, flags = _parser().parse_known_args()
+    if options.device == "cuda":
+        flags = ["--device", "cuda", *ON_CUDA, *flags]
     reached = True
     for precision in options.precisions:
         names = ["ours", "peft", *(["peft_float32"] if precision == "bf16" else [])]
@@ -55,6 +60,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="A step with adapters beside PEFT's.", allow_abbrev=False)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32"))
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
     parser.add_argument("--rounds", type=positive, default=7, help="alternations (default: 7)")
@@ -63,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _workload(precision: str, flags: list[str]) -> Workload:
-    return workload("llama", "cpu", precision, [*ADAPTERS, *flags])
+    return workload("llama", "cuda" if flags[:2] == ["--device", "cuda"] else "cpu", precision, [*ADAPTERS, *flags])
 
 
 def _builders(names: list[str], work: Workload) -> dict[str, Callable[[], Side]]:
@@ -74,7 +80,7 @@ def _builders(names: list[str], work: Workload) -> dict[str, Callable[[], Side]]
     from megatron.parallel.context import ParallelContext
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-    ctx = ParallelContext.build(work.config.parallel, "cpu")
+    ctx = ParallelContext.build(work.config.parallel, work.config.parallel.device)
     found: dict[str, Callable[[], Side]] = {"ours": partial(Ours, work, ctx)}
     for name in set(names) & set(PEERS):
         found[name] = partial(PEERS[name], work, ctx.device, is_compiled=False, is_autocast=False)
@@ -86,7 +92,8 @@ def _compare_rates(names: list[str], precision: str, flags: list[str], options: 
     import torch
 
     work, reached = _workload(precision, flags), True
-    sides = {name: MeasuredSide(build, work, on_cuda=False) for name, build in _builders(names, work).items()}
+    on_cuda = work.config.parallel.device == "cuda"
+    sides = {name: MeasuredSide(build, work, on_cuda) for name, build in _builders(names, work).items()}
     for name, side in sides.items():
         show_details(name, side, options)
     if "rate" in options.sections:
@@ -95,6 +102,8 @@ def _compare_rates(names: list[str], precision: str, flags: list[str], options: 
             rates = spread([work.num_tokens / seconds for seconds in times[name]], 0)
             losses = f"{side.first_loss:.3f} to {side.losses[-1]:.3f}"
             print(f"{name:14s} {rates} tokens/s, {statistics.median(times[name]) * 1000:.1f} ms a step; loss {losses}")
+            if on_cuda:
+                print(f"{name:14s} peak {side.peak_bytes / 2**30:.2f} GiB")
         for name in names[1:]:
             ratios = quotients(times[name], times["ours"])
             # processor time: other work on a busy machine disturbs it less
@@ -121,7 +130,7 @@ def _peak_bytes(_index: int, _port: int, name: str, precision: str, flags: list[
     import megatron.training.build  # noqa: F401
 
     (build,) = _builders([name], work).values()
-    side = MeasuredSide(build, work, on_cuda=False)
+    side = MeasuredSide(build, work, work.config.parallel.device == "cuda")
     results.put(side.peak_bytes)
 
 

@@ -250,7 +250,10 @@ class Peft(Transformers):
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        return get_peft_model(model, options, autocast_adapter_dtype=self.casts_adapters)  # type: ignore[no-any-return]
+        found = get_peft_model(model, options, autocast_adapter_dtype=self.casts_adapters)
+        if config.training.recompute_granularity == "full":
+            found.gradient_checkpointing_enable({"use_reentrant": False})
+        return found  # type: ignore[no-any-return]
 
 
 class PeftFloat32(Peft):
