@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.task import Task
     from megatron.training.checkpoints import Checkpoints
+    from megatron.training.engine import Engine
     from megatron.training.resume import Start
 
 
@@ -137,7 +138,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
             for line in restore_start(engine, start):
                 announce(ctx, line)
             memory.take("after_restore", progress.iteration)
-        shutdown.exit_if_requested()
+        complete_data(engine, task, datasets, start, watchdog, begin)
         watchdog.open()
         # opened late: nothing is written before the data and the checkpoint were found good
         with (
@@ -192,7 +193,7 @@ def evaluate_only(
     weights_only = dataclasses.replace(start.options, finetune=True)
     for line in restore_start(engine, dataclasses.replace(start, options=weights_only)):
         announce(ctx, line)
-    shutdown.exit_if_requested()
+    complete_data(engine, task, datasets, start, watchdog, begin)
     watchdog.open()
     with open_log(config, ctx, start.progress, start.progress.iteration, task, datasets[0]) as log:
         evaluator = Evaluator(engine, task, datasets, start.progress, log, shutdown, watchdog)
@@ -215,6 +216,22 @@ def open_data(config: Config, ctx: ParallelContext, start: Start) -> tuple[Task,
     if description := raise_on_all_ranks(ctx, lambda: task.describe(datasets[0])):
         announce(ctx, description)
     return task, datasets
+
+
+def complete_data(
+    engine: Engine,
+    task: Task,
+    datasets: Sequence[Any],
+    start: Start,
+    watchdog: Watchdog,
+    begin: Callable[[str], None],
+) -> None:
+    """Let the task compute what it needs of the model at the start. Collective. Raises DataError."""
+    from megatron.training.start_weights import prepare_task
+
+    begin("computing before training")
+    for line in prepare_task(engine, task, datasets, start, watchdog.beat):
+        announce(engine.ctx, line)
 
 
 def build_schedule(config: Config, ctx: ParallelContext, start: Start, samples_per_epoch: int | None) -> Schedule:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.config.dependents import idle_options
 from megatron.tasks.packed import PackedTask, samples_of
-from megatron.tasks.task import Forward, LossResult, Metric, Microbatch
+from megatron.tasks.task import Forward, LossResult, Metric, Microbatch, StartWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,22 +63,36 @@ class PreferenceTask(PackedTask):
                 f"max_prompt_length={limit} leaves no token of an answer in seq_length={longest} and one more; lower "
                 "it, or raise seq_length"
             )
-        if lora.lora_rank is None:
-            yield (
-                "task=preference compares with the model before training, which is the base of adapters; give lora_rank"
-            )
+        if options.needs_reference and options.reference == "adapters_off" and lora.lora_rank is None:
+            yield "reference=adapters_off needs adapters; give lora_rank, or use reference=stored"
         whole = [name for name in ("lora_modules_to_save", "lora_bias") if getattr(lora, name) not in ((), "none")]
-        if whole and lora.lora_rank is not None:
+        if whole and self.uses_base:
             value = getattr(lora, whole[0])
             yield (
-                f"{whole[0]}={value if isinstance(value, str) else ' '.join(value)} trains a part of the base, but the "
-                "base without adapters is the reference of task=preference; leave it out"
+                f"{whole[0]}={value if isinstance(value, str) else ' '.join(value)} trains a part of the base, which "
+                "is the reference of reference=adapters_off; leave it out, or use reference=stored"
             )
 
     def idle(self) -> Iterator[str]:
         yield from super().idle()
-        if self.config.preference.preference_loss != "robust":
-            yield from idle_options(self.config, "preference_loss=robust", "choose that", ["label_smoothing"])
+        options = self.config.preference
+        for objective, name in (("robust", "label_smoothing"), ("simpo", "simpo_gamma")):
+            if options.preference_loss != objective:
+                yield from idle_options(self.config, f"preference_loss={objective}", "choose that", [name])
+        if not options.needs_reference:
+            needed = f"a reference, which preference_loss={options.preference_loss} does not need"
+            yield from idle_options(self.config, needed, "choose another objective", ["reference"])
+
+    @property
+    def uses_base(self) -> bool:
+        """The reference is the base of the adapters, computed before each step."""
+        options, has_base = self.config.preference, self.config.lora.lora_rank is not None
+        return options.needs_reference and (has_base if options.reference == "auto" else options.reference != "stored")
+
+    @property
+    def stores_reference(self) -> bool:
+        """The reference is computed once and stored beside the data."""
+        return self.config.preference.needs_reference and not self.uses_base
 
     @property
     def sample_length(self) -> int:
@@ -112,7 +127,8 @@ class PreferenceTask(PackedTask):
 
     def read(self, dataset: PackedDataset, key: PairRows) -> Microbatch:
         """Return rows of pairs. The targets are labels [B, S], -1 where there is no answer; the number of the answer
-        that a label belongs to [B, S]; the tokens of the answers [P, 2]; and the factor of the second term [1].
+        that a label belongs to [B, S]; the tokens of the answers [P, 2]; the factor of the second term [1]; and, where
+        it is stored, the reference [P, 2].
         """
         import numpy as np
         import torch
@@ -128,7 +144,8 @@ class PreferenceTask(PackedTask):
             labels[answer], numbers[answer] = rows.labels[answer], number
             lengths[divmod(number, 2)] = len(side.ids) - side.begin
         factor = np.array([key.pairs_per_label], np.float32)
-        targets = tuple(torch.from_numpy(part) for part in (labels, numbers, lengths, factor))
+        stored = [] if pairs.reference is None else [pairs.reference[self.samples_of(key)]]
+        targets = tuple(torch.from_numpy(part) for part in (labels, numbers, lengths, factor, *stored))
         return Microbatch(rows.inputs, targets, float(len(lengths)))
 
     # The loss
@@ -136,12 +153,12 @@ class PreferenceTask(PackedTask):
     def before_step(
         self, microbatches: Sequence[Microbatch], forward: Forward, ctx: ParallelContext
     ) -> list[Microbatch]:
-        """Add the log-probabilities of the answers under the reference."""
+        """Add the log-probabilities of the answers under the base, if that is the reference."""
+        if not self.uses_base:
+            return list(microbatches)
+        from megatron.tasks.preference_losses import answer_logps
 
-        def logps(outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
-            return answer_logps(outputs, targets, ctx)
-
-        found = forward(microbatches, logps, adapters=False)
+        found = forward(microbatches, partial(answer_logps, ctx=ctx), adapters=False)
         if not ctx.is_last_stage:
             return list(microbatches)
         return [
@@ -149,17 +166,32 @@ class PreferenceTask(PackedTask):
             for batch, reference in zip(microbatches, found, strict=True)
         ]
 
+    def before_training(
+        self, datasets: Sequence[PackedDataset | None], forward: Forward, start: StartWeights, ctx: ParallelContext
+    ) -> list[str]:
+        """Compute the reference of all pairs that lack it, and give it to the datasets. Raises DataError."""
+        if not self.stores_reference:
+            return []
+        from megatron.tasks.stored_reference import StoredReference
+
+        references = [
+            StoredReference(self, samples_of(dataset), start, ctx) for dataset in datasets if dataset is not None
+        ]
+        return [line for reference in references for line in reference.complete(forward)]
+
     def loss(self, outputs: tuple[Tensor, Tensor], targets: Any, scale: float, ctx: ParallelContext) -> LossResult:
         """Return the sum over pairs, and the metrics, each a sum over pairs and their number."""
-        from megatron.tasks.preference_losses import PAIR_LOSSES, PairScores
+        from megatron.tasks.preference_losses import PAIR_LOSSES, PairScores, answer_logps
 
         options = self.config.preference
-        _, _, lengths_P2, factor, reference_P2 = targets
-        logps_P2 = answer_logps(outputs, targets, ctx)
-        scores = PairScores(logps_P2, reference_P2, lengths_P2)
+        _, _, lengths_P2, factor, *reference = targets
+        sums_P2 = answer_logps(outputs, targets, ctx)
+        scores = PairScores(sums_P2, reference[0], lengths_P2) if options.needs_reference else None
+        if scores is None:
+            scores = PairScores(sums_P2 / lengths_P2.clamp(min=1), 0.0, lengths_P2)
         losses = PAIR_LOSSES[options.preference_loss](scores, options).sum()
-        if options.sft_weight:
-            losses = losses - options.sft_weight * factor.squeeze() * logps_P2[:, 0].sum()
+        if weight := options.effective_sft_weight:
+            losses = losses - weight * factor.squeeze() * sums_P2[:, 0].sum()
         return LossResult(scale * losses, self._metrics(scores))
 
     def _metrics(self, scores: PairScores) -> dict[str, Metric]:
@@ -172,22 +204,6 @@ class PreferenceTask(PackedTask):
             *logps_P2.unbind(1),
         )
         return {name: Metric(value.sum(), float(len(value))) for name, value in zip(self.metrics, values, strict=True)}
-
-
-def answer_logps(outputs: tuple[Tensor, Tensor], targets: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
-    """Return the log-probabilities [P, 2] of the answers, each the sum over its tokens.
-
-    `outputs` as in `Task.loss`; `targets` begin with those of `PreferenceTask.read`.
-    """
-    import torch
-
-    from megatron.parallel.losses import token_log_probs
-
-    labels_BS, numbers_BS, lengths_P2 = targets[:3]
-    logps_BS = token_log_probs(*outputs, labels_BS, ctx)
-    # one more for a microbatch without pairs, whose tokens are all padding
-    sums = torch.zeros(lengths_P2.numel() + 1, dtype=logps_BS.dtype, device=logps_BS.device)
-    return sums.index_add(0, numbers_BS.flatten(), logps_BS.flatten())[:-1].view(-1, 2)
 
 
 TASK = PreferenceTask

@@ -5,7 +5,7 @@ P pairs of a microbatch. All are float32, of the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.preference import PreferenceConfig
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.losses import token_log_probs
+
+
+def answer_logps(outputs: tuple[Tensor, Tensor], targets: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
+    """Return the log-probabilities [P, 2] of the answers, each the sum over its tokens.
+
+    `outputs` as in `Task.loss`; `targets` begin with those of `PreferenceTask.read`.
+    """
+    labels_BS, numbers_BS, lengths_P2 = targets[:3]
+    logps_BS = token_log_probs(*outputs, labels_BS, ctx)
+    # one more for a microbatch without pairs, whose tokens are all padding
+    sums = torch.zeros(lengths_P2.numel() + 1, dtype=logps_BS.dtype, device=logps_BS.device)
+    return sums.index_add(0, numbers_BS.flatten(), logps_BS.flatten())[:-1].view(-1, 2)
 
 
 @dataclass(frozen=True)
@@ -20,9 +34,9 @@ class PairScores:
     """Input of an objective: the model and its reference on the answers of P pairs."""
 
     logps_P2: Tensor
-    """Log-probabilities of the chosen and the rejected answer, each the sum over its tokens."""
-    reference_P2: Tensor
-    """The same under the reference."""
+    """Log-probabilities of the chosen and the rejected answer: the sum over tokens, or without a reference the mean."""
+    reference_P2: Tensor | float
+    """The same under the reference; 0 without one."""
     lengths_P2: Tensor
     """Tokens of the answers."""
 
@@ -57,10 +71,34 @@ def robust(scores: PairScores, options: PreferenceConfig) -> Tensor:
     return (-(1 - wrong) * F.logsigmoid(logits) + wrong * F.logsigmoid(-logits)) / (1 - 2 * wrong)
 
 
+def orpo(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """The odds ratio of ORPO. Source: Hong et al. 2024 (arXiv:2403.07691), equation 7."""
+    odds_P2 = scores.logps_P2 - _log1mexp(scores.logps_P2)
+    return -options.beta * F.logsigmoid(odds_P2[:, 0] - odds_P2[:, 1])
+
+
+def simpo(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """SimPO. Source: Meng et al. 2024 (arXiv:2405.14734), equation 6."""
+    return -F.logsigmoid(options.beta * scores.margins_P - options.simpo_gamma)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x < 0, with the digits of both small and large probabilities."""
+    x = x.clamp(max=-1e-7)  # a probability that rounds to 1
+    is_near_0 = x > -0.693
+    return torch.where(
+        is_near_0,
+        torch.log(-torch.expm1(torch.where(is_near_0, x, -0.1))),
+        torch.log1p(-torch.exp(torch.where(is_near_0, -1.0, x))),
+    )
+
+
 PAIR_LOSSES: dict[str, Callable[[PairScores, PreferenceConfig], Tensor]] = {
     "sigmoid": sigmoid,
     "hinge": hinge,
     "ipo": ipo,
     "robust": robust,
+    "orpo": orpo,
+    "simpo": simpo,
 }
 """Loss [P] of each pair, by preference_loss."""

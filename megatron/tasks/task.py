@@ -60,15 +60,30 @@ OfOutputs = Callable[[tuple["Tensor", "Tensor"], Any], "Tensor"]
 """Function of (hidden, output weight), as `Task.loss` gets them, and the targets of a microbatch."""
 
 
+class StartWeights(NamedTuple):
+    """The weights that a run started from, as its engine knows them."""
+
+    fingerprint: str
+    """Equal for equal weights, whatever layout, precision and file format."""
+    are_loaded: bool
+    """The engine holds them: the run has not trained yet, or a frozen base is meant."""
+
+
 class Forward(Protocol):
     """Forward passes over microbatches, without gradients. Collective."""
 
     def __call__(
-        self, microbatches: Sequence[Microbatch], of_outputs: OfOutputs, *, adapters: bool = True
+        self,
+        microbatches: Sequence[Microbatch],
+        of_outputs: OfOutputs,
+        *,
+        adapters: bool = True,
+        num_microbatches: int | None = None,
     ) -> list[Tensor]:
         """Return what `of_outputs` returns for each, on the ranks of the last pipeline stage; nothing on the others.
 
-        As many microbatches as in the step. `adapters=False`: of the base model, without its adapters.
+        `adapters=False`: of the base model, without its adapters. `num_microbatches`: those of each rank, also where it
+        reads none; None: as many as in the step under way.
         """
 
 
@@ -232,6 +247,15 @@ class Task(ABC):
         pipeline stages.
         """
         return list(microbatches)
+
+    def before_training(
+        self, datasets: Sequence[Any], forward: Forward, start: StartWeights, ctx: ParallelContext
+    ) -> list[str]:
+        """Complete the datasets with what the model that the run started from computes of them. Collective.
+
+        Called once, before the first step or evaluation. Return lines to print on rank 0. Raises DataError.
+        """
+        return []
 
     # The loss
 

@@ -139,6 +139,7 @@ class Checkpoints:
             "rng": {"seed": engine.dropout_seed},
             "source": self._source,
             "base": engine.base,
+            "start_fingerprint": engine.start_fingerprint,
             "export": to_export and self._exports is not None,
         }
         self._count += 1

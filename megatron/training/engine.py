@@ -86,6 +86,8 @@ class Engine(ABC):
         """Seed of the random streams. A resumed run keeps that of its checkpoint."""
         self.base: dict[str, Any] | None = None
         """With adapters, where the base model comes from and the checksums of its tensors."""
+        self.start_fingerprint: str | None = None
+        """Fingerprint of the weights that the run started from, where a task needs it: start_weights.py."""
         marks = is_profiled(config.logging, ctx.rank)
         self.timers = StepTimers(config.logging.timing_log_level, ctx.device, marks=marks)
         self.trace = InstructionTrace(ctx, wanted=config.logging.profile_instructions)
@@ -178,12 +180,18 @@ class Engine(ABC):
         return Evaluation(loss, normaliser, self._losses.metrics)
 
     def forward(
-        self, microbatches: Sequence[Microbatch], of_outputs: OfOutputs, *, adapters: bool = True
+        self,
+        microbatches: Sequence[Microbatch],
+        of_outputs: OfOutputs,
+        *,
+        adapters: bool = True,
+        num_microbatches: int | None = None,
     ) -> list[Tensor]:
         """Return what `of_outputs` computes of each microbatch, without gradients: `tasks.task.Forward`."""
+        passes = self._passes if num_microbatches is None else num_microbatches
         switched = contextlib.nullcontext() if adapters else self.ctx.adapters.off()
         with self._losses.collect(of_outputs) as results, switched:
-            self._run_forward([(batch.inputs, batch.targets) for batch in microbatches], self._passes)
+            self._run_forward([(batch.inputs, batch.targets) for batch in microbatches], passes)
         return results
 
     def watch(self, fire: Callable[[str, float | None], None]) -> None:

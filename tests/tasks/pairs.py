@@ -8,16 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.checkpoint.lineage import Run
 from megatron.config.command_line import parse_arguments
 from megatron.config.validation import check
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.models.transformer import unpack
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters
+from megatron.planning.progress import Progress
 from megatron.tasks.packed import samples_of
 from megatron.tasks.preference import PreferenceTask
 from megatron.training.build import build_engine
 from megatron.training.engine import Engine
+from megatron.training.resume import Start
+from megatron.training.start_weights import prepare_task
 from tests.training import layouts
 
 VOCABULARY = 250
@@ -50,8 +54,9 @@ def build(arguments: str) -> tuple[Engine, PreferenceTask, Any]:
     assert not faults, faults
     task = PreferenceTask(config)
     engine = build_engine(config, ctx, task)
-    dataset: Any = task.open_data(ctx)[0]
-    return engine, task, dataset
+    datasets: Any = task.open_data(ctx)
+    prepare_task(engine, task, datasets, Start(config.checkpoint, None, Progress(), Run()), lambda: None)
+    return engine, task, datasets[0]
 
 
 def train(arguments: str, steps: int) -> list[dict[str, float]]:
@@ -68,11 +73,18 @@ def train(arguments: str, steps: int) -> list[dict[str, float]]:
     return found
 
 
+def reference_files(arguments: str, data: str) -> int:
+    """Number of the stored references once a run with these arguments has begun."""
+    build(arguments)
+    return len(list(Path(f"{data}.bin").parent.glob("*.reference-*")))
+
+
 def dense(arguments: str, steps: int) -> list[dict[str, float]]:
     """The same by DPO's formulas: every answer alone in float64, without packing, by torch's own log_softmax."""
     engine, task, dataset = build(f"{arguments} --no-pipeline-parallel")
     module, beta = engine.module.double().eval(), engine.config.preference.beta
     size, found = engine.config.training.global_batch_size, []
+    start = [parameter.detach().clone() for parameter in module.parameters()]
     trained = [parameter for _, parameter in named_parameters(module) if parameter.requires_grad]
 
     def logp(side: Any) -> Any:
@@ -81,12 +93,22 @@ def dense(arguments: str, steps: int) -> list[dict[str, float]]:
         of_tokens = (hidden[:, 0] @ weight.t())[:, :VOCABULARY].log_softmax(-1)
         return of_tokens.gather(1, ids[1:, None])[side.begin - 1 :].sum()
 
+    def exchange(weights: Any) -> list[Any]:
+        """Put these weights into the model, and return those before."""
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        with torch.no_grad():
+            for parameter, weight in zip(module.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+        return before
+
     for step in range(steps):
         _, keys = task.plan(dataset, lambda _: size, 0, 1)(step * size)
         sides = [samples_of(dataset).read(pair) for key in keys for pair in task.samples_of(key)]
-        logps = torch.stack([torch.stack([logp(side) for side in pair]) for pair in sides])
-        with torch.no_grad(), engine.ctx.adapters.off():
+        now = exchange(start)
+        with torch.no_grad():
             reference = torch.stack([torch.stack([logp(side) for side in pair]) for pair in sides])
+        exchange(now)
+        logps = torch.stack([torch.stack([logp(side) for side in pair]) for pair in sides])
         rewards = beta * (logps - reference)
         margins = rewards[:, 0] - rewards[:, 1]
         loss = torch.log1p(torch.exp(-margins)).mean()

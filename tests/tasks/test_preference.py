@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
+from tests import runs
 from tests.ranks import RankPools
 from tests.tasks import pairs
 from tests.tasks.test_sft import LAYOUTS
@@ -31,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "pp2",
             "--packing none --micro-batch-size 2 --lora-target-modules all-linear embed_tokens",
         ),
-        ("bloom_alibi", "zero3", "--packing dataset --global-batch-size 2"),
+        ("bloom_alibi", "zero3", "--packing dataset --global-batch-size 2 --reference stored"),
         *(
             pytest.param(model, layout, "--max-batch-len 96", marks=pytest.mark.slow)
             for model in ("bloom_alibi", "llama_gqa")
@@ -51,3 +54,44 @@ def test_packed_pairs_are_trained_as_answers_alone(
             assert step == pytest.approx(there, rel=1e-5, abs=2e-5)
     assert expected[0]["rewards/margins"] == 0
     assert abs(expected[-1]["rewards/margins"]) > 0.01
+
+
+def test_a_stored_reference_is_that_of_the_start(ranks: RankPools, tmp_path: Path) -> None:
+    """Of the whole model, computed on one layout, gone on with on another after a stop, and the same numbers there."""
+    data = pairs.write_pairs(tmp_path / "pairs", pairs.some_pairs(15, 33))
+    common = f"{MODELS['llama_gqa']} --data-path {data} --global-batch-size 5 --beta 0.5 --max-batch-len 96 --lr 0.3"
+    (expected,) = ranks(1)(pairs.dense, common, 2)
+    (path,) = data.parent.glob("pairs.reference-*")
+    values = safetensors.numpy.load_file(path)["log_probs"]
+    assert np.isfinite(values).all()
+    header = path.read_bytes()[: -values.nbytes]
+    path.write_bytes(header + np.where(np.arange(15)[:, None] % 3 == 0, np.nan, values).astype("<f4").tobytes())
+    for found in ranks(2)(pairs.train, f"{common} {LAYOUTS['tp2 sp'][1]}", 2):
+        for step, there in zip(found, expected, strict=True):
+            if there["rewards/margins"] == 0:  # which layout rounds up decides
+                step["rewards/accuracies"] = there["rewards/accuracies"]
+            assert step == pytest.approx(there, rel=1e-5, abs=2e-5)
+    assert np.allclose(safetensors.numpy.load_file(path)["log_probs"], values, rtol=1e-6, atol=0)
+    (other,) = ranks(1)(pairs.reference_files, f"{common} --seed 5", str(data))
+    assert other == 2  # another model at the start is another reference
+
+
+def test_a_resumed_run_needs_the_reference_of_its_start(ranks: RankPools, tmp_path: Path) -> None:
+    data = pairs.write_pairs(tmp_path / "pairs", pairs.some_pairs(15, 33))
+    flags = "--task preference --split 1,0,0 --num-epochs 1 --micro-batch-size 1 --vocab-size 250 --seq-length 32"
+    flags += f" --global-batch-size 5 --hidden-dropout 0 --attention-dropout 0 --architecture llama --data-path {data}"
+    flags += f" --position-embedding-type rope --save {tmp_path / 'saved'}"
+    kept = f"{flags} --results-dir {tmp_path / 'parts'}"
+    assert ranks(1)(runs.train, f"{kept} --exit-interval 1") == [""]
+    assert ranks(1)(runs.train, f"{flags.replace('saved', 'whole')} --results-dir {tmp_path / 'whole'}") == [""]
+    (file,) = tmp_path.glob("pairs.reference-*")
+    hidden = file.rename(tmp_path / "hidden")
+    (refused,) = ranks(1)(runs.train, kept)
+    assert "the reference of 15 of 15 pairs is missing" in refused
+    hidden.replace(file)
+    assert ranks(1)(runs.train, kept) == [""]
+    parts, whole = ({row["iteration"]: row for row in runs.rows(tmp_path / name)} for name in ("parts", "whole"))
+    assert list(parts) == list(whole) == [1, 2, 3]
+    for iteration, row in whole.items():
+        assert parts[iteration]["lm_loss"] == row["lm_loss"]
+        assert parts[iteration]["metrics"] == row["metrics"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -88,6 +88,8 @@ class PairDataset(SampleDataset):
         ) * (answers > 0)
         """[pairs, 2] Tokens of each answer in the loss."""
         self.lengths = self.answer_lengths.sum(axis=1)
+        self.reference: NDArray[np.float32] | None = None
+        """[pairs, 2] Log-probabilities of the answers under a stored reference, once that is complete."""
         self.num_cut_prompts = int((prompts < stored[:, :1]).sum())
         self.num_truncated = int((prompts + answers > limits.max_length).sum())
         """Sides that are longer than max_length."""
@@ -119,6 +121,11 @@ class PairDataset(SampleDataset):
         if self.limits.truncation == "keep_start":
             return Answer(ids[:limit], len(prompt))
         return Answer(ids[-limit:], max(1, len(prompt) - max(0, len(ids) - limit)))
+
+    def by_file(self) -> Iterator[tuple[PairFile, slice]]:
+        """Yield the files, and which pairs are theirs."""
+        for number, file in enumerate(self.files):
+            yield file, slice(int(self._firsts[number]), int(self._firsts[number + 1]))
 
     def documents_of(self, sample: int) -> tuple[str, list[int]]:
         file, row = self._place(sample)
@@ -174,7 +181,7 @@ def _open(prefix: str, vocab_size: int, *, needs_both: bool) -> IndexedDataset:
     if needs_both and (lone := np.flatnonzero((lengths[:, CHOSEN:] == 0).any(axis=1))).size:
         raise DataError(
             f"{prefix}: {lone.size} of {len(lengths)} rows have one answer, the first of them row {lone[0]}, and this "
-            "objective compares two; use preference_loss=kto, or preprocess pairs"
+            "objective compares two; leave such rows out of the input"
         )
     return tokens
 

@@ -172,7 +172,7 @@ def test_real_pairs_have_trls_ids(tmp_path: Path, test_data: Path) -> None:
     template = (test_data / "chat_templates" / "axolotl_apache2" / "chatml.jinja").read_text()
     theirs = AutoTokenizer.from_pretrained(folder)
     theirs.chat_template = template
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     # of a folder: without a name, transformers looks for a model of no name on its hub
     LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes)).save_pretrained(tmp_path / "model")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
