@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -52,7 +53,8 @@ import megatron.interop.adapter_merge
 MEASURED = """
 import resource, subprocess, sys
 status = subprocess.call(sys.argv[1:])
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_maxrss, used.ru_utime + used.ru_stime)
 sys.exit(status)
 """
 
@@ -71,8 +73,17 @@ def write_inputs(folder: Path, hidden_size: int, num_layers: int, rank: int) -> 
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def finished(command: Sequence[str], environment: dict[str, str] | None = None) -> tuple[float, int, str]:
-    """Run a command; return its seconds, the most memory it had in bytes, and its output. Exits if it fails."""
+class Finished(NamedTuple):
+    """Times, memory and output of a command."""
+
+    elapsed_s: float
+    processor_s: float
+    peak_bytes: int
+    output: str
+
+
+def finished(command: Sequence[str], environment: dict[str, str] | None = None) -> Finished:
+    """Run a command. Exits if it fails."""
     began_s = time.perf_counter()
     run = subprocess.run(
         [sys.executable, "-c", MEASURED, *command], stdout=subprocess.PIPE, text=True, env=environment, check=False
@@ -80,8 +91,9 @@ def finished(command: Sequence[str], environment: dict[str, str] | None = None) 
     seconds = time.perf_counter() - began_s
     if run.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with status {run.returncode}")
-    output, _, peak = run.stdout.rstrip().rpartition("\n")
-    return seconds, int(peak) * 1024, output
+    output, _, used = run.stdout.rstrip().rpartition("\n")
+    peak, processor_s = used.split()
+    return Finished(seconds, float(processor_s), int(peak) * 1024, output)
 
 
 class Sides:
@@ -90,6 +102,7 @@ class Sides:
     def __init__(self, folder: Path, peft_python: str | None) -> None:
         self._folder, self._peft_python = folder, peft_python
         self.commands_s: list[float] = []
+        self.processor_s: dict[str, list[float]] = {"merge": [], "copy": []}
         self.peaks: dict[str, int] = {"ours": 0, "PEFT": 0}
         self.differs: str | None = None
 
@@ -100,22 +113,24 @@ class Sides:
         os.sync()
         places = ["--base", str(self._folder / "base"), "--adapter", str(self._folder / "adapter")]
         tool = str(ROOT / "tools" / "merge_adapter.py")
-        seconds, peak, output = finished([sys.executable, tool, *places, "--save", str(merged)])
-        self.commands_s.append(seconds)
-        self.peaks["ours"] = max(self.peaks["ours"], peak)
-        reported = re.search(r" in ([0-9.]+) s$", output)
-        assert reported is not None, output
+        run = finished([sys.executable, tool, *places, "--save", str(merged)])
+        self.commands_s.append(run.elapsed_s)
+        self.processor_s["merge"].append(run.processor_s)
+        self.peaks["ours"] = max(self.peaks["ours"], run.peak_bytes)
+        reported = re.search(r" in ([0-9.]+) s$", run.output)
+        assert reported is not None, run.output
         return float(reported[1])
 
     def copy(self) -> float:
         os.sync()
         copy = self._folder / "copy"
-        began_s = time.perf_counter()
+        began_s, before = time.perf_counter(), os.times()
         subprocess.run(["cp", "-r", str(self._folder / "base"), str(copy)], check=True)
         for path in files_in(copy):
             fsync(path)
         fsync(copy)
-        seconds = time.perf_counter() - began_s
+        seconds, used = time.perf_counter() - began_s, os.times()
+        self.processor_s["copy"].append(sum(used[:4]) - sum(before[:4]))
         shutil.rmtree(copy)
         return seconds
 
@@ -125,11 +140,11 @@ class Sides:
         theirs = self._folder / "theirs"
         command = peer_command(self._peft_python, "peft_merge.py")
         places = [str(self._folder / name) for name in ("base", "adapter", "theirs")]
-        seconds, peak, _ = finished([*command, *places], peer_environment())
-        self.peaks["PEFT"] = max(self.peaks["PEFT"], peak)
+        run = finished([*command, *places], peer_environment())
+        self.peaks["PEFT"] = max(self.peaks["PEFT"], run.peak_bytes)
         self.differs = first_difference(self._folder / "merged", theirs)
         shutil.rmtree(theirs)
-        return seconds
+        return run.elapsed_s
 
 
 def main() -> int:
@@ -159,16 +174,21 @@ def main() -> int:
             measured["PEFT"] = sides.peft
         times = alternate(measured, options.rounds)
         base_bytes = num_bytes(folder / "base")
-        started = finished([sys.executable, "-c", IMPORTS], os.environ | {"PYTHONPATH": str(ROOT)})[1]
+        started = finished([sys.executable, "-c", IMPORTS], os.environ | {"PYTHONPATH": str(ROOT)})
 
     largest = max(2 * rows * columns for _, (rows, columns) in matrices(options.hidden_size))
     ratios = quotients(times["merge"], times["copy"])
-    above = sides.peaks["ours"] - started
+    above = sides.peaks["ours"] - started.peak_bytes
+    merging_s = [seconds - started.processor_s for seconds in sides.processor_s["merge"][1:]]
     print(f"{base_bytes / 1e9:.2f} GB in bfloat16, rank {options.rank}, {options.rounds} rounds: median (from to)")
     for name, values in times.items():
         print(f"  {name:8s} {spread(values, 2)} s, {base_bytes / statistics.median(values) / 1e9:.2f} GB/s")
     print(f"  command  {spread(sides.commands_s[1:], 2)} s")
     print(f"  ratio of merge to copy: {spread(ratios, 2)}, aim at most {LARGEST_RATIO}")
+    print(
+        f"  processor time: merge {spread(merging_s, 2)} s beside its imports, of {torch.get_num_threads()} threads; "
+        f"copy {spread(sides.processor_s['copy'][1:], 2)} s"
+    )
     print(
         f"  memory: {sides.peaks['ours'] / 1e6:.0f} MB, {above / 1e6:.0f} above its imports: "
         f"{above / largest:.2f} times the largest tensor of {largest / 1e6:.0f} MB, aim at most {LARGEST_MEMORY}"

@@ -1,6 +1,6 @@
 """Copy weights files while some of their tensors are replaced by computed ones, at the speed of the disk.
 
-The bytes between those tensors are copied by the kernel. The tensors are read, computed and written in pieces of some
+The bytes between those tensors are copied by the kernel. The tensors are read, computed and written in pieces of a
 MiB, once each and in the order of the file, by as many threads as torch uses: while one waits for the disk, another
 computes. Within a piece, blocks of rows stay in a core's cache.
 """
@@ -24,8 +24,8 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.interop.folder_files import own_file, real_path
 from megatron.interop.huggingface_files import StoredTensor, bytes_of, write_at
 
-PIECE_BYTES = 1 << 22
-"""Size of the pieces in which a tensor is read and written."""
+PIECE_BYTES = 1 << 20
+"""Size of the pieces in which a tensor is read and written. Memory of 4 MiB would be mapped and cleared for each."""
 BLOCK_NUMEL = 1 << 17
 """Elements computed at a time: half of a common second-level cache, in float32."""
 
@@ -88,7 +88,7 @@ def cuts(first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _copy_bytes(source: Path, given: int, copy: int, begin: int, end: int, workers: _Workers) -> None:
-    for first, last in cuts(begin, end, 8 * PIECE_BYTES):
+    for first, last in cuts(begin, end, 32 * PIECE_BYTES):
         workers.submit(_copy_piece, source, given, copy, first, last)
 
 
