@@ -46,7 +46,8 @@ class LoraConfig:
     """NAME=ALPHA ...: another lora_alpha for the modules of this name. The first that matches applies."""
     lora_base: str | None = None
     """Folder of the base model: a Hugging Face model, or checkpoints of a run. Unset: load, where that holds a model;
-    for a checkpoint of adapters, the folder of the base that they were trained on."""
+    for a checkpoint of adapters, the folder of the base that they were trained on; for a folder of PEFT, its
+    base_model_name_or_path."""
 
     def computed(self) -> dict[str, Any]:
         """Return the options that determine what given adapters compute, beside their names and shapes."""

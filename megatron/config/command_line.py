@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron.config.options import Config, ConfigError, flag, options, sections
 from megatron.config.parser import PRESETS_DIR, build_parser, help_text, help_topic, sequence
+from megatron.config.plugins import with_loaded_adapters
 from megatron.config.stand_ins import with_stand_ins
 from megatron.config.validation import check
 from megatron.files import show
@@ -263,6 +264,10 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     perhaps_given = options().keys() - of_flags - missing if "config" in missing else set()
     trees = with_stand_ins(known, missing - {"config"}, perhaps_given)
     configs = [_CONFIG.validate_python(values) for values in trees]
+    try:
+        configs = [with_loaded_adapters(config, named) for config in configs]
+    except ConfigError as error:
+        faults += error.faults
     return CommandLine(configs, faults + wrong, notes, named, namespace)
 
 

@@ -49,8 +49,8 @@ class CheckpointConfig:
     """Before saving, check that all ranks' copies of a parameter are bitwise equal."""
     load: str | None = None
     """Folder to start from, until the run has saved a checkpoint of its own: checkpoints of a run, or a Hugging Face
-    model, of which only the weights are loaded. A missing or empty folder starts a new run; any other folder without a
-    checkpoint is an error."""
+    model, of which only the weights are loaded, or adapters in PEFT's format, with their options. A missing or empty
+    folder starts a new run; any other folder without a checkpoint is an error."""
     ckpt_step: NonNegative | None = None
     """Iteration of the checkpoint to load. Unset: the newest."""
     load_fallback: bool = True

@@ -1,12 +1,16 @@
 """Model families and tasks by name: those of this package, and a user's own as `package.module:ATTRIBUTE`.
 
-A family or task is imported by the name that the config gives, so that this floor needs no import of a higher one.
+A family or task is imported by the name that the config gives, so that this floor needs no import of a higher one. The
+reader of adapters is imported in the same way, where `load` is a folder of them.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Collection
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron.config.options import Config, ConfigError
@@ -73,3 +77,16 @@ def load_task(config: Config) -> Any:
     if not hasattr(cls, "faults"):
         raise ConfigError([f"task={name!r} is not a task; give a subclass of megatron.tasks.task.Task"])
     return cls(config)
+
+
+def with_loaded_adapters(config: Config, given: Collection[str]) -> Config:
+    """Return the config with the options of the adapters in `load`, where that is a folder of PEFT.
+
+    `given`: names of the options that the user has given. Raises ConfigError for those that contradict the folder.
+    """
+    load = config.checkpoint.load
+    if load is None or not os.path.lexists(Path(load, "adapter_config.json")):
+        return config
+    reader = importlib.import_module("megatron.interop.peft_start")  # imports torch
+    found: Config = reader.with_options_of(config, Path(load), given)
+    return found

@@ -222,7 +222,7 @@ def import_huggingface(folder: Path, architecture: str | None = None) -> Importe
     tensors = _check_names(folder, mapped.form, stored, expected)
     if not config.model.untie_embeddings_and_output_weights and OUTPUT in tensors:
         (embedding,) = mapped.parts["embedding.word.weight"]
-        _check_copy(tensors.pop(OUTPUT), tensors[embedding.name])
+        check_copy(tensors.pop(OUTPUT), tensors[embedding.name])
     dtypes = {tensor.dtype for tensor in tensors.values()}
     precision: Precision = next((name for name, dtype in DTYPES.items() if dtypes == {dtype}), "fp32")
     generation = folder / "generation_config.json"
@@ -271,7 +271,7 @@ def _check_names(
     return tensors
 
 
-def _check_copy(output: StoredTensor, embedding: StoredTensor) -> None:
+def check_copy(output: StoredTensor, embedding: StoredTensor) -> None:
     """Raise CheckpointError unless the output projection's tensor is a copy of the tied embedding."""
     same = output.shape == embedding.shape
     if same:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from megatron.checkpoint.reader import holds_checkpoints
 from megatron.checkpoint.slices import Region, copy_overlap, regions
 from megatron.command_names import command_name
 from megatron.config.options import Config
-from megatron.interop.huggingface import CHUNK_BYTES, ImportedModel, MappedTensor, import_huggingface
+from megatron.interop.huggingface import CHUNK_BYTES, ImportedModel, MappedTensor, NameMap, import_huggingface
 from megatron.interop.huggingface_config import differences
+from megatron.interop.huggingface_files import StoredTensor
+from megatron.interop.peft import is_adapter_folder
 from megatron.parallel.shards import Shard
 
 
 def is_huggingface(folder: Path) -> bool:
     """Return True if the folder holds a model of transformers. Raises CheckpointError where our checkpoints do too."""
-    if not os.path.lexists(folder / "config.json"):
+    if not os.path.lexists(folder / "config.json") or is_adapter_folder(folder):
         return False
     if holds_checkpoints(folder):
         raise CheckpointError(
@@ -32,34 +34,13 @@ def is_huggingface(folder: Path) -> bool:
     return True
 
 
-class HuggingFaceStart:
-    """The weights of a folder of transformers, read as `reader.Checkpoint` is: `state.Readable`.
-
-    Where the run has a larger vocabulary, the rows that the folder lacks start as the mean of those it has: of the word
-    embedding, and of an output projection of its own. Computed in float64, in the order of the rows, so that it is the
-    same on every layout. Raises CheckpointError, naming each option in which the run's model is another.
-    """
+class MappedWeights:
+    """Weights in a foreign folder, read as `reader.Checkpoint` is (`state.Readable`), by the map of their names."""
 
     kinds: tuple[str, ...] = ("weight",)
 
-    def __init__(self, folder: Path, config: Config) -> None:
-        self.folder = folder
-        self._model: ImportedModel = import_huggingface(folder, config.model.architecture)
-        if found := differences(config, self._model.config):
-            raise CheckpointError(
-                f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: "
-                f"{command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
-            )
-        self._means: dict[str, Tensor] = {}
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Metadata as in a run's checkpoint, without progress and optimizer."""
-        return {"source": self._model.source}
-
-    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Compare the checksums of this share of the .bin files; safetensors carry none. Raises CheckpointError."""
-        self._model.verify(share)
+    def __init__(self, folder: Path, mapped: NameMap, stored: Mapping[str, StoredTensor]) -> None:
+        self.folder, self._map, self._stored = folder, mapped, stored
 
     def read(
         self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
@@ -69,7 +50,7 @@ class HuggingFaceStart:
         Reads the rows of theirs that it takes numbers from, and of these whole rows: of a matrix that tensor-parallel
         ranks cut by columns, all.
         """
-        if name not in self._model.map.parts or kind not in self.kinds:
+        if name not in self._map.parts or kind not in self.kinds:
             raise CheckpointError(f"{self.folder} holds no {kind} of {name}: it is of another model")
         target = torch.zeros(numel)
         rows_first = shard.dim != 1  # else the matrix of `regions` is the tensor itself
@@ -89,7 +70,7 @@ class HuggingFaceStart:
     def _windows(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
         """(first row, float32 [rows, columns]): that rectangle of our full tensor as a matrix, some rows at a time."""
         end = 0
-        for part in self._model.map.parts[name]:
+        for part in self._map.parts[name]:
             end = part.begin + part.length
             first, last = max(rows[0], part.begin) - part.begin, min(rows[1], end) - part.begin
             for begin, window in self._of_part(part, first, last, columns) if first < last else ():
@@ -103,7 +84,7 @@ class HuggingFaceStart:
         self, part: MappedTensor, first: int, last: int, columns: tuple[int, int]
     ) -> Iterator[tuple[int, Tensor]]:
         """Rows [first, last) of what one tensor of theirs is in ours."""
-        stored = self._model.stored[part.name]
+        stored = self._stored[part.name]
         if part.transposed:
             step = max(1, CHUNK_BYTES // (4 * part.shape[1]))
             window = torch.empty(last - first, columns[1] - columns[0])
@@ -124,6 +105,38 @@ class HuggingFaceStart:
             found = stored.rows(theirs, theirs + end - begin).float().view(end - begin, -1)
             yield begin, found[:, columns[0] : columns[1]]
             begin = end
+
+    def _mean(self, name: str) -> Tensor:
+        """Return the row of a token that the folder does not have."""
+        raise AssertionError(f"{self.folder} has every row of {name}")
+
+
+class HuggingFaceStart(MappedWeights):
+    """The weights of a folder of transformers.
+
+    Where the run has a larger vocabulary, the rows that the folder lacks start as the mean of those it has: of the word
+    embedding, and of an output projection of its own. Computed in float64, in the order of the rows, so that it is the
+    same on every layout. Raises CheckpointError, naming each option in which the run's model is another.
+    """
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self._model: ImportedModel = import_huggingface(folder, config.model.architecture)
+        if found := differences(config, self._model.config):
+            raise CheckpointError(
+                f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: "
+                f"{command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
+            )
+        super().__init__(folder, self._model.map, self._model.stored)
+        self._means: dict[str, Tensor] = {}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Metadata as in a run's checkpoint, without progress and optimizer."""
+        return {"source": self._model.source}
+
+    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Compare the checksums of this share of the .bin files; safetensors carry none. Raises CheckpointError."""
+        self._model.verify(share)
 
     def _mean(self, name: str) -> Tensor:
         """Return the mean of all rows that the folder has of a tensor: float32 [columns]."""

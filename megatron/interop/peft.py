@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import MANIFEST
@@ -29,7 +29,7 @@ PREFIX = "base_model.model."
 
 # What changes nothing that a trained adapter computes, or follows from its tensors.
 _HARMLESS = {
-    "auto_mapping", "corda_config", "eva_config", "inference_mode", "layers_pattern", "loftq_config", "lora_dropout",
+    "auto_mapping", "corda_config", "eva_config", "inference_mode", "layers_pattern", "loftq_config",
     "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
 _UNCHANGED_BASE = (True, False, "gaussian", "orthogonal", "eva")
@@ -71,8 +71,14 @@ class PeftAdapter:
     excluded: list[str] | str
     saved: list[str]
     fan_in_fan_out: bool
-    bias: str
+    bias: Literal["none", "all", "lora_only"]
     all_layers: bool
+    ties: bool
+    """ensure_weight_tying: what is trained of an embedding is trained of the output that shares its weight."""
+    dropout: float
+    rank: int
+    alpha: float
+    rslora: bool
     low_rank: dict[str, PeftFactors] = field(default_factory=dict)
     """By module."""
     whole: dict[str, StoredTensor] = field(default_factory=dict)
@@ -150,8 +156,9 @@ def _check_pattern(path: Path, name: str, pattern: str) -> None:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Return True if the folder holds adapters in PEFT's format."""
-    return os.path.lexists(folder / CONFIG)
+    """Return True if the folder holds adapters in PEFT's format, and no whole model beside them."""
+    has_model = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    return os.path.lexists(folder / CONFIG) and not has_model
 
 
 def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
@@ -188,6 +195,11 @@ def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
         fan_in_fan_out=fields.take("fan_in_fan_out", False),
         bias=fields.take("bias", "none"),
         all_layers=fields.take("layers_to_transform", [], int) == [],
+        ties=fields.take("ensure_weight_tying", False),
+        dropout=float(fields.take("lora_dropout", 0.0, int)),
+        rank=scales.default_rank,
+        alpha=scales.default_alpha,
+        rslora=scales.rslora,
     )
     form = _Form(fields.take("lora_bias", False), fields.take("use_dora", False), start == _PISSA)
     fields.refuse_others()
@@ -208,25 +220,26 @@ class _Scales:
     """Rank and alpha of each module."""
 
     def __init__(self, fields: _Fields) -> None:
-        self._rank = fields.take("r", 8)
-        self._alpha = fields.take("lora_alpha", 8, float)
-        if self._rank < 1 or not math.isfinite(self._alpha):
+        self.default_rank = fields.take("r", 8)
+        self.default_alpha = fields.take("lora_alpha", 8, float)
+        if self.default_rank < 1 or not math.isfinite(self.default_alpha):
             raise CheckpointError(
-                f"{fields.path} has r: {self._rank}, lora_alpha: {self._alpha}; r must be at least 1, lora_alpha finite"
+                f"{fields.path} has r: {self.default_rank}, lora_alpha: {self.default_alpha}; r must be at least 1, "
+                "lora_alpha finite"
             )
         self._ranks = fields.take_numbers("rank_pattern", int)
         self._alphas = fields.take_numbers("alpha_pattern", int, float)
-        self._rslora = fields.take("use_rslora", False)
+        self.rslora = fields.take("use_rslora", False)
 
     def rank(self, module: str) -> int:
-        return int(_first_match(self._ranks, module, self._rank))
+        return int(_first_match(self._ranks, module, self.default_rank))
 
     def alpha(self, module: str) -> float:
-        alpha: float = _first_match(self._alphas, module, self._alpha)  # an integer stays one, as in PEFT
+        alpha: float = _first_match(self._alphas, module, self.default_alpha)  # an integer stays one, as in PEFT
         return alpha
 
     def divisor(self, module: str) -> float:
-        return math.sqrt(self.rank(module)) if self._rslora else self.rank(module)
+        return math.sqrt(self.rank(module)) if self.rslora else self.rank(module)
 
 
 def _first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -259,6 +272,8 @@ def _sort_tensors(adapter: PeftAdapter, tensors: Mapping[str, StoredTensor], sca
     for key, tensor in tensors.items():
         name = key.removeprefix(PREFIX)
         ending = next((ending for ending in _FACTORS if name.endswith(ending)), None)
+        if ".original_module." in name:  # the frozen weights of a module trained whole, where bias is all
+            continue
         if name == key or "lora_" in (name.removesuffix(ending) if ending else name):
             strangers.append(key)
         elif ending:

@@ -179,13 +179,13 @@ def adapter_config(config: Config, base_name: str | None) -> dict[str, Any]:
         "layers_to_transform": None,
         "lora_alpha": _number(alpha),
         "lora_dropout": lora.lora_dropout,
-        "modules_to_save": _ends(model.saved, set(every) - set(model.saved), str.endswith) or None,
+        "modules_to_save": shortest_ends(model.saved, set(every) - set(model.saved), str.endswith) or None,
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": _pattern({name: ranks[0] for name, ranks in found.items()}, rank),
         "alpha_pattern": _pattern({name: _number(alphas[1]) for name, alphas in found.items()}, alpha),
         "revision": None,
-        "target_modules": _ends(found, set(every) - set(found), _ends_with),
+        "target_modules": shortest_ends(found, set(every) - set(found), ends_with),
         "task_type": "CAUSAL_LM",
         "use_dora": lora.use_dora,
         "use_rslora": lora.use_rslora,
@@ -197,11 +197,12 @@ def _number(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
-def _ends_with(name: str, end: str) -> bool:
+def ends_with(name: str, end: str) -> bool:
+    """Return whether the last words of a module's name are `end`."""
     return name == end or name.endswith(f".{end}")
 
 
-def _ends(wanted: Iterable[str], others: Iterable[str], matches: Callable[[str, str], bool]) -> list[str]:
+def shortest_ends(wanted: Iterable[str], others: Iterable[str], matches: Callable[[str, str], bool]) -> list[str]:
     """Return the shortest ends of names, in whole words, that match all that is wanted and none of the others."""
     found, others = dict[str, None](), list(others)
     for name in wanted:
@@ -217,7 +218,7 @@ def _pattern(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     for value in dict.fromkeys(values.values()):
         if value != default:
             same = [name for name in values if values[name] == value]
-            found |= dict.fromkeys(_ends(same, values.keys() - same, _ends_with), value)
+            found |= dict.fromkeys(shortest_ends(same, values.keys() - same, ends_with), value)
     return found
 
 

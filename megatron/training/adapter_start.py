@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
@@ -22,6 +22,7 @@ from megatron.config.adapters import LoraConfig
 from megatron.config.model import differing
 from megatron.config.options import Config
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
+from megatron.interop.peft_start import PeftStart
 from megatron.models.family import family_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, declared_shards
@@ -31,6 +32,7 @@ from megatron.resilience.host_consistency import check_same_start
 if TYPE_CHECKING:
     from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 
+Trained = Checkpoint | PeftStart
 Base = Union[Checkpoint, "DeepSpeedCheckpoint", HuggingFaceStart]
 SHOWN = 4
 """Tensors that a message names."""
@@ -48,9 +50,7 @@ def holds_adapters(checkpoint: object) -> bool:
 class AdapterStart:
     """The weights of a base model, and the trained part of a checkpoint or a new one: `state.Readable`."""
 
-    def __init__(
-        self, config: Config, base: Base | None, trained: Checkpoint | None, record: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, config: Config, base: Base | None, trained: Trained | None, record: Mapping[str, Any]) -> None:
         """`base`: None for one drawn from the seed in `record`. `trained`: None for a new start of the adapters."""
         self.base, self.trained, self.record = base, trained, dict(record)
         self.base_names = frozenset(declared_shards(family_of(config).declare(config)))
@@ -68,7 +68,7 @@ class AdapterStart:
     @property
     def metadata(self) -> Mapping[str, Any]:
         """That of the trained part; of a new one the Hugging Face model that the base comes from."""
-        if self.trained is not None:
+        if isinstance(self.trained, Checkpoint):
             return self.trained.metadata
         return {} if self.base is None else {"source": self.base.metadata.get("source")}
 
@@ -101,7 +101,7 @@ class AdapterStart:
 
         `checksums`: of the frozen tensors, by name; of quantised ones, as they were read.
         """
-        if self.trained is None:
+        if not isinstance(self.trained, Checkpoint):
             return
         there = self.trained.metadata["base"].get("checksums", {})
         wrong = [name for name in checksums if there.get(name, checksums[name]) != checksums[name]]
@@ -171,12 +171,14 @@ def check_quantization(trained: Checkpoint, config: Config, *, resumes: bool) ->
     return [f"WARNING: {held}; with quantize_base={here} the base computes something else"]
 
 
-def open_adapters(found: Base | None, config: Config, ctx: ParallelContext) -> AdapterStart:
+def open_adapters(found: Base | PeftStart | None, config: Config, ctx: ParallelContext) -> AdapterStart:
     """Return the start of a run with adapters from what `load` or `save` holds: a base, or adapters. Collective.
 
     Raises CheckpointError if the base is missing or is another model.
     """
     given = config.lora.lora_base
+    if isinstance(found, PeftStart):
+        return _open_peft(found, config, ctx)
     if found is not None and not holds_adapters(found):
         if given is not None:
             raise CheckpointError(
@@ -193,10 +195,36 @@ def open_adapters(found: Base | None, config: Config, ctx: ParallelContext) -> A
         )
     if folder is None:
         return AdapterStart(config, None, trained, {"seed": record.get("seed", config.training.seed)})
-    base = raise_on_all_ranks(ctx, lambda: open_base(Path(folder), record, config, trained, is_given=given is not None))
+    is_given = given is not None
+    base = _verified(ctx, folder, lambda: open_base(Path(folder), record, config, trained, is_given=is_given))
+    return AdapterStart(config, base, trained, _record(base))
+
+
+def _open_peft(trained: PeftStart, config: Config, ctx: ParallelContext) -> AdapterStart:
+    """Return the start from adapters of PEFT, whose config names their base. Collective."""
+    given, named = config.lora.lora_base, trained.base_name
+
+    def opened() -> Base:
+        if given is None and (named is None or not Path(named).is_dir()):
+            raise CheckpointError(
+                f"{trained.folder} holds adapters of the base model {named or '(no name)'}, which is not a folder on "
+                "this machine; give the base's folder as --lora-base"
+            )
+        base = open_base(Path(given or named or ""), {}, config, None, is_given=True)
+        if ctx.rank == 0:
+            trained.check_base(base)
+        return base
+
+    base = _verified(ctx, given or named or "", opened)
+    return AdapterStart(config, base, trained, _record(base))
+
+
+def _verified(ctx: ParallelContext, folder: str, opened: Callable[[], Base]) -> Base:
+    """Open a base, which must be the same on all hosts, and compare its checksums. Collective."""
+    base = raise_on_all_ranks(ctx, opened)
     check_same_start(ctx, Path(folder), base.folder)
     raise_on_all_ranks(ctx, lambda: base.verify((ctx.rank, ctx.world_size)))
-    return AdapterStart(config, base, trained, _record(base))
+    return base
 
 
 def _record(base: Base) -> dict[str, Any]:

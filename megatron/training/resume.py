@@ -26,6 +26,8 @@ from megatron.config.options import CheckpointConfig, Config
 from megatron.config.options import options as declared_options
 from megatron.data.blend import content_of
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
+from megatron.interop.peft import is_adapter_folder
+from megatron.interop.peft_start import PeftStart
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
 from megatron.resilience.errors import raise_on_all_ranks
@@ -160,7 +162,7 @@ def _run_of_start(
         return own
     if isinstance(checkpoint, Checkpoint) and _resumes_itself(options) and not effective.finetune:
         return Run.of(checkpoint.metadata)
-    parent = None if isinstance(checkpoint, HuggingFaceStart) else checkpoint
+    parent = None if isinstance(checkpoint, HuggingFaceStart | PeftStart) else checkpoint
     is_continued = isinstance(checkpoint, Checkpoint) and not (effective.finetune or options.no_load_optim)
     start = {name: getattr(options, name) for name in START_OPTIONS}
     run = Run.new(start, parent, is_continued=is_continued)
@@ -223,6 +225,9 @@ def _open_start(folder: Path, config: Config, ctx: ParallelContext, own: Run | N
     if ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: ctx.rank == 0 and is_huggingface(folder))):
         check_same_start(ctx, folder, folder)
         return raise_on_all_ranks(ctx, lambda: _opened_huggingface(folder, config, ctx))
+    if ctx.broadcast_object(is_adapter_folder(folder)):
+        check_same_start(ctx, folder, folder)
+        return raise_on_all_ranks(ctx, lambda: _opened_peft(folder, config, ctx))
     tag = None if options.ckpt_step is None else f"{TAG}{options.ckpt_step}"
     may_fall_back = tag is None and options.load_fallback
 
@@ -299,15 +304,27 @@ def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> Dee
 
 def _opened_huggingface(folder: Path, config: Config, ctx: ParallelContext) -> HuggingFaceStart:
     """Raise CheckpointError, also for a step, which such a folder lacks."""
-    step = config.checkpoint.ckpt_step
-    if step is not None:
-        raise CheckpointError(
-            f"load={folder} is a Hugging Face folder, which has weights only: a run starts at iteration 0, and "
-            f"ckpt_step={step} would do nothing; leave it out"
-        )
+    _refuse_step(folder, config, "a Hugging Face folder")
     start = HuggingFaceStart(folder, base_config(config))
     start.verify((ctx.rank, ctx.world_size))
     return start
+
+
+def _opened_peft(folder: Path, config: Config, ctx: ParallelContext) -> PeftStart:
+    """Raise CheckpointError, also for a step, which such a folder lacks."""
+    _refuse_step(folder, config, "a folder of PEFT")
+    start = PeftStart(folder, config)
+    start.verify((ctx.rank, ctx.world_size))
+    return start
+
+
+def _refuse_step(folder: Path, config: Config, what: str) -> None:
+    step = config.checkpoint.ckpt_step
+    if step is not None:
+        raise CheckpointError(
+            f"load={folder} is {what}, which has weights only: a run starts at iteration 0, and ckpt_step={step} would "
+            "do nothing; leave it out"
+        )
 
 
 def read_progress(checkpoint: Resumable | AdapterStart, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:

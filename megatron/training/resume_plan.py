@@ -11,6 +11,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.config.model import differing
 from megatron.config.options import CheckpointConfig, Config
 from megatron.interop.huggingface_start import HuggingFaceStart
+from megatron.interop.peft_start import PeftStart
 from megatron.planning.progress import Progress
 from megatron.training.adapter_start import AdapterStart, check_quantization
 from megatron.training.state import moments_of
@@ -18,7 +19,7 @@ from megatron.training.state import moments_of
 if TYPE_CHECKING:
     from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 
-Resumable = Union[Checkpoint, "DeepSpeedCheckpoint", HuggingFaceStart]
+Resumable = Union[Checkpoint, "DeepSpeedCheckpoint", HuggingFaceStart, PeftStart]
 
 NO_TRAINING = {
     "device", "distributed_timeout_minutes", "exit_interval", "exit_duration_in_mins", "kill_switch_path",
@@ -55,6 +56,9 @@ def plan_restore(
     if isinstance(checkpoint, AdapterStart):
         if checkpoint.trained is None:
             return RestorePlan(None, None, [*checkpoint.lines(), f"new adapters; {place}"])
+        if isinstance(checkpoint.trained, PeftStart):
+            line = f"started from {checkpoint.trained.folder}: adapters; {place}"
+            return RestorePlan(None, None, [*checkpoint.lines(), line])
         plan = plan_restore(checkpoint.trained, progress, config, options)
         warned = check_quantization(checkpoint.trained, config, resumes=not options.finetune)
         return replace(plan, lines=[*checkpoint.lines(), *plan.lines, *warned])

@@ -13,9 +13,12 @@ from tokenizers.models import WordLevel
 
 from megatron.checkpoint.reader import newest_checkpoint
 from megatron.cli import convert_checkpoint, merge_adapter
-from megatron.interop.peft_export import compare_export, native_adapter
+from megatron.config.command_line import parse_arguments
+from megatron.interop.peft_export import AdaptedModel, compare_export, export_adapter, native_adapter
 from tests import runs
 from tests.ranks import RankPools
+from tests.training import layouts
+from tests.training.test_adapter_state import PP2, SMALL, failure_of_start, make_base, start
 from tests.training.test_exports import LLAMA, made_of, names
 
 transformers = pytest.importorskip("transformers")
@@ -83,3 +86,39 @@ def test_a_merged_export_is_what_merge_adapter_makes(
     assert not loaded["missing_keys"]
     assert model.dtype == dtype
     assert (export / "tokenizer.json").is_file()
+
+
+def start_and_save(arguments: str) -> None:
+    """Start a run, and save before its first step."""
+    engine, _, first = start(arguments)
+    assert first == 0
+    layouts.save(engine, 0)
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", f"{PP2} --zero-stage 1", "--zero-stage 3"])
+def test_an_export_starts_a_run_on_any_layout(
+    ranks: RankPools, peft: tuple[Path, Path], tmp_path: Path, layout: str
+) -> None:
+    """What the checkpoint then holds is the folder, bit by bit, with DoRA's magnitudes."""
+    base, export = peft
+    words = f"{layouts.MODELS['llama_gqa']} --load {export} --lora-base {base} --save {tmp_path / 'saved'} {layout}"
+    ranks(2)(start_and_save, words)
+    checkpoint = newest_checkpoint(tmp_path / "saved")
+    assert checkpoint is not None
+    assert compare_export(export, native_adapter(checkpoint), "fp32") == 3 * (4 * 3 + 2)
+    (said,) = ranks(1)(failure_of_start, words.replace(f"--lora-base {base}", "").replace(layout, ""))
+    assert "holds adapters of the base model org/base, which is not a folder on this machine" in said
+
+
+@pytest.fixture(scope="module")
+def peft(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base of a run, and a folder of PEFT for it with random numbers."""
+    folder = tmp_path_factory.mktemp("peft")
+    ranks(1)(make_base, str(folder / "base"))
+    config, _ = parse_arguments(f"{layouts.COMMON} {SMALL}".split())
+    generator = torch.Generator().manual_seed(4)
+    shards = AdaptedModel(config).shards
+    tensors = ((name, torch.rand(shard.shape, generator=generator)) for name, shard in shards.items())
+    (folder / "export").mkdir()
+    export_adapter(folder / "export", config, tensors, base_name="org/base")
+    return folder / "base", folder / "export"
