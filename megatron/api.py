@@ -38,6 +38,7 @@ from megatron.instructlab.callbacks import write_callbacks
 from megatron.instructlab.data_process import Samples
 from megatron.instructlab.launch import agent_command, environment_of_ranks, run_to_the_end
 from megatron.instructlab.mapping import Setting, build_config, refusals, remarks
+from megatron.launch.checks import warn_of_new_tokens
 from megatron.training.callbacks import TrainerCallback, TrainingContext
 
 __all__ = [
@@ -131,6 +132,8 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
     callbacks = write_callbacks(args.callbacks or (), Path(args.ckpt_output_dir))
     samples = _samples(args, model_folder, setting.model["vocab_size"])
     vocab_size = max(setting.model["vocab_size"], samples.vocab_size or 0)
+    for warning in warn_of_new_tokens(build_config(args, setting), vocab_size):
+        logger.warning("%s", warning)
     setting = dataclasses.replace(
         setting,
         model=preset_of(model_folder, vocab_size)["model"],

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from megatron.config.command_line import load_config
 from tests import runs
@@ -136,21 +137,31 @@ def test_the_readmes_two_machines_train_together(examples: list[str], folder: Pa
     assert (logs / "full_logs_global1.log").is_file()
 
 
-def test_the_readmes_shorter_examples_are_understood(examples: list[str], folder: Path) -> None:
+def test_the_readmes_shorter_examples_run_adapters_included(examples: list[str], folder: Path) -> None:
     arguments = next(block for block in examples if block.startswith("# define training-specific arguments"))
     lora = block_with(examples, "lora = LoraOptions(")
     alone = block_with(examples, "torchrun_args=TorchrunArgs(),")
     code = [
         "import megatron.api\nfrom megatron.api import *",
+        "run = megatron.api.run_to_the_end",
         "megatron.api.run_to_the_end = lambda command, environment, log: print(*command)",
-        arguments,
+        arguments.replace("num_epochs = 10", "num_epochs = 2"),
         alone.replace("# ...", "**dict(training_args)"),
+        "megatron.api.run_to_the_end = run",
         lora.replace("# ...", "**{name: value for name, value in training_args if name != 'lora'}"),
         "run_training(TorchrunArgs(), training_args)",
     ]
-    said, _ = start(folder, "\n".join(code)).communicate(timeout=60)
+    said = end(start(folder, "\n".join(code)))
     assert "launch.agent --node-rank 0 --run-id 0 -- --config data/saved_checkpoints/run_training.yaml" in said
-    assert "lora.rank=4: this interface trains whole models" in said.splitlines()[-1]
+    assert "adapters of rank 4 on all linear layers; exports are whole models, with the adapters merged" in said
+    assert "Training is complete, iteration=2, 80 samples" in said
+    exports = folder / "data" / "saved_checkpoints" / "hf_format"
+    # as in their library: models with the adapters merged, in which all linear layers have changed and nothing else
+    before = load_file(folder / "ibm-granite" / "granite-7b-base" / "model.safetensors")
+    after = load_file(exports / "samples_80" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name, weight in before.items() if not after[name].equal(weight)}
+    assert changed == {name for name in before if "_proj" in name}
 
 
 def test_the_documentations_example_prepares_its_run(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_command_is_a_plan_of_what_sft_py_trains(tmp_path: Path, monkeypatch
     # the names in the command for DPO, most of which no Llama has
     names = "q_proj v_proj k_proj out_proj fc_in fc_out wte"
     settings = dict(variable.split("=", 1) for variable in variables)
-    for name, value in (settings | {"HL_DRY_RUN": "1", "HL_SAVE": "0", "HL_LORA_TARGET_MODULES": names}).items():
+    for name, value in (settings | {"HL_DRY_RUN": "1", "HL_LORA_TARGET_MODULES": names}).items():
         monkeypatch.setenv(name, value)
     plan = preflight(parse_command_line(["--variables", "sft", "--", *flags])[0])
     config, optimizer = plan.config, plan.config.optimizer

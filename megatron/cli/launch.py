@@ -28,6 +28,7 @@ from megatron.config.options import ConfigError, flag
 from megatron.config.parser import build_parser, help_text, help_topic
 from megatron.exit_codes import REFUSED
 from megatron.files import IMPORT_ROOT
+from megatron.launch.checks import warn_of_new_tokens
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.hl_help import script_help
 from megatron.launch.hl_requests import from_environment, legend
@@ -364,6 +365,8 @@ def with_processed_chats(plan: LaunchPlan, chats: FineTuning) -> LaunchPlan:
     added = []
     if samples.tokenizer is not None:
         added += ["--tokenizer-model", samples.tokenizer]
+    for warning in warn_of_new_tokens(plan.config, samples.vocab_size or 0):
+        print(f"warning: {warning}", file=sys.stderr)
     if samples.vocab_size is not None and samples.vocab_size > plan.config.model.vocab_size:
         added += ["--vocab-size", str(samples.vocab_size)]
     return dataclasses.replace(plan, train_flags=(*plan.train_flags, *added))

@@ -123,13 +123,18 @@ class FSDPOptions(Arguments):
 
 
 class LoraOptions(Arguments):
-    """LoRA, which this interface does not start: a rank above 0 is refused."""
+    """Low-rank adapters over a frozen model. The exports are whole models, with the adapters merged."""
 
     rank: NonNegative = 4
-    alpha: int = 32
+    """0: no adapters, the whole model is trained."""
+    alpha: Annotated[int, Field(gt=0)] = 32
+    """The adapters' output is multiplied by alpha / rank."""
     dropout: Beta = 0.1
+    """Dropout of the adapters' input."""
     target_modules: list[str] | None = None
+    """Names of modules, as `q_proj`. Unset: all linear layers but the output projection."""
     quantize_data_type: QuantizeDataType = QuantizeDataType.NONE
+    """`nf4`: the frozen weights are held in 4 bits."""
 
 
 class PretrainingConfig(Arguments):
@@ -217,7 +222,7 @@ class TrainingArgs(Arguments):
     deepspeed_options: DeepSpeedOptions = Field(default_factory=DeepSpeedOptions)
     fsdp_options: FSDPOptions = Field(default_factory=FSDPOptions)
     lora: LoraOptions | None = None
-    """Refused, unless its rank is 0."""
+    """Train adapters instead of the model."""
     disable_flash_attn: bool | None = False
     """Take torch's scaled_dot_product_attention, which runs on older devices."""
     use_liger: bool = False

@@ -12,7 +12,14 @@ from typing import Any
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError, options
 from megatron.config.validation import check
-from megatron.instructlab.arguments import DistributedBackend, ShardingStrategies, TorchrunArgs, TrainingArgs
+from megatron.instructlab.arguments import (
+    DistributedBackend,
+    LoraOptions,
+    QuantizeDataType,
+    ShardingStrategies,
+    TorchrunArgs,
+    TrainingArgs,
+)
 from megatron.instructlab.callbacks import callback_faults
 from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_fault, endpoint_of
 from megatron.launch.run_secret import MissingSecretError, run_secret
@@ -58,11 +65,6 @@ def refusals(torch_args: TorchrunArgs, args: TrainingArgs) -> Iterator[str]:
         yield (
             f"max_batch_len={args.max_batch_len} is below {longest}={block_size or args.max_seq_len}: the longest "
             "sample would fit into no microbatch; raise it, or lower the other"
-        )
-    if args.lora is not None and args.lora.rank > 0:
-        yield (
-            f"lora.rank={args.lora.rank}: this interface trains whole models; leave lora out, or train adapters "
-            "with --lora-rank (docs/adapters.md)"
         )
     if args.trust_remote_code:
         yield "trust_remote_code=True: code that comes with a model is never run; leave it out"
@@ -149,6 +151,12 @@ def remarks(args: TrainingArgs, setting: Setting, config: Config) -> Iterator[st
         yield "cpu_offload_optimizer_pin_memory changes nothing: what is offloaded is page-locked on every accelerator"
     if deepspeed.cpu_offload_optimizer_ratio < 1 and not deepspeed.cpu_offload_optimizer:
         yield "cpu_offload_optimizer_ratio changes nothing without cpu_offload_optimizer"
+    if (lora := adapters_of(args)) is not None:
+        targets = " ".join(lora.target_modules or ("all linear layers",))
+        base = ", over a base in 4 bits" if lora.quantize_data_type is QuantizeDataType.NF4 else ""
+        yield f"adapters of rank {lora.rank} on {targets}{base}; exports are whole models, with the adapters merged"
+    elif args.lora is not None and args.lora.quantize_data_type is not QuantizeDataType.NONE:
+        yield "lora.quantize_data_type changes nothing: lora.rank is 0, and the whole model is trained"
     if args.use_liger:
         yield "use_liger changes nothing: output projection and cross-entropy are one operation in any case"
     for name in ("use_dolomite", "is_padding_free"):
@@ -161,6 +169,11 @@ def remarks(args: TrainingArgs, setting: Setting, config: Config) -> Iterator[st
         yield "accelerate_full_state_at_epoch is off: a run that is called again starts with a new optimizer"
 
 
+def adapters_of(args: TrainingArgs) -> LoraOptions | None:
+    """Return the options of adapters; None where whole models are trained, as with rank 0."""
+    return args.lora if args.lora is not None and args.lora.rank > 0 else None
+
+
 def build_config(args: TrainingArgs, setting: Setting) -> Config:
     """Return the config of the run. Raises ConfigError with every violated rule."""
     tree = {
@@ -170,6 +183,7 @@ def build_config(args: TrainingArgs, setting: Setting) -> Config:
         "optimizer": _optimizer(args, setting),
         "data": _data(args, setting),
         "sft": {"packing": "step", "max_batch_len": args.max_batch_len},
+        "lora": _lora(args),
         "checkpoint": _checkpoint(args, setting),
         "logging": _logging(args) | {"callbacks": setting.callbacks},
     }
@@ -186,7 +200,24 @@ def build_config(args: TrainingArgs, setting: Setting) -> Config:
 
 
 def _model(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
-    return dict(setting.model) | ({"attention_backend": "sdpa"} if args.disable_flash_attn else {})
+    section = dict(setting.model)
+    if args.disable_flash_attn:
+        section["attention_backend"] = "sdpa"
+    if (lora := adapters_of(args)) is not None and lora.quantize_data_type is QuantizeDataType.NF4:
+        section["quantize_base"] = "nf4"
+    return section
+
+
+def _lora(args: TrainingArgs) -> dict[str, Any]:
+    lora = adapters_of(args)
+    if lora is None:
+        return {}
+    return {
+        "lora_rank": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "lora_target_modules": lora.target_modules or ["all-linear"],
+    }
 
 
 def _training(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
@@ -277,6 +308,7 @@ def _checkpoint(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
     if wants_exports:
         section["save_hf"] = str(folder / "hf_format")
         section["save_hf_last_only"] = bool(args.keep_last_checkpoint_only)
+        section["save_hf_merged"] = adapters_of(args) is not None
     if args.save_samples > 0:
         section["save_samples"] = args.save_samples
     return section

@@ -18,7 +18,25 @@ from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import deepspeed_env_lines
 from megatron.launch.plan import Request
 from megatron.launch.run_secret import MissingSecretError, run_secret
+from megatron.parallel.shards import declared_shards
+from megatron.planning.sizes import declared_layers
 from megatron.training.deepspeed_config import check_deepspeed
+
+
+def warn_of_new_tokens(config: Config, vocab_size: int) -> Iterator[str]:
+    """Yield that adapters leave the rows of added tokens as they start, all alike. `vocab_size`: with those tokens."""
+    added = vocab_size - config.model.vocab_size
+    if added <= 0 or config.lora.lora_rank is None:
+        return
+    shards = declared_shards(declared_layers(config))
+    modules = [name for name in ("embedding.word", "output") if f"{name}.weight" in shards]
+    trained = {name.rpartition(".")[0] for name, shard in shards.items() if shard.trained}
+    if frozen := [name for name in modules if name not in trained]:
+        yield (
+            f"the chat template adds {added} tokens, whose rows of {' and '.join(frozen)} start alike and are frozen: "
+            "the model cannot distinguish them; train these modules with --lora-modules-to-save "
+            f"{' '.join(modules)}, or choose a template without new tokens"
+        )
 
 
 def check_restarts(request: Request, config: Config, devices_per_node: int) -> Iterator[str]:

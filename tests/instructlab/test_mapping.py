@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.api import TorchrunArgs, TrainingArgs
+from megatron.api import QuantizeDataType, TorchrunArgs, TrainingArgs
 from megatron.config.options import Config
 from megatron.instructlab.arguments import DeepSpeedOptions
 from megatron.instructlab.mapping import Setting, build_config, refusals, remarks
@@ -94,6 +94,13 @@ def faults_of(torch_args: TorchrunArgs | None = None, **changed: Any) -> str:
         ({"tensorboard_log_dir": "tb"}, {"tensorboard_dir": "tb", "results_dir": "out"}),
         ({"wandb_project": "p", "wandb_entity": "e"}, {"wandb_project": "p", "wandb_entity": "e"}),
         ({"wandb_project": "p", "wandb_run_name": "a{rank}{local_rank}"}, {"wandb_exp_name": "a00"}),
+        # their defaults; None: every `_proj` of a Llama, and merged models as exports
+        ({"lora": {}}, {"lora_rank": 4, "lora_alpha": 32.0, "lora_dropout": 0.1, "save_hf_merged": True}),
+        ({"lora": {}}, {"lora_target_modules": ("all-linear",), "quantize_base": "none"}),
+        ({"lora": {"target_modules": ["q_proj"]}}, {"lora_target_modules": ("q_proj",)}),
+        ({"lora": {"quantize_data_type": "nf4"}}, {"quantize_base": "nf4", "lora_rank": 4}),
+        ({"lora": {"quantize_data_type": QuantizeDataType.NF4}}, {"quantize_base": "nf4"}),
+        ({"lora": {"rank": 0}}, {"lora_rank": None, "save_hf_merged": False}),
         ({"pretraining_config": {"block_size": 64}}, {"seq_length": 64}),
         ({"engine_options": {"tensor_model_parallel_size": 2}}, {"tensor_model_parallel_size": 2}),
         ({"engine_options": {"zero_stage": 1, "lr_decay_style": "linear"}}, {"zero_stage": 1}),
@@ -125,6 +132,13 @@ def test_a_user_of_instructlabs_library_learns_what_its_options_become() -> None
         assert any(line.startswith(f"{name} changes nothing") for line in said)
     saves_nothing = arguments(checkpoint_at_epoch=False)
     assert "nothing will be saved" in "".join(remarks(saves_nothing, SETTING, build_config(saves_nothing, SETTING)))
+    lora = {"target_modules": ["q_proj", "v_proj"], "quantize_data_type": "nf4"}
+    for given, expected in (
+        (lora, "adapters of rank 4 on q_proj v_proj, over a base in 4 bits; exports are whole models"),
+        (lora | {"rank": 0}, "lora.quantize_data_type changes nothing: lora.rank is 0"),
+    ):
+        adapted = arguments(lora=given)
+        assert expected in "".join(remarks(adapted, SETTING, build_config(adapted, SETTING)))
     weights = arguments(accelerate_full_state_at_epoch=False)
     assert "starts with a new optimizer" in "".join(remarks(weights, SETTING, build_config(weights, SETTING)))
 
@@ -205,7 +219,6 @@ def test_every_argument_is_among_those_that_are_read() -> None:
     [
         ({"max_batch_len": 100}, "max_batch_len=100 is below max_seq_len=128"),
         ({"pretraining_config": {"block_size": 600}}, "max_batch_len=512 is below pretraining_config.block_size=600"),
-        ({"lora": {"rank": 4}}, "lora.rank=4: this interface trains whole models"),
         ({"trust_remote_code": True}, "trust_remote_code=True: code that comes with a model is never run"),
         ({"mlflow_run_name": "x"}, "mlflow_run_name=x: there is no MLflow here; use wandb_project or TensorBoard"),
         ({"wandb_run_name": "x"}, "wandb_run_name=x has no effect without wandb_project"),

@@ -9,6 +9,7 @@ import pytest
 from megatron.config.adapters import LoraConfig
 from megatron.config.command_line import read_command_line
 from megatron.config.options import Config
+from megatron.launch.checks import warn_of_new_tokens
 from megatron.launch.hl_requests import from_environment
 from megatron.launch.plan import RefusedError
 from megatron.launch.preflight import preflight
@@ -125,3 +126,14 @@ def test_a_run_tokenizes_trains_on_a_layout_and_exports(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(results / "hf_format" / "samples_80")
     assert len(tokenizer) == model.config.vocab_size == 280  # <|im_start|> and <|im_end|> were added
     assert (results / "data" / "data.json").is_file()
+
+
+def test_tokens_that_a_template_adds_are_not_frozen_unnoticed(folder: Path) -> None:
+    adapted = config_of(folder, HL_LORA_RANK="8", HL_LORA_MODULES_TO_SAVE="embed_tokens")
+    (warning,) = warn_of_new_tokens(adapted, 280)
+    assert "adds 2 tokens, whose rows of output start alike and are frozen" in warning
+    assert "--lora-modules-to-save embedding.word output" in warning
+    assert not list(warn_of_new_tokens(adapted, 278))
+    assert not list(warn_of_new_tokens(config_of(folder), 280))
+    whole = config_of(folder, HL_LORA_RANK="8", HL_LORA_MODULES_TO_SAVE="embedding.word output")
+    assert not list(warn_of_new_tokens(whole, 280))

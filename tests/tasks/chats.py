@@ -22,6 +22,7 @@ from megatron.tasks.sft import SFTTask
 from megatron.training.build import build_engine
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine
+from megatron.training.resume import find_start, restore_start
 from tests.training import layouts
 
 VOCABULARY = 250
@@ -131,7 +132,7 @@ def greedy(arguments: str, prompts: list[list[int]], count: int) -> list[list[in
     config = load_config([*runs.TINY.split(), *arguments.split(), "--no-pipeline-parallel"])
     ctx = ParallelContext.build(config.parallel, "cpu")
     engine = build_engine(config, ctx, PretrainTask(config))
-    layouts.resume(engine)
+    restore_start(engine, find_start(config, ctx))
     engine.module.eval()
     answers = []
     for prompt in prompts:
