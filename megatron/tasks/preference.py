@@ -38,6 +38,7 @@ class PreferenceTask(PackedTask):
 
     sections: ClassVar[tuple[str, ...]] = ("preference", "sft")
     sample_name = "pair"
+    preprocessor = "preprocess_preferences"
     metrics = (
         "rewards/chosen",
         "rewards/rejected",

@@ -21,6 +21,7 @@ class SFTTask(PackedTask):
     """Next-token prediction of the answers in chats."""
 
     sample_name = "chat"
+    preprocessor = "preprocess_chat"
 
     def open_samples(self) -> Sequence[ChatDataset | None]:
         from megatron.data.chat.dataset import open_chats

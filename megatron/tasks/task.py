@@ -104,6 +104,8 @@ class Task(ABC):
     """The training data is read in epochs, whose length `samples_per_epoch` returns; else it is a stream."""
     reads_data_path: ClassVar[bool] = True
     """The data is that of `data_path` or `train_data_path`, one of which is then required."""
+    preprocessor: ClassVar[str] = "preprocess_data"
+    """Tool that writes the data."""
     order_options: ClassVar[tuple[str, ...]] = (
         "data.data_path",
         "data.split",
@@ -125,7 +127,7 @@ class Task(ABC):
         config = self.config
         training, data = config.training, config.data
         if self.reads_data_path and not data.data_path and not data.per_split:
-            yield f"data_path is not given; pass the prefix that {command_name('preprocess_data')} wrote (--data-path)"
+            yield f"data_path is not given; pass the prefix that {command_name(self.preprocessor)} wrote (--data-path)"
         yield from self._length_faults()
         if self.counts_epochs:
             return

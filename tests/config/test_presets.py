@@ -13,8 +13,8 @@ from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.planning.sizes import count_parameters
 
-RECIPES = {"sft_llama": 2e-5, "lora_llama": 2e-4}
-"""Presets of no model, and their learning rates."""
+RECIPES = {"sft_llama": ("sft", 3, 2e-5), "lora_llama": ("sft", 3, 2e-4), "dpo_llama": ("preference", 1, 2e-5)}
+"""Presets of no model, and their task, epochs and learning rate."""
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml") if path.stem not in RECIPES)
 
 # Sources: the checkpoints' own counts on the model hub; bloom_13b: 50304 padded tokens and 2048 positions of 5120,
@@ -110,7 +110,7 @@ def test_preset_lacks_nothing_but_data(name: str) -> None:
 def test_a_recipe_lacks_nothing_but_a_model_and_data(name: str, below: str) -> None:
     config = load_config(["--config", below, "--config", name, "--data-path", "chats"], world_size=8)
     assert config.model == preset(below).model
-    assert (config.training.task, config.training.num_epochs, config.optimizer.lr) == ("sft", 3, RECIPES[name])
+    assert (config.training.task, config.training.num_epochs, config.optimizer.lr) == RECIPES[name]
     assert "model" not in read_preset(name)
 
 

@@ -158,7 +158,7 @@ def test_every_layout_learns_the_same(ranks: RankPools, tmp_path: Path) -> None:
         (f"--task {NAME} --task-options modulus", "'modulus' is not NAME=VALUE"),
         (f"--task {NAME} --task-options modulus=3 --global-batch-size 9", "is not a multiple of micro_batch_size"),
         ("--task-options modulus=3", "task=pretrain has no options"),
-        ("--task pretrian", "use pretrain, sft, or your own as package.module:"),
+        ("--task pretrian", "use preference, pretrain, sft, or your own as package.module:"),
         (f"--task {__name__}:Nothing", "cannot be loaded"),
         (f"--task {__name__}:Numbers", "give a subclass of megatron.tasks.task.Task"),
     ],
