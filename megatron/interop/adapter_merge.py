@@ -16,7 +16,7 @@ from megatron.files import sync_file
 from megatron.interop.adapter_changes import BiasUpdate, LowRankUpdate, TensorChange
 from megatron.interop.folder_files import check_space, own_file, read_json, real_path
 from megatron.interop.foreign_files import ForeignFiles
-from megatron.interop.huggingface_files import open_weights, some
+from megatron.interop.huggingface_files import StoredTensor, open_weights, some
 from megatron.interop.merge_verification import verify_merge
 from megatron.interop.merged_files import PIECE_BYTES, copy_changed, cuts
 from megatron.interop.peft import CONFIG, PeftAdapter, PeftFactors, open_adapter
@@ -69,6 +69,7 @@ class Merge:
                 f"{adapter.path / CONFIG} has fan_in_fan_out, which is for {', '.join(CONV1D_MODELS)}; if the layers "
                 f"of {self.base} are torch's Linear, set it to false there, as PEFT does by itself"
             )
+        self._join_tied(adapter)
         names = self._names(adapter)
         self._refuse_missing(adapter, names)
         self._refuse_tied(adapter)
@@ -130,7 +131,7 @@ class Merge:
             for name in adapter.whole
             if not adapter.is_saved(name.rpartition(".")[0])
             and not (name.endswith("bias") and adapter.bias != "none")
-            and name.split(".")[-2] not in INPUTS + OUTPUTS
+            and _module(name) not in INPUTS + OUTPUTS
         } | {module for module in adapter.low_rank if adapter.targets != "all-linear" and not adapter.is_target(module)}
         if surplus:
             raise CheckpointError(
@@ -138,25 +139,33 @@ class Merge:
                 "folder again"
             )
 
+    def _join_tied(self, adapter: PeftAdapter) -> None:
+        """Keep one of two equal weights for an embedding and its output, where the base holds one for both."""
+        if any(_module(name) in OUTPUTS for name in self.tensors):
+            return
+        inputs, outputs = ([name for name in adapter.whole if _module(name) in kinds] for kinds in (INPUTS, OUTPUTS))
+        if len(inputs) == len(outputs) == 1 and _equal(adapter.whole[inputs[0]], adapter.whole[outputs[0]]):
+            del adapter.whole[outputs[0]]
+            adapter.ties = True
+
     def _refuse_tied(self, adapter: PeftAdapter) -> None:
-        """Refuse to change an embedding that the output projection shares: one tensor, but the adapter means one."""
+        """Refuse to change an embedding that the output projection shares, unless the adapter trained it for both."""
         touched = [*adapter.low_rank, *(name.rpartition(".")[0] for name in adapter.whole)]
         touched = sorted(module for module in touched if module.split(".")[-1] in INPUTS + OUTPUTS)
-        separate = any(name.split(".")[-2:-1] == [output] for name in self.tensors for output in OUTPUTS)
+        separate = any(_module(name) in OUTPUTS for name in self.tensors)
         if touched and self._config.get("tie_word_embeddings", not separate):
-            changed = [m for m in touched if m in adapter.low_rank or not self._equals_base(adapter, f"{m}.weight")]
+            names, is_joint = self._names(adapter), adapter.ties and not separate
+            changed = [
+                module
+                for module in touched
+                if module in adapter.low_rank
+                or not (is_joint or _equal(adapter.whole[f"{module}.weight"], self.tensors[names[f"{module}.weight"]]))
+            ]
             if changed:
                 raise CheckpointError(
                     f"{adapter.path} changes {some(changed)}, which the base shares between embedding and output "
                     "(tie_word_embeddings); save the base with an lm_head.weight of its own first"
                 )
-
-    def _equals_base(self, adapter: PeftAdapter, name: str) -> bool:
-        saved, base = adapter.whole[name], self.tensors[self._names(adapter)[name]]
-        return saved.shape == base.shape and all(
-            torch.equal(saved.rows(*piece).to(base.dtype), base.rows(*piece))
-            for piece in cuts(0, base.shape[0], PIECE_BYTES // max(1, 4 * base.shape[-1]))
-        )
 
     def _is_conv1d(self, module: str) -> bool:
         return self._config.get("model_type") in CONV1D_MODELS and module.split(".")[-1] in CONV1D_MODULES
@@ -207,6 +216,19 @@ class Merge:
     def verify(self, work: Path, progress: Callable[[int], object]) -> str:
         """Compare what was written with base and adapters: see `verify_merge`. Raises CheckpointError."""
         return verify_merge(self.tensors, open_weights(work, ForeignFiles()), self.changes, progress)
+
+
+def _module(tensor: str) -> str:
+    """Return the last name of the module that a tensor belongs to."""
+    return tensor.split(".")[-2] if "." in tensor else ""
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether the tensors are equal in the dtype of `other`."""
+    return one.shape == other.shape and all(
+        torch.equal(one.rows(*piece).to(other.dtype), other.rows(*piece))
+        for piece in cuts(0, other.shape[0], PIECE_BYTES // max(1, 4 * other.shape[-1]))
+    )
 
 
 def _is_beside(name: str) -> bool:

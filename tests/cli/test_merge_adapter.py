@@ -236,6 +236,10 @@ PEFT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama_mha",
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head", "mlp", "norm"]},
     ),
+    "tied": (
+        "llama_3.2_tied",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
     "layers": (
         "llama_mha",
         {"target_modules": ["k_proj"], "layers_to_transform": [1], "init_lora_weights": "gaussian"},
@@ -397,10 +401,26 @@ def test_refuses_by_name_and_leaves_nothing(
     assert names(folder) == before
 
 
-def test_refuses_a_tied_embedding_and_a_weight_of_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merges_a_tied_embedding_trained_for_both_of_its_uses_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make("llama_3.2_tied", tmp_path / "base")
-    write_adapter(tmp_path / "adapter", weights(tmp_path / "base"), {"modules_to_save": ["embed_tokens"]})
-    assert merge(tmp_path / "base", tmp_path / "merged", tmp_path / "adapter") == 1
+    base = weights(tmp_path / "base")
+    adapter, embedding = tmp_path / "adapter", "model.embed_tokens.weight"
+    tensors = write_adapter(adapter, base, {"target_modules": [], "modules_to_save": ["embed_tokens"]})
+    assert merge(tmp_path / "base", tmp_path / "merged", adapter) == 1
     assert "shares between embedding and output" in capsys.readouterr().err
+    trained = tensors[f"base_model.model.{embedding}"]
+    copies = tensors | {"base_model.model.lm_head.weight": trained.clone()}
+    save_file(copies, adapter / "adapter_model.safetensors")
+    assert merge(tmp_path / "base", tmp_path / "merged", adapter) == 0
+    same(weights(tmp_path / "merged"), base | {embedding: trained})
+    copies["base_model.model.lm_head.weight"][3, 5] += 1
+    save_file(copies, adapter / "adapter_model.safetensors")
+    assert merge(tmp_path / "base", tmp_path / "other", adapter) == 1
+    assert "is for lm_head.weight, which" in capsys.readouterr().err
+
+
+def test_refuses_a_weight_of_nan(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         merge(tmp_path / "base", tmp_path / "merged", f"{tmp_path / 'adapter'}=nan")
