@@ -21,6 +21,7 @@ from megatron.cli.text_flags import add_file_flags, add_overwrite_flag, add_shar
 from megatron.command_names import command_name
 
 if TYPE_CHECKING:
+    from megatron.data.preference.encoder import PairCounts
     from megatron.data.preference.preprocessing import PreferenceJob, PreferenceTotals
 
 
@@ -153,6 +154,7 @@ def summarize(job: PreferenceJob, totals: PreferenceTotals, elapsed_s: float) ->
     counts = totals.counts
     rows = [
         ("rows read", f"{counts.num_rows:,}"),
+        *((f"format: {form}", _of_form(counts, form)) for form in counts.forms),
         ("pairs", f"{totals.num_pairs - counts.num_unpaired:,}"),
         ("tokens", ", ".join(f"{name}: {count:,}" for name, count in totals.num_tokens.items())),
         *(
@@ -165,6 +167,8 @@ def summarize(job: PreferenceJob, totals: PreferenceTotals, elapsed_s: float) ->
         "rows with one answer": counts.num_unpaired,
         "EOS appended to answers": counts.num_appended_eos,
         "prompts whose end merges with an answer": counts.num_shortened_prompts,
+        "pairs whose answers have the same score": counts.num_equal_scores,
+        "pairs whose rejected answer has the higher score": counts.num_reversed_scores,
         "blank lines": totals.num_blank,
         **{f"bad, {reason}": count for reason, count in counts.bad.items()},
         **{f"not written by the template, {kind}": count for kind, count in counts.left_out.items()},
@@ -174,6 +178,11 @@ def summarize(job: PreferenceJob, totals: PreferenceTotals, elapsed_s: float) ->
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
     print(f"written in {elapsed_s:.1f} s: {job.output_prefix}.bin, {job.output_prefix}.idx")
+
+
+def _of_form(counts: PairCounts, form: str) -> str:
+    """Return the number of rows of a format, and where it begins if it is not the only one."""
+    return f"{counts.forms[form]:,}" + (f", first {counts.first_rows[form]}" if len(counts.forms) > 1 else "")
 
 
 @command

@@ -52,6 +52,14 @@ class PairCounts:
     """Pairs whose last tokens of the prompt belong to the answers, with which they merge."""
     bad: Counter[str] = field(default_factory=Counter)
     """Rows that cannot be used."""
+    forms: Counter[str] = field(default_factory=Counter)
+    """Rows by their format."""
+    first_rows: dict[str, str] = field(default_factory=dict)
+    """File and line of the first row of each format."""
+    num_equal_scores: int = 0
+    """Pairs in use whose answers have the same score."""
+    num_reversed_scores: int = 0
+    """Pairs in use whose rejected answer has the higher score."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Texts and options that the template leaves out of rows that are used."""
 
@@ -61,6 +69,10 @@ class PairCounts:
         self.num_appended_eos += other.num_appended_eos
         self.num_shortened_prompts += other.num_shortened_prompts
         self.bad.update(other.bad)
+        self.forms.update(other.forms)
+        self.first_rows = {**other.first_rows, **self.first_rows}
+        self.num_equal_scores += other.num_equal_scores
+        self.num_reversed_scores += other.num_reversed_scores
         self.left_out.update(other.left_out)
 
 
@@ -174,6 +186,9 @@ class PreferenceEncoder:
         counts.num_appended_eos += one.num_appended_eos
         counts.num_shortened_prompts += cut < len(prompt)
         counts.left_out.update(one.left_out)
+        if row.scores is not None:
+            counts.num_equal_scores += row.scores[0] == row.scores[1]
+            counts.num_reversed_scores += row.scores[0] < row.scores[1]
         return Pair(shared, answers.get("chosen", NO_IDS), answers.get("rejected", NO_IDS))
 
 

@@ -5,7 +5,8 @@
     {"chosen": ..., "rejected": ...}                                       the prompt is what both begin with
     {"prompt": ..., "completion": ..., "label": true}                      one answer, wanted or not
 
-The names are TRL's. A transcript of HH-RLHF is a text; a message may stand for a list of one.
+The names are TRL's; rows.py brings those of other datasets to them. A transcript of HH-RLHF is a text; a message may
+stand for a list of one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 
 from megatron.data.chat.conversation import BadRow, Chat, parse_row
 from megatron.data.chat.template import Message
+from megatron.data.preference.rows import INPUT_KEYS, canonical_row, scores_of
 
 ROW_KEYS = (
-    "prompt",
-    "messages",
+    *INPUT_KEYS,
     "chosen",
     "rejected",
     "completion",
@@ -54,6 +55,10 @@ class Preference:
     rejected: Side | None
     variables: Mapping[str, Any]
     """Keys of the row that a chat template reads: tools, documents, chat_template_kwargs."""
+    form: str = ""
+    """Name of the row's format."""
+    scores: tuple[float, float] | None = None
+    """Scores of the chosen and of the rejected answer, if the row has them."""
 
     @property
     def is_chat(self) -> bool:
@@ -74,17 +79,21 @@ class Preference:
 
 def parse_preference(row: Mapping[str, Any], *, as_chat: bool = False) -> Preference:
     """Return the preference in a row. `as_chat`: make messages of texts. Raises BadRow."""
+    form, row = canonical_row(row, as_chat=as_chat)
     if "completion" in row:
         prompt, chosen, rejected = _unpaired(row)
     else:
         for key in ("chosen", "rejected"):
-            if row.get(key) is None:
+            if key not in row:
                 keys = ", ".join(map(repr, row)) or "none"
                 raise BadRow(f"no {key}", f"no key {key!r}; the row has {keys}: write it as {EXAMPLE}")
         prompt, chosen, rejected = _paired(row)
-    found = Preference(prompt, chosen, rejected, {key: row[key] for key in _VARIABLES if row.get(key) is not None})
-    if as_chat and not found.is_chat:
-        found = _as_chat(found)
+    if as_chat and isinstance(prompt, str):
+        prompt, chosen, rejected = _as_chat(prompt, chosen, rejected)
+    if system := row.get("system"):
+        prompt = _with_system(system, prompt)
+    variables = {key: row[key] for key in _VARIABLES if key in row}
+    found = Preference(prompt, chosen, rejected, variables, form, scores_of(row))
     _check(found)
     return found
 
@@ -107,15 +116,48 @@ def _paired(row: Mapping[str, Any]) -> tuple[Side, Side, Side]:
     if chosen == rejected:
         raise BadRow("equal answers", "'chosen' and 'rejected' are equal; leave the row out")
     prompt = _given_prompt(row)
-    if prompt is None or (isinstance(prompt, str) and not isinstance(chosen, str)):
-        return _common_prompt(chosen, rejected)  # beside conversations, a text repeats their question
+    if prompt is None:
+        return _common_prompt(chosen, rejected)
+    if isinstance(prompt, str) and not isinstance(chosen, str) and not isinstance(rejected, str):
+        return _beside_messages(prompt, chosen, rejected)
     _check_kinds(prompt, chosen, "chosen")
     return prompt, _without(prompt, chosen), _without(prompt, rejected)
 
 
 def _given_prompt(row: Mapping[str, Any]) -> Side | None:
-    found = [key for key in ("prompt", "messages") if row.get(key) is not None]
-    return _side(row[found[0]], found[0]) if found else None
+    return _side(row["prompt"], "prompt") if "prompt" in row else None
+
+
+def _beside_messages(prompt: str, chosen: list[Message], rejected: list[Message]) -> tuple[Side, Side, Side]:
+    """Return a prompt that is a text and answers that are messages, which may begin with it. Raises BadRow."""
+    cut = _common(chosen, rejected)
+    if not cut:
+        return [{"role": "user", "content": prompt}], chosen, rejected
+    contents = [str(message.get("content") or "").strip() for message in chosen[:cut]]
+    if not any(content and (content in prompt or prompt.strip() in content) for content in contents):
+        raise BadRow(
+            "another prompt",
+            f"'prompt', {prompt[:40]!r}, is not in the messages that 'chosen' and 'rejected' begin with; correct one "
+            "of them",
+        )
+    return _common_prompt(chosen, rejected)
+
+
+def _with_system(system: Any, prompt: Side) -> Side:
+    """Return the prompt after a message of the system. Raises BadRow."""
+    if not isinstance(system, str):
+        raise BadRow("bad system", f"'system' is {str(system)[:40]!r}; write a text")
+    if isinstance(prompt, str):
+        raise BadRow(
+            "system beside texts",
+            "texts have no place for 'system'; pass --as-chat, or write it at the beginning of 'prompt' and leave the "
+            "key out",
+        )
+    if prompt and prompt[0].get("role") == "system":
+        if prompt[0].get("content") != system:
+            raise BadRow("another system", "'system' differs from the first message; leave one of them out")
+        return prompt
+    return [{"role": "system", "content": system}, *prompt]
 
 
 def _side(value: Any, key: str) -> Side:
@@ -165,12 +207,9 @@ def _common(first: Side, second: Side) -> int:
     return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
-def _as_chat(found: Preference) -> Preference:
-    assert isinstance(found.prompt, str)
-    prompt: list[Message] = [{"role": "user", "content": found.prompt}]
-    if _TURN.match(found.prompt):
-        prompt = _turns(found.prompt)
-    return Preference(prompt, _answer(found.chosen), _answer(found.rejected), found.variables)
+def _as_chat(prompt: str, chosen: Side | None, rejected: Side | None) -> tuple[Side, Side | None, Side | None]:
+    turns: Side = _turns(prompt) if _TURN.match(prompt) else [{"role": "user", "content": prompt}]
+    return turns, _answer(chosen), _answer(rejected)
 
 
 def _answer(text: Side | None) -> Side | None:

@@ -147,8 +147,10 @@ def _encoded_block(
     parsed: list[Preference] = []
     for number, row in rows:
         try:
-            parsed.append(parse_preference(row, as_chat=job.as_chat))
+            parsed.append(found := parse_preference(row, as_chat=job.as_chat))
             numbers.append(number)
+            counts.forms[found.form] += 1
+            counts.first_rows.setdefault(found.form, block.place(number))
         except BadRow as error:
             problems.append((number, error.kind, str(error)))
     pairs = []
