@@ -62,6 +62,7 @@ WEIGHTS = f"{TINY} {LLAMA} --ffn-hidden-size 704 --hidden-size 256 --vocab-size 
 """Far more bytes in weights than in activations, so that the reduction or the update is the peak."""
 NF4 = "--quantize-base nf4 --freeze *qkv.weight *dense.weight *mlp* *word* output.weight"
 DORA = "--lora-rank 4 --use-dora --lora-target-modules all-linear lm_head embed_tokens"
+LORA = "--lora-rank 4"
 SMALL = (
     "--hidden-size 2048 --num-attention-heads 16 --num-layers 4 --vocab-size 32000 --seq-length 2048 "
     "--micro-batch-size 2 --global-batch-size 4"
@@ -74,6 +75,10 @@ OFFLOAD = "--offload-optimizer --offload-param"
 
 CPU_CASES = [
     Case("Llama, bf16", f"{TINY_LLAMA} --bf16"),
+    Case("Llama GQA, fp32, LoRA of q and v", f"{TINY_GQA} {LORA} --lora-target-modules q_proj v_proj"),
+    Case("Llama GQA, fp32, LoRA, dropout", f"{TINY_GQA} {LORA} --lora-dropout 0.1"),
+    Case("Llama GQA, fp32, frozen layers", f"{TINY_GQA} --freeze layers.*"),
+    Case("weights in nf4, bf16, LoRA", f"{WEIGHTS} --bf16 --quantize-base nf4 {LORA}"),
     Case("Llama, bf16, loss in chunks", f"{TINY_LLAMA} --bf16 --num-layers 1 --seq-length 1024 --vocab-size 8000"),
     Case("Llama GQA, fp32, one microbatch", f"{TINY_GQA} --global-batch-size 2"),
     Case("Llama GQA, bf16, selective", f"{TINY_GQA} --bf16 --recompute-granularity selective"),

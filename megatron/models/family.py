@@ -19,6 +19,7 @@ from megatron.config.plugins import load_plugin
 from megatron.models import adapters
 from megatron.parallel.nf4_layout import cut_fault
 from megatron.parallel.shards import LayerDeclaration, LayoutError, declared_shards
+from megatron.planning.pipeline import waits_like_1f1b
 
 
 class ConfigFields(Protocol):
@@ -111,7 +112,13 @@ class Family:
                 yield from _quantization_faults(config, self.layers(config))
 
     def idle(self, config: Config) -> Iterator[str]:
-        """Yield a message for every name in the options of adapters that selects nothing."""
+        """Yield a message for every name in the options of adapters that selects nothing, and for a schedule that has
+        nothing to defer."""
+        if config.parallel.schedule == "zero-bubble" and waits_like_1f1b(config):
+            yield (
+                "pipeline_schedule=zero-bubble defers the gradients of linear layers' weights, but all of these are "
+                "frozen, so stages wait as long as with 1f1b; leave pipeline_schedule out"
+            )
         yield from adapters.unmatched(self.declare(config), self.huggingface_form(config.model), config.lora)
 
     def _adapter_faults(self, layers: Sequence[LayerDeclaration], config: Config) -> Iterator[str]:

@@ -28,13 +28,13 @@ class LayerMemory:
 
 
 def deferred_bytes(layer: LayerDeclaration, config: Config) -> int:
-    """Return what the deferred gradients of a layer's weights keep: the inputs and the outputs' gradients of its
-    matrix products. A column-parallel input is a rank's own rows under sequence parallelism."""
+    """Return what the deferred gradients of a layer's trained weights keep: the inputs and the outputs' gradients of
+    its matrix products. A column-parallel input is a rank's own rows under sequence parallelism."""
     if layer.number is None:
         return 0
     t, number, cut = config.parallel.tensor_model_parallel_size, number_size(config), _sequence_cut(config)
-    columns = sum(shard.shape[1] // cut + shard.shape[0] // t for shard in _columns(layer))
-    rows = sum(shard.shape[1] // t + shard.shape[0] for shard in _rows(layer))
+    columns = sum(shard.shape[1] // cut + shard.shape[0] // t for shard in _columns(layer) if shard.trained)
+    rows = sum(shard.shape[1] // t + shard.shape[0] for shard in _rows(layer) if shard.trained)
     return num_tokens(config) * (columns + rows) * number
 
 
@@ -73,11 +73,14 @@ def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     stream = stream_bytes(config)
     columns, rows = _columns(layer), _rows(layer)
     norms = sum(_norm_bytes(layer, name, config) for name in _norms(layer)) * tokens // _sequence_cut(config)
-    branches = len(columns) * stream + len(rows) * _dropout_bytes(config)
-    mlp = sum(shard.shape[0] for shard in columns[1:]) + sum(shard.shape[1] for shard in rows[1:])
+    kept_norms = sum(_keeps_input(layer, shard) for shard in columns) * stream
+    branches = kept_norms + len(rows) * _dropout_bytes(config)
+    activations = sum(shard.shape[1] for shard in rows[1:] if _keeps_input(layer, shard))
+    mlp = sum(shard.shape[0] for shard in columns[1:]) + activations
     mlp_bytes = tokens * (mlp + layer.kept_per_token) // t * number
     core, inputs = _attention_core(config), _attention_inputs(config)
-    whole = norms + branches + mlp_bytes + core + _unscaled_bytes(layer, config)
+    adapters = sum(_adapter_bytes(layer, shard, config) for shard in columns + rows) + _unscaled_bytes(layer, config)
+    whole = norms + branches + mlp_bytes + core + adapters
     # gradients of the MLP's inner activations and of the residual stream, while its own inputs are still kept
     inner = tokens * max((shard.shape[0] for shard in columns), default=0) // t * number
     work = stream + (inner * 3 // 2 if kernels_form(config) == "eager" and _is_gated(columns, rows) else inner)
@@ -88,9 +91,9 @@ def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
         return LayerMemory(stream, whole - _kept_input(layer, config) + max(work, attention_work))
     parts = config.training.recomputed_modules
     no_core = core - inputs if "core_attn" in parts else 0
-    activation = tokens * sum(shard.shape[1] for shard in rows[1:]) // t * number
+    activation = tokens * activations // t * number
     no_mlp = mlp_bytes if "mlp" in parts else activation if "mlp_act" in parts else 0
-    no_norms = len(columns) * stream if "layernorm" in parts else 0
+    no_norms = kept_norms if "layernorm" in parts else 0
     # what is dropped is back during its own backward pass; the norms' outputs after its peak
     return LayerMemory(whole - no_core - no_mlp - no_norms, no_mlp + max(work, no_core + attention_work))
 
@@ -297,6 +300,35 @@ def _columns(layer: LayerDeclaration) -> list[Shard]:
 
 def _rows(layer: LayerDeclaration) -> list[Shard]:
     return [shard for shard in layer.shards.values() if is_matrix(shard) and shard.dim == 1]
+
+
+def _keeps_input(layer: LayerDeclaration, weight: Shard) -> bool:
+    """Return True if the product with this weight keeps its input, for a gradient of the weight or of adapters."""
+    return weight.trained or bool(_added(layer, weight))
+
+
+def _added(layer: LayerDeclaration, weight: Shard) -> dict[str, Shard]:
+    """Return what the method of this weight's linear layer adds to it, by name in that layer."""
+    prefix = next(name for name, shard in layer.shards.items() if shard is weight).removesuffix("weight")
+    named = {name.removeprefix(prefix): shard for name, shard in layer.shards.items() if name.startswith(prefix)}
+    return {name: shard for name, shard in named.items() if shard.added}
+
+
+def _adapter_bytes(layer: LayerDeclaration, weight: Shard, config: Config) -> int:
+    """Kept by the adapters of a linear layer: the products with A, B by its scale, fused A, and what dropout makes."""
+    downs = [shard for name, shard in _added(layer, weight).items() if name.startswith("lora_A")]
+    if not downs:
+        return 0
+    t, number = config.parallel.tensor_model_parallel_size, number_size(config)
+    rank, (rows, columns) = sum(shard.shape[0] for shard in downs), weight.local_shape(t)
+    kept = (num_tokens(config) + rows + (columns if len(downs) > 1 else 0)) * rank * number
+    if config.lora.lora_dropout == 0:
+        return kept
+    # the dropped input instead of the input, which the core of the attention keeps too; the mask
+    mask = number if config.parallel.device == "cpu" else 1
+    channels = columns * num_tokens(config) // (_sequence_cut(config) if weight.dim == 0 else 1)
+    is_context = weight.dim == 1 and weight is _rows(layer)[0]
+    return kept + channels * (mask + number * is_context)
 
 
 def _is_gated(columns: list[Shard], rows: list[Shard]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,7 +15,7 @@ from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.fit import MOST_DEVICES, capacity, fit_text, for_device, needed_bytes, propose
 from megatron.planning.flops import flops_per_token
 from megatron.planning.memory import Stage, StageMemory, memory_by_stage
-from megatron.planning.pipeline import cost_shares, schedule_bubble, stage_bounds, stage_text
+from megatron.planning.pipeline import cost_shares, schedule_bubble, stage_bounds, stage_text, waits_like_1f1b
 from megatron.planning.sizes import count_parameters, declared_layers
 
 _INDENT: Any = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
@@ -41,6 +42,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
         ("", f"{model.position_embedding_type} positions, sequence {training.seq_length}, {vocabulary}"),
         ("parameters", f"{count_parameters(config):,} in all; at most {largest:,} a rank"),
+        *(("", text) for text in _frozen_text(config)),
         ("devices", ranks),
         ("layout", layout + ("" if config.uses_pipeline else ", sequential engine")),
         ("precision", f"{training.precision}, recompute {training.recompute_granularity}"),
@@ -68,6 +70,17 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}" + ("" if number == 1 else plural)
+
+
+def _frozen_text(config: Config) -> list[str]:
+    """Return the number of trained parameters and the form of the frozen ones; nothing where all are trained."""
+    trained, quantized = (count_parameters(config, operator.attrgetter(name)) for name in ("trained", "quantized"))
+    total = count_parameters(config)
+    if trained == total:
+        return []
+    held = {"4 bits": quantized, config.training.precision: total - trained - quantized}
+    frozen = ", ".join(f"{number:,} in {form}" for form, number in held.items() if number)
+    return [f"{trained:,} trained ({trained / total:.2%})", f"frozen: {frozen}"]
 
 
 def _kv_text(model: ModelConfig) -> str:
@@ -124,7 +137,7 @@ def _schedule_text(config: Config) -> str:
 def _bubble_formula(config: Config, m: int) -> str:
     p, v = config.parallel.pipeline_model_parallel_size, config.parallel.num_virtual_stages_per_pipeline_rank
     sizes = f"with p={p}, m={m}"
-    if config.parallel.schedule == "1f1b":
+    if waits_like_1f1b(config):
         return f"(p - 1) / (m + p - 1) {sizes}"
     if config.parallel.schedule == "zero-bubble":
         return f"zero-bubble {sizes}" if m < p else f"(p - 1) / (3 m + p - 1) {sizes}"

@@ -168,10 +168,17 @@ def schedule_of(config: Config, num_microbatches: int) -> PipelineSchedule:
     return PipelineSchedule(parallel.schedule, p, num_microbatches, v)
 
 
+def waits_like_1f1b(config: Config) -> bool:
+    """Return True for 1F1B, and for the zero-bubble schedule of a model whose linear layers' weights are all frozen."""
+    is_zero_bubble = config.parallel.schedule == "zero-bubble"
+    defers = is_zero_bubble and any(deferred_bytes(layer, config) for layer in declared_layers(config))
+    return config.parallel.schedule == "1f1b" or (is_zero_bubble and not defers)
+
+
 def schedule_bubble(config: Config, num_microbatches: int) -> float:
     """Return the part of a step that the stages wait, if all cost the same."""
     schedule = schedule_of(config, num_microbatches)
-    if schedule.name == "1f1b":
+    if waits_like_1f1b(config):
         return bubble_fraction(schedule.num_stages, num_microbatches)
     return schedule.bubble()
 

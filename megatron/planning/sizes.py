@@ -6,6 +6,7 @@ Nothing here or beside it imports torch or deepspeed, so a plan answers at once 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from megatron.config.options import Config
 from megatron.config.plugins import load_plugin
@@ -18,9 +19,10 @@ def declared_layers(config: Config) -> list[LayerDeclaration]:
     return layers
 
 
-def count_parameters(config: Config) -> int:
-    """Parameters of the whole model, vocabulary padding included, each copy counted once."""
-    return sum(_padded_numel(shard) for shard in declared_shards(declared_layers(config)).values())
+def count_parameters(config: Config, counts: Callable[[Shard], bool] = lambda shard: True) -> int:
+    """Parameters of the whole model that `counts` accepts, vocabulary padding included, each copy counted once."""
+    shards = declared_shards(declared_layers(config)).values()
+    return sum(_padded_numel(shard) for shard in shards if counts(shard))
 
 
 def _padded_numel(shard: Shard) -> int:

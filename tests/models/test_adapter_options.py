@@ -83,6 +83,10 @@ def test_all_that_is_wrong_is_named_at_once(options: str, faults: list[str]) -> 
 @pytest.mark.parametrize(
     ("options", "warnings"),
     [
+        (
+            "--lora-rank 4 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+            ["but all of these are frozen, so stages wait as long as with 1f1b"],
+        ),
         ("--lora-alpha 3", ["lora_alpha=3.0 has no effect without lora_rank"]),
         (
             "--lora-rank 4 --lora-target-modules q_proj foo",
@@ -102,7 +106,8 @@ def test_all_that_is_wrong_is_named_at_once(options: str, faults: list[str]) -> 
     ],
 )
 def test_a_name_that_selects_nothing_beside_others_is_a_warning(options: str, warnings: list[str]) -> None:
-    found = [text for text in idle(load_config([*LLAMA, *options.split()])) if "lora" in text]
+    config = load_config([*LLAMA, *options.split()], 2)
+    found = [text for text in idle(config) if "lora" in text or "zero-bubble" in text]
     assert len(found) == len(warnings), found
     for text, expected in zip(found, warnings, strict=True):
         assert expected in text

@@ -50,6 +50,22 @@ def test_fine_tuning_is_described_by_chats_and_holds_its_longest_row(sft: dict[s
     assert bytes_of_a_layer(config) == bytes_of_a_layer(pretrained)
 
 
+def test_adapters_are_described_by_what_is_trained_and_of_what_the_base_consists() -> None:
+    model = {"architecture": "llama", "position_embedding_type": "rope", "hidden_size": 4096, "ffn_hidden_size": 11008}
+    model |= {"num_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "quantize_base": "nf4"}
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}
+    training = {"bf16": True, "global_batch_size": 8}
+    run = from_dict({"model": model, "lora": {"lora_rank": 16}, "parallel": parallel, "training": training})
+    text = describe(run, nodes=1, devices_per_node=2, title="a plan")
+    # rank 16 at 4 x (4096 + 4096) and 3 x (4096 + 11008) channels; 4 x 4096^2 and 3 x 4096 x 11008 in 4 bits
+    assert f"{32 * 16 * (4 * 8192 + 3 * 15104):,} trained (0.60%)" in text
+    assert f"frozen: {32 * (4 * 4096**2 + 3 * 4096 * 11008):,} in 4 bits, 131,338,240 in bf16" in text
+    assert "11.1% of a step: (p - 1) / (m + p - 1)" in text, (
+        "nothing is deferred, so the stages wait as long as with 1f1b"
+    )
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_a_plan_imports_neither_torch_nor_deepspeed() -> None:
     code = "import sys, megatron.planning.describe; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
