@@ -7,6 +7,7 @@ reader of adapters is imported in the same way, where `load` is a folder of them
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Collection
 from functools import cache
@@ -55,16 +56,34 @@ def load_plugin(kind: Kind, name: str) -> Any:
             )
         package, attribute, _ = PLACES[kind]
         module = f"{package}.{name}"
-    try:
-        plugin = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError([f"{kind}={name!r} cannot be loaded: {reason}; give package.module:ATTRIBUTE"]) from error
+    plugin = import_attribute(kind, name, f"{module}:{attribute}")
     if lacking := [need for need in PLACES[kind].needs if not hasattr(plugin, need)]:
         raise ConfigError(
             [f"{kind}={name!r} is a {type(plugin).__name__} without `{lacking[0]}`; give a record with it"]
         )
     return plugin
+
+
+def import_attribute(option: str, name: str, place: str | None = None) -> Any:
+    """Return what `name`, the value of the option, stands for: `package.module:ATTRIBUTE` or `FILE.py:ATTRIBUTE`.
+
+    `place`: where it is, if not there. Raises ConfigError.
+    """
+    module, _, attribute = (place or name).rpartition(":")
+    try:
+        if module.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(f"file_{Path(module).stem}", module)
+            assert spec is not None
+            assert spec.loader is not None
+            loaded = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(loaded)
+        else:
+            loaded = importlib.import_module(module)
+        return getattr(loaded, attribute)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        reason = f"{type(error).__name__}: {error}"
+        forms = "package.module:ATTRIBUTE or FILE.py:ATTRIBUTE"
+        raise ConfigError([f"{option}={name} cannot be loaded: {reason}; give {forms}"]) from error
 
 
 def load_task(config: Config) -> Any:

@@ -70,6 +70,9 @@ class TrainingConfig:
     written by tools/preprocess_preferences.py. `package.module:Class`: a task of your own."""
     task_options: tuple[str, ...] = ()
     """NAME=VALUE ... for a task of your own that declares options."""
+    loss: str | None = None
+    """package.module:FUNCTION or FILE.py:FUNCTION: a loss of your own over log-probabilities or hidden states, in place
+    of the cross-entropy of pretrain or sft."""
     micro_batch_size: Positive = 1
     """Samples per forward pass of one data-parallel rank."""
     global_batch_size: Positive = 8

@@ -16,6 +16,7 @@ from megatron.data.indexed import DataError
 from megatron.exit_codes import ABORTED, FAILED, REFUSED
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayoutError
+from megatron.tasks.loss_result import LossError
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class PeerLostError(RuntimeError):
     """A collective failed because another rank has ended. The message is empty where the verdict is printed already."""
 
 
-USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, DeviceError, OSError, OtherRankFailed)
+USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, LossError, DeviceError, OSError, OtherRankFailed)
 # errors of a file system or a network, which a restart may not see again
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 

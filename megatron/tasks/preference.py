@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.config.dependents import idle_options
+from megatron.tasks.loss_result import LossResult, Metric
 from megatron.tasks.packed import PackedTask, samples_of
-from megatron.tasks.task import Forward, LossResult, Metric, Microbatch, StartWeights
+from megatron.tasks.task import Forward, Microbatch, StartWeights
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from pydantic import TypeAdapter, ValidationError
@@ -19,29 +20,14 @@ from megatron.command_names import command_name
 from megatron.config.dependents import idle_options
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import parallel_batch_size
+from megatron.tasks.loss_result import LossResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.data.batches import BatchPlan
     from megatron.parallel.context import ParallelContext
-
-
-class Metric(NamedTuple):
-    """Sum and weight of a quantity over one microbatch; sums and weights add up, and the log shows sum / weight."""
-
-    sum: Tensor
-    weight: Tensor | float
-
-
-@dataclasses.dataclass(frozen=True)
-class LossResult:
-    """Loss of one microbatch."""
-
-    total: Tensor
-    """Scalar to differentiate: the sum of the losses, scaled as the engine demands."""
-    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
-    """Unscaled, one for each name in `Task.metrics`, alike on all tensor-parallel ranks."""
+    from megatron.tasks.objective import Objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +105,13 @@ class Task(ABC):
         """Raise ConfigError if the task options are wrong."""
         self.config = config
         self.options: Any = read_options(self.Options, config)
+        self.objective: Objective | None = None
+        """The user's loss function, if there is one."""
+        if config.training.loss is not None:
+            from megatron.tasks.objective import Objective
+
+            self.objective = Objective(config)
+            self.metrics = (*self.metrics, *self.objective.metrics)  # type: ignore[misc]
 
     # Before torch is imported: rules, plan
 
@@ -129,6 +122,7 @@ class Task(ABC):
         if self.reads_data_path and not data.data_path and not data.per_split:
             yield f"data_path is not given; pass the prefix that {command_name(self.preprocessor)} wrote (--data-path)"
         yield from self._length_faults()
+        yield from self._objective_faults()
         if self.counts_epochs:
             return
         size, (dp, per_pass) = training.global_batch_size, parallel_batch_size(config, world_size)
@@ -159,6 +153,22 @@ class Task(ABC):
         if not given and not training.skip_train:
             said = f"neither {names[0]} nor {names[1]}" if len(names) == 2 else f"none of {', '.join(names)}"
             yield f"{said} is given; give one to set the length of training"
+
+    def _objective_faults(self) -> Iterator[str]:
+        if self.objective is None:
+            return
+        loss, config = self.config.training.loss, self.config
+        if type(self).loss is not Task.loss:
+            yield f"loss={loss} is given, but task={config.training.task} has a loss of its own; leave one out"
+        if not self.objective.needs_reference:
+            return
+        lora = config.lora
+        if lora.lora_rank is None:
+            yield f"loss={loss} takes a reference, which is the model without its adapters; give lora_rank"
+        elif whole := [
+            name for name in ("lora_modules_to_save", "lora_bias") if getattr(lora, name) not in ((), "none")
+        ]:
+            yield f"{whole[0]} trains a part of the base, which is the reference of loss={loss}; leave it out"
 
     @property
     def row_length(self) -> int:
@@ -232,6 +242,12 @@ class Task(ABC):
         """Return the numbers of the samples in a microbatch."""
         return list(key)
 
+    def sources_of(self, dataset: Any, samples: Sequence[int]) -> list[int]:
+        """Return the place in `data_path` of the dataset of each sample, for the user's loss function."""
+        assert self.objective is not None
+        found = [self.documents_of(dataset, int(sample)) for sample in samples]
+        return [0 if documents is None else self.objective.source_of(documents[0]) for documents in found]
+
     def documents_of(self, dataset: Any, sample: int) -> tuple[str, list[int]] | None:
         """Return the prefix and the document numbers that a sample is from; None if there are none."""
         return None
@@ -248,7 +264,17 @@ class Task(ABC):
         Called on every rank, before each step and each batch of an evaluation; `microbatches` is empty on inner
         pipeline stages.
         """
-        return list(microbatches)
+        if self.objective is None or not self.objective.needs_reference:
+            return list(microbatches)
+        from megatron.tasks.objective import with_sources
+
+        found = forward(microbatches, partial(self.objective.log_probs, ctx=ctx), adapters=False)
+        if not ctx.is_last_stage:
+            return list(microbatches)
+        return [
+            dataclasses.replace(batch, targets=(*with_sources(batch.targets), reference))
+            for batch, reference in zip(microbatches, found, strict=True)
+        ]
 
     def before_training(
         self, datasets: Sequence[Any], forward: Forward, start: StartWeights, ctx: ParallelContext
@@ -266,8 +292,11 @@ class Task(ABC):
 
         `hidden` is the residual stream [S, B, H] ([S/tp, B, H] under sequence parallelism), `weight` this rank's rows
         of the vocabulary. `scale` belongs into the weights of the single losses rather than onto their sum, where
-        16-bit gradients would be rounded differently. Default: cross-entropy over (labels, token weights).
+        16-bit gradients would be rounded differently. Default: the user's loss function, or else cross-entropy, over
+        (labels, token weights).
         """
+        if self.objective is not None:
+            return self.objective(outputs, targets, scale, ctx)
         from megatron.parallel.losses import linear_cross_entropy
 
         labels, weights = targets

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
-import importlib.util
 import inspect
 import logging
 import os
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.options import Config, ConfigError
+from megatron.config.plugins import import_attribute
 
 if TYPE_CHECKING:
     from megatron.planning.progress import Progress
@@ -104,18 +103,10 @@ class TrainerCallback:
 
 def load_callback(name: str) -> TrainerCallback:
     """Return an object of the class that `package.module:CLASS` or `FILE.py:CLASS` names. Raises ConfigError."""
-    place, _, attribute = name.rpartition(":")
+    made = import_attribute("callbacks", name)
     try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(f"callbacks_{Path(place).stem}", place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        callback = getattr(module, attribute)()
-    except Exception as error:  # a user's module may raise anything
+        callback = made()
+    except Exception as error:  # a user's class may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
             [f"callbacks={name} cannot be made: {reason}; give package.module:CLASS, made without arguments"]

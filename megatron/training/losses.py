@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.options import ConfigError
 from megatron.parallel.context import ParallelContext
-from megatron.tasks.task import LossResult, OfOutputs, Task
+from megatron.tasks.loss_result import LossError, LossResult
+from megatron.tasks.task import OfOutputs, Task
 
 
 class StepLosses:
@@ -61,11 +61,9 @@ class StepLosses:
     @torch.no_grad()
     def _add_metrics(self, result: LossResult) -> None:
         if set(result.metrics) != set(self._task.metrics):
-            raise ConfigError(
-                [
-                    f"the loss of {type(self._task).__name__} returns the metrics {sorted(result.metrics)}, but the "
-                    f"task declares {sorted(self._task.metrics)}; make them equal"
-                ]
+            raise LossError(
+                f"the loss of {type(self._task).__name__} returns the metrics {sorted(result.metrics)}, but the task "
+                f"declares {sorted(self._task.metrics)}; make them equal"
             )
         device = result.total.device
         numbers = [number for name in self._task.metrics for number in result.metrics[name]]

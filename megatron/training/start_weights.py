@@ -12,6 +12,7 @@ from megatron.data.blend import digest
 from megatron.tasks.task import StartWeights, Task
 from megatron.training.adapter_start import bits_sum, joined_checksums
 from megatron.training.engine import Engine
+from megatron.training.objective_check import check_objective
 from megatron.training.resume import Start
 
 
@@ -20,8 +21,10 @@ def prepare_task(
 ) -> list[str]:
     """Let the task complete its datasets with what the weights at the start compute, and return lines to print.
 
-    `beat` is called after each of its forward passes. Collective. Raises DataError.
+    `beat` is called after each of its forward passes. Collective. Raises DataError or LossError.
     """
+    if task.objective is not None:
+        check_objective(engine, task, datasets)
     if type(task).before_training is Task.before_training:
         return []
     weights = start_weights(engine, start)

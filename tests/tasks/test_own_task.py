@@ -20,7 +20,8 @@ from megatron.config.options import Config, ConfigError
 from megatron.config.validation import idle
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy
-from megatron.tasks.task import LossResult, Metric, Microbatch, Task
+from megatron.tasks.loss_result import LossResult, Metric
+from megatron.tasks.task import Microbatch, Task
 from tests import runs
 from tests.models.outputs import build_model
 from tests.ranks import RankPools

@@ -16,8 +16,9 @@ from torch import Tensor
 from megatron.config.command_line import from_dict, parse_arguments
 from megatron.parallel import loss_chunks
 from megatron.parallel.context import ParallelContext
+from megatron.tasks.loss_result import LossResult
 from megatron.tasks.pretrain import PretrainTask
-from megatron.tasks.task import LossResult, Microbatch
+from megatron.tasks.task import Microbatch
 from tests.models.outputs import build_model
 from tests.parallel import on_ranks
 from tests.parallel.test_losses import SINGLE, Batch, Sum, assert_near

@@ -1,0 +1,29 @@
+"""Run the examples of docs/tasks.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+from tests.ranks import RankPools
+from tests.test_extending import blocks
+
+EXAMPLES = {
+    "From log-probabilities": "focal",
+    "Data that is unlearned and data that is kept": "gradient_difference",
+    "A reference": "drift",
+    "From hidden states": "small_hidden",
+}
+
+
+@pytest.mark.parametrize(("heading", "function"), EXAMPLES.items())
+def test_an_example_trains(ranks: RankPools, tmp_path: Path, heading: str, function: str) -> None:
+    (tmp_path / "my_loss.py").write_text(blocks("docs/tasks.md", heading)[0])
+    data = [str(runs.write_dataset(tmp_path / f"{seed}", seed=seed)) for seed in range(2)]
+    flags = f"--train-iters 2 --data-path 1 {data[0]} 1 {data[1]} --loss {tmp_path}/my_loss.py:{function}"
+    if function == "drift":
+        flags += " --lora-rank 2 --lora-alpha 2"
+    assert ranks(1)(runs.train, f"{flags} --results-dir {tmp_path / 'out'}") == [""]
+    assert len(runs.rows(tmp_path / "out")) == 2
