@@ -3,9 +3,9 @@
     python tools/preprocess_chat.py --input chats.jsonl --output-prefix data/chats \\
         --tokenizer-model tokenizer.json --chat-template chatml --max-length 4096 --workers 4 --show 3
 
-Each line is {"messages": [{"role": "user", "content": "..."}, ...]}, with "tools" if there are any. The loss is on what
-the assistant writes; see docs/chats.md. All that is left out is counted, and the files get their names only when all of
-them are complete.
+Each row is {"messages": [{"role": "user", "content": "..."}, ...]}, or of another form that people have: ShareGPT's,
+Alpaca's, prompt and completion, question and answer. The loss is on what the assistant writes; see docs/chats.md. All
+that is left out is counted, and the files get their names only when all of them are complete.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_argument_group("input")
     add_file_flags(
         source,
-        "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a conversation a line, .tar of "
-        "such files; all also compressed: .gz, .zst, .xz, .bz2",
+        "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a conversation a line, .parquet "
+        "and .arrow with one a row, .tar of JSONL; all but tables also compressed: .gz, .zst, .xz, .bz2",
     )
+    add_row_flags(source)
     add_share_flags(source)
     source.add_argument(
         "--bad-rows",
@@ -84,6 +85,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.show < 0:
         parser.error("--show must not be negative")
     return arguments
+
+
+def add_row_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--split", metavar="NAME", help="read the files of this split of a downloaded dataset, such as train"
+    )
+    group.add_argument(
+        "--row-format",
+        choices=("auto", "mixed", "messages", "sharegpt", "prompt_completion", "alpaca", "question_answer", "text"),
+        default="auto",
+        help="form of the rows: one for each file, found by their keys; found for each row; or this (default: auto)",
+    )
+    group.add_argument(
+        "--prompt-template",
+        metavar="TEXT",
+        help="for other columns: the prompt, such as 'Question: {question}\n\nAnswer: ', or alpaca",
+    )
+    group.add_argument("--answer-key", metavar="COLUMN", help="column of the answer to --prompt-template")
 
 
 def add_sample_and_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +157,10 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
         min_length=arguments.min_length,
         bad_rows=arguments.bad_rows,
         train_on=arguments.train_on,
+        row_format=arguments.row_format,
+        prompt_template=arguments.prompt_template,
+        answer_key=arguments.answer_key,
+        split=arguments.split,
         turns=arguments.turns,
         append_eos=arguments.append_eos,
         add_special_tokens=arguments.add_special_tokens,
@@ -157,14 +180,19 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
 
 def first_samples(job: ChatJob, setup: ChatSetup, chats: ChatInput, count: int) -> Iterator[Sample]:
     """Yield the first samples of the input, without bad rows. Raises DataError."""
+    from dataclasses import replace
+
     from megatron.data.chat.block_encoder import encode_block
     from megatron.data.document_blocks import ReadingRules
     from megatron.data.source_reader import read_blocks
 
     left = count
-    rules = ReadingRules(block_bytes=1 << 16, max_documents=job.max_documents, names=job.names)
+    skipping = replace(job, bad_rows="skip")
+    rules = ReadingRules(
+        job.reader.keys, block_bytes=1 << 16, max_documents=job.max_documents, names=job.names, as_rows=True
+    )
     for block in read_blocks(chats.listing.sources, rules):
-        for sample in encode_block(setup.encoder, block, "skip").samples():
+        for sample in encode_block(setup.encoder, block, skipping).samples():
             if not left:
                 return
             left -= 1
@@ -245,6 +273,7 @@ def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
     share = 100 * totals.num_loss_tokens / totals.num_tokens
     rows = [
         ("rows read", f"{totals.num_rows:,}"),
+        *((f"format: {form}", f"{count:,}") for form, count in totals.forms.items()),
         ("samples", f"{totals.num_samples:,}"),
         ("tokens", f"{totals.num_tokens:,}"),
         ("trained tokens", f"{totals.num_loss_tokens:,} ({share:.1f} %)"),

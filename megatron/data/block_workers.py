@@ -45,6 +45,8 @@ def rows_of(
         return [], [(0, "unreadable", block.fault.reason)], 0
     if block.end.documents == block.begin.documents:
         return [], [], 0
+    if block.rows is not None:
+        return [(number, _without_nulls(row)) for number, row in enumerate(block.rows.to_pylist())], [], 0
     rows: list[tuple[int, dict[str, Any]]] = []
     problems: list[tuple[int, str, str]] = []
     num_blank = 0
@@ -59,6 +61,15 @@ def rows_of(
         except DataError as error:
             problems.append((number, "not JSON", str(error)))
     return rows, problems, num_blank
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a row of a table without its nulls: all objects of a column have the keys of each other there."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def encode_blocks(

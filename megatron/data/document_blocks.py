@@ -132,6 +132,8 @@ class ReadingRules:
     """False: a block with a fault comes at once and is the last."""
     names: InputRules = field(default_factory=InputRules)
     """Rules for the files of an archive."""
+    as_rows: bool = False
+    """Read those of the columns that a table has, of any type. False: all of them, of strings."""
 
     @property
     def content_bytes(self) -> int:

@@ -42,7 +42,7 @@ def blocks_of(source: SourceFile, rules: ReadingRules, start: Position) -> Itera
     if source.kind in UNCOMPRESSED_ONLY:
         from megatron.data.tables import table_blocks  # pyarrow, which takes its time
 
-        return table_blocks(source, rules.keys, start, rules.content_bytes)
+        return table_blocks(source, rules, start)
     if source.kind == "tar":
         return archive_blocks(source, rules, start)
     return delimited_blocks(source, rules, start, lambda: open_source(source))

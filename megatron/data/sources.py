@@ -39,6 +39,8 @@ KINDS: dict[str, Kind] = {
 }
 COMPRESSIONS: dict[str, Compression] = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst", ".xz": ".xz", ".bz2": ".bz2"}
 SHORT_ENDINGS = {".tgz": ".tar.gz", ".txz": ".tar.xz", ".tbz2": ".tar.bz2", ".tzst": ".tar.zst"}
+ROW_KINDS: tuple[Kind, ...] = ("jsonl", "tar", "parquet", "arrow")
+"""Kinds of which a document is a row, not a text."""
 UNCOMPRESSED_ONLY = ("parquet", "arrow")
 """Kinds that are read at any place of the file, and compressed inside."""
 KNOWN_NAMES = (
@@ -60,6 +62,8 @@ COMPANIONS = {
     "a checksum": ("*.sha256", "*.sha512", "*.sha1", "*.md5", "*.crc", "SHA256SUMS*", "MD5SUMS*"),
     "a mark of another program": ("_SUCCESS", "_COMMITTED_*", "_STARTED_*"),
 }
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "cache-*.arrow")
+"""Files of Hugging Face's datasets that describe a downloaded or saved dataset, or cache another form of it."""
 """Files without a known ending that come with data and hold none."""
 STDIN = "-"
 STDIN_FILENAME = "stdin.jsonl"
@@ -146,6 +150,8 @@ class InputRules:
             return "--exclude"
         if self.text_files is not None and not self._is_text_file(name):
             return "does not match --text-files"
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in DESCRIPTIONS):
+            return "a description of a dataset"
         if form is None:
             for reason, patterns in COMPANIONS.items():
                 if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
@@ -165,7 +171,7 @@ class InputRules:
             )
         if form[0] not in self.kinds:
             known = [suffix for suffix, kind in KINDS.items() if kind in self.kinds]
-            return f"is not JSONL; chats are a JSON object a line in {', '.join(known)}, also compressed; convert it"
+            return f"holds no rows; rows are in {', '.join(known)}, all but tables also compressed; convert it"
         return empty_file(*form) if num_bytes == 0 else None
 
     def _is_text_file(self, name: str) -> bool:

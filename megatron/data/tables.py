@@ -12,7 +12,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from megatron.data.contents import open_source
-from megatron.data.document_blocks import Block, Position, after_rows, rest_is_lost
+from megatron.data.document_blocks import Block, Position, ReadingRules, after_rows, rest_is_lost
 from megatron.data.indexed import DataError
 from megatron.data.remote import lost_connection
 from megatron.data.sources import SourceFile
@@ -22,22 +22,26 @@ ARROW_FILE_MAGIC = b"ARROW1"
 """Beginning of an Arrow file. Arrow also has streams, which Hugging Face's datasets are, with the same ending."""
 
 
-def check_columns(sources: Sequence[SourceFile], keys: Sequence[str]) -> None:
-    """Raise DataError for a table without a string column for each key, before hours are spent on others."""
+def check_columns(sources: Sequence[SourceFile], keys: Sequence[str], *, as_rows: bool = False) -> None:
+    """Raise DataError for a table without the columns, before hours are spent on others.
+
+    These are a string column for each key or, `as_rows`, at least one column of any type.
+    """
     for source in sources:
         if source.kind == "parquet":
-            _open_parquet(source, keys)
+            _open_parquet(source, keys, as_rows)
         elif source.kind == "arrow":
-            _open_arrow(source, keys)[1].close()
+            _open_arrow(source, keys, as_rows)[1].close()
 
 
-def table_blocks(source: SourceFile, keys: Sequence[str], start: Position, block_bytes: int) -> Iterator[Block]:
+def table_blocks(source: SourceFile, rules: ReadingRules, start: Position) -> Iterator[Block]:
     """Yield the rows from `start`, in blocks of about `block_bytes`. Raises DataError if the file cannot be opened."""
+    keys, block_bytes, as_rows = rules.keys, rules.content_bytes, rules.as_rows
     at = start
     row = 0
     try:
         read = _parquet_rows if source.kind == "parquet" else _arrow_rows
-        for rows, num_input_bytes in read(source, keys, start.offset, block_bytes):
+        for rows, num_input_bytes in read(source, keys, start.offset, block_bytes, as_rows):
             row += len(rows)
             if row <= at.offset:
                 continue
@@ -55,10 +59,11 @@ def table_blocks(source: SourceFile, keys: Sequence[str], start: Position, block
 
 
 def _parquet_rows(
-    source: SourceFile, keys: Sequence[str], skip_rows: int, block_bytes: int
+    source: SourceFile, keys: Sequence[str], skip_rows: int, block_bytes: int, as_rows: bool
 ) -> Iterator[tuple[Any, int]]:
     """Yield rows and the bytes of the file that they stand for. Rows to be skipped may come without columns."""
-    file = _open_parquet(source, keys)
+    file = _open_parquet(source, keys, as_rows)
+    names = _present(file.schema_arrow, keys) if as_rows else list(keys)
     num_rows, file_bytes = max(1, file.metadata.num_rows), source.num_bytes or 0
     row = 0
     for group in range(file.metadata.num_row_groups):
@@ -71,17 +76,19 @@ def _parquet_rows(
         group_bytes = sum(
             found.column(c).total_uncompressed_size
             for c in range(file.metadata.num_columns)
-            if found.column(c).path_in_schema in keys
+            if (path := found.column(c).path_in_schema) in keys or (as_rows and path.split(".")[0] in names)
         )
         batch_size = max(1, found.num_rows * block_bytes // max(1, group_bytes))
-        for rows in file.iter_batches(batch_size=batch_size, row_groups=[group], columns=list(keys)):
+        for rows in file.iter_batches(batch_size=batch_size, row_groups=[group], columns=names):
             before, row = row, row + len(rows)
             num_input_bytes = file_bytes * row // num_rows - file_bytes * max(before, min(skip_rows, row)) // num_rows
-            yield _columns(rows, keys), num_input_bytes
+            yield rows if as_rows else _columns(rows, keys), num_input_bytes
 
 
-def _arrow_rows(source: SourceFile, keys: Sequence[str], _: int, block_bytes: int) -> Iterator[tuple[Any, int]]:
-    reader, file = _open_arrow(source, keys)
+def _arrow_rows(
+    source: SourceFile, keys: Sequence[str], _: int, block_bytes: int, as_rows: bool
+) -> Iterator[tuple[Any, int]]:
+    reader, file = _open_arrow(source, keys, as_rows)
     with contextlib.closing(file):
         if isinstance(reader, pyarrow.ipc.RecordBatchFileReader):
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
@@ -90,23 +97,23 @@ def _arrow_rows(source: SourceFile, keys: Sequence[str], _: int, block_bytes: in
         counted = 0
         for batch in batches:
             position = file.tell()
-            rows = _columns(batch, keys)
+            rows = batch.select(_present(batch.schema, keys)) if as_rows else _columns(batch, keys)
             at_once = max(1, len(rows) * block_bytes // max(1, rows.nbytes))
             for start in range(0, len(rows), at_once):
                 yield rows.slice(start, at_once), max(0, position - counted) if start == 0 else 0
             counted = max(counted, position)
 
 
-def _open_parquet(source: SourceFile, keys: Sequence[str]) -> Any:
+def _open_parquet(source: SourceFile, keys: Sequence[str], as_rows: bool) -> Any:
     try:
         file = pyarrow.parquet.ParquetFile(source.name if source.transport == "file" else open_source(source))
     except DAMAGE as error:
         raise _not_readable(source, "Parquet", error) from error
-    _check_schema(source, file.schema_arrow, keys)
+    _check_schema(source, file.schema_arrow, keys, as_rows)
     return file
 
 
-def _open_arrow(source: SourceFile, keys: Sequence[str]) -> tuple[Any, Any]:
+def _open_arrow(source: SourceFile, keys: Sequence[str], as_rows: bool) -> tuple[Any, Any]:
     """Return the reader of the record batches, and its file."""
     file = pyarrow.OSFile(source.name) if source.transport == "file" else open_source(source)
     try:
@@ -115,7 +122,7 @@ def _open_arrow(source: SourceFile, keys: Sequence[str]) -> tuple[Any, Any]:
         reader = pyarrow.ipc.open_file(file) if magic == ARROW_FILE_MAGIC else pyarrow.ipc.open_stream(file)
     except DAMAGE as error:
         raise _not_readable(source, "Arrow", error) from error
-    _check_schema(source, reader.schema, keys)
+    _check_schema(source, reader.schema, keys, as_rows)
     return reader, file
 
 
@@ -163,7 +170,22 @@ def _names_near(schema: Any, key: str) -> Iterator[str]:
             yield field.name
 
 
-def _check_schema(source: SourceFile, schema: Any, keys: Sequence[str]) -> None:
+def _present(schema: Any, keys: Sequence[str]) -> list[str]:
+    """Return the columns of a table that are among `keys`."""
+    return [name for name in schema.names if name in keys]
+
+
+def _check_schema(source: SourceFile, schema: Any, keys: Sequence[str], as_rows: bool) -> None:
+    if as_rows:
+        present = _present(schema, keys)
+        if not present:
+            raise DataError(
+                f"{source.name} has the columns {', '.join(schema.names)}, and none of {', '.join(keys)}; rename them, "
+                "or see --prompt-template"
+            )
+        if repeated := sorted({name for name in present if present.count(name) > 1}):
+            raise DataError(f"{source.name} has several columns {repeated[0]!r}; one of them would be lost: rename it")
+        return
     for key in keys:
         try:
             path = _path(schema, key)

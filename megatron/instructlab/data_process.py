@@ -114,7 +114,7 @@ def process_data(
 
 def _summary(totals: ChatTotals) -> str:
     text = f"{totals.num_samples:,} samples of {totals.num_rows:,} rows, {totals.num_tokens:,} tokens"
-    text += f", {totals.num_loss_tokens:,} of them trained"
+    text += f", {totals.num_loss_tokens:,} of them trained; format: {', '.join(totals.forms)}"
     left_out = [f"{count:,} {reason}" for reason, count in {**totals.dropped, **totals.bad}.items()]
     if totals.added_tokens:
         text += f"; added to the tokenizer: {' '.join(totals.added_tokens)}"

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.block_workers import rows_of
-from megatron.data.chat.conversation import ROW_KEYS, BadRow, Chat, parse_row
+from megatron.data.chat.conversation import BadRow, Chat
 from megatron.data.chat.encoder import ChatCounts, ChatEncoder, Sample
-from megatron.data.chat.job import BadRows, ChatJob, prepare_chats
+from megatron.data.chat.job import ChatJob, prepare_chats
+from megatron.data.chat.row_forms import EXAMPLE
 from megatron.data.document_blocks import Block, Fault
 from megatron.data.indexed import DataError
 from megatron.data.manifest import BlockCounts
@@ -40,9 +41,9 @@ class EncodedBlock:
             yield Sample(self.ids[start:end], self.mask[start:end])
 
 
-def encode_batch(encoder: ChatEncoder, blocks: Sequence[Block], bad_rows: BadRows) -> EncodedBlock:
+def encode_batch(encoder: ChatEncoder, blocks: Sequence[Block], job: ChatJob) -> EncodedBlock:
     """Encode consecutive blocks. Raises DataError for the first bad row unless bad rows are skipped."""
-    encoded = [encode_block(encoder, block, bad_rows) for block in blocks]
+    encoded = [encode_block(encoder, block, job) for block in blocks]
     if len(encoded) == 1:
         return encoded[0]
     counts = ChatCounts()
@@ -59,16 +60,19 @@ def encode_batch(encoder: ChatEncoder, blocks: Sequence[Block], bad_rows: BadRow
     )
 
 
-def encode_block(encoder: ChatEncoder, block: Block, bad_rows: BadRows) -> EncodedBlock:
+def encode_block(encoder: ChatEncoder, block: Block, job: ChatJob) -> EncodedBlock:
     """Encode the rows of a block. Raises DataError for the first bad row unless bad rows are skipped."""
-    rows, problems, num_blank = rows_of(block, '{"messages": [...]}', ROW_KEYS)
+    rows, problems, num_blank = rows_of(block, EXAMPLE, job.reader.keys)
     counts = ChatCounts(num_rows=len(rows) + len(problems))
     chats: list[Chat] = []
     numbers: list[int] = []
     for number, row in rows:
         try:
-            chats.append(parse_row(row))
+            form, chat = job.reader.read(row)
+            chats.append(chat)
             numbers.append(number)
+            counts.num_of_forms[form] += 1
+            counts.forms.setdefault(block.source.name, {}).setdefault(form, block.place(number))
         except BadRow as error:
             problems.append((number, error.kind, str(error)))
     samples: list[Sample] = []
@@ -80,7 +84,7 @@ def encode_block(encoder: ChatEncoder, block: Block, bad_rows: BadRows) -> Encod
     problems.sort()
     counts.bad.update(kind for _, kind, _ in problems)
     faults = [str(Fault(block.place(number), reason)) for number, _, reason in problems[:SHOWN_FAULTS]]
-    if faults and bad_rows == "error":
+    if faults and job.bad_rows == "error":
         raise DataError(f"{faults[0]} (or pass --bad-rows skip to leave such rows out)")
     return EncodedBlock(
         np.concatenate([sample.ids for sample in samples] or [np.empty(0, np.int32)]),
@@ -102,4 +106,4 @@ def _encoder_of(job: ChatJob) -> ChatEncoder:
 
 def encode_in_worker(job: ChatJob, batch: list[Block]) -> EncodedBlock:
     """Encode a batch in a process that has the job alone."""
-    return encode_batch(_encoder_of(job), batch, job.bad_rows)
+    return encode_batch(_encoder_of(job), batch, job)

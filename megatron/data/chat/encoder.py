@@ -70,6 +70,10 @@ class ChatCounts:
     """Rows that cannot be used."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Texts of messages, and options, that the template leaves out of conversations that are used."""
+    forms: dict[str, dict[str, str]] = field(default_factory=dict)
+    """File -> form of rows (row_forms.py) -> place of its first row there."""
+    num_of_forms: Counter[str] = field(default_factory=Counter)
+    """Rows of each form."""
 
     def add(self, other: ChatCounts) -> None:
         self.num_rows += other.num_rows
@@ -79,6 +83,9 @@ class ChatCounts:
         self.dropped.update(other.dropped)
         self.bad.update(other.bad)
         self.left_out.update(other.left_out)
+        self.num_of_forms.update(other.num_of_forms)
+        for name, places in other.forms.items():
+            self.forms[name] = {**places, **self.forms.get(name, {})}
 
 
 class ChatEncoder:

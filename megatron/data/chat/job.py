@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from megatron.data.chat.encoder import ChatEncoder, ChatRules, TooLong, TrainOn, Turns
+from megatron.data.chat.row_forms import AUTO, PLAIN, RowReader
 from megatron.data.chat.template import ChatTemplate, TemplateSource, find_template
-from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
+from megatron.data.chat.tokenizer import ChatTokenizer, ids_before_text, load_tokenizer
 from megatron.data.indexed import DataError
 from megatron.data.input_shards import InputShard
-from megatron.data.sources import STDIN_FILENAME, InputRules
+from megatron.data.sources import ROW_KINDS, STDIN_FILENAME, InputRules
 
 BadRows = Literal["error", "skip"]
 
@@ -21,7 +24,7 @@ class ChatJob:
     """Everything that decides the output."""
 
     inputs: tuple[str, ...]
-    """Files, folders, globs or URLs of JSONL, also compressed or in tar files, or "-" for standard input."""
+    """Files, folders, globs or URLs of JSONL, also compressed or in tar files, or of tables; "-": standard input."""
     output_prefix: str
     tokenizer: str
     """tokenizer.json, or its folder."""
@@ -35,6 +38,14 @@ class ChatJob:
     bad_rows: BadRows = "error"
     train_on: TrainOn = "assistant"
     """Tokens to train in rows without `unmask`."""
+    row_format: str = AUTO
+    """Form of the rows (row_forms.py). `auto`: found by its keys, one for each file."""
+    prompt_template: str | None = None
+    """Text of the prompt with {column} for values, for columns of other names."""
+    answer_key: str | None = None
+    """Column of the answer to it."""
+    split: str | None = None
+    """Read the files of this split of a downloaded dataset."""
     turns: Turns = "together"
     """Turns of a conversation in one sample, or each after exactly its inference prompt."""
     append_eos: bool = True
@@ -65,10 +76,17 @@ class ChatJob:
             raise DataError(f"turns=as_prompted cuts conversations before turns, which {other} would undo; drop one")
         if self.max_length is not None and self.max_length < self.min_length:
             raise DataError(f"max_length={self.max_length} is below min_length={self.min_length}; no sample fits both")
+        _ = self.reader
 
     @property
     def names(self) -> InputRules:
-        return InputRules(exclude=self.exclude, stdin_filename=self.stdin_filename, kinds=("jsonl", "tar"))
+        return InputRules(exclude=self.exclude, stdin_filename=self.stdin_filename, kinds=ROW_KINDS)
+
+    @cached_property
+    def reader(self) -> RowReader:
+        """The reader of the rows. Raises DataError."""
+        takes_texts = self.chat_template == PLAIN
+        return RowReader(self.row_format, self.prompt_template, self.answer_key, takes_texts)
 
     @property
     def rules(self) -> ChatRules:
@@ -95,6 +113,8 @@ def prepare_chats(job: ChatJob) -> ChatSetup:
             f"the tokenizer {job.tokenizer} lacks {', '.join(lacking)}; name a folder for the tokenizer that has them "
             "with --tokenizer-output, or leave out --add-special-tokens"
         )
+    if job.chat_template == PLAIN and (first := tokenizer.decode(ids_before_text(tokenizer).tolist())):
+        source = replace(source, text="{{- " + json.dumps(first) + " }}" + source.text)
     template, tool_template = compile_templates(source, tokenizer)
     return ChatSetup(ChatEncoder(template, tokenizer, job.rules, tool_template), tokenizer, source, lacking)
 

@@ -20,6 +20,7 @@ from megatron.data.block_workers import BYTES_WORTH_A_PROCESS, encode_blocks
 from megatron.data.chat.block_encoder import SHOWN_FAULTS, EncodedBlock, encode_batch, encode_in_worker
 from megatron.data.chat.encoder import ChatCounts
 from megatron.data.chat.job import ChatJob, ChatSetup, prepare_chats
+from megatron.data.chat.row_forms import MIXED
 from megatron.data.chat.tokenizer import write_tokenizer
 from megatron.data.document_blocks import ReadingRules
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, best_dtype
@@ -27,7 +28,8 @@ from megatron.data.indexed_builder import IndexedDatasetBuilder, check_absent
 from megatron.data.input_shards import shard_of
 from megatron.data.manifest import LOG_NAME, ManifestLog, manifest_writer
 from megatron.data.source_reader import read_batches
-from megatron.data.sources import InputListing, find_sources
+from megatron.data.sources import UNCOMPRESSED_ONLY, InputListing, find_sources
+from megatron.data.splits import of_split
 
 BLOCK_BYTES = 1 << 20
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -54,6 +56,8 @@ class ChatTotals:
     """Rows that cannot be used, by reason."""
     left_out: dict[str, int]
     """Texts and options that the template leaves out of rows that are used, by kind."""
+    forms: dict[str, int]
+    """Rows of each form (row_forms.py)."""
     faults: tuple[str, ...]
     """The first bad rows, each with its file and line."""
     vocab_size: int
@@ -100,6 +104,10 @@ class _Datasets:
         options = {
             **asdict(job.rules),
             "chat_template": Path(self._setup.source.origin).name,
+            "row_format": job.row_format,
+            "prompt_template": job.prompt_template,
+            "answer_key": job.answer_key,
+            "split": job.split,
             "bad_rows": job.bad_rows,
             "exclude": list(job.exclude),
             "max_documents": job.max_documents,
@@ -147,6 +155,7 @@ def preprocess_chats(
             for num_bytes, block in encoded:
                 datasets.add(block)
                 counts.add(block.counts)
+                _check_forms(job, counts)
                 faults += block.faults[: max(0, SHOWN_FAULTS - len(faults))]
                 num_blank += block.num_blank
                 if progress:
@@ -173,6 +182,7 @@ def preprocess_chats(
         dropped=dict(counts.dropped),
         bad=dict(counts.bad),
         left_out=dict(counts.left_out),
+        forms=dict(counts.num_of_forms),
         faults=tuple(faults),
         vocab_size=setup.tokenizer.vocab_size,
         added_tokens=setup.added_tokens,
@@ -190,9 +200,26 @@ class ChatInput:
 
 
 def find_chats(job: ChatJob) -> ChatInput:
-    """Return the JSONL files of a job. Raises DataError."""
-    whole = find_sources(job.inputs, job.names)
+    """Return the files of a job. Raises DataError."""
+    whole = of_split(find_sources(job.inputs, job.names), job.split, job.inputs)
+    if any(source.kind in UNCOMPRESSED_ONLY for source in whole.sources):
+        from megatron.data.tables import check_columns  # pyarrow, which takes its time
+
+        check_columns(whole.sources, job.reader.keys, as_rows=True)
     return ChatInput(whole, shard_of(whole, job.shard) if job.shard else whole)
+
+
+def _check_forms(job: ChatJob, counts: ChatCounts) -> None:
+    """Raise DataError for a file whose rows are of several forms."""
+    if job.row_format == MIXED:
+        return
+    for places in counts.forms.values():
+        if len(places) > 1:
+            (first, _), (second, place) = list(places.items())[:2]
+            raise DataError(
+                f"{place}: the row is of the form {second}, and the file began with {first}; separate them, or pass "
+                f"--row-format {MIXED}"
+            )
 
 
 def _empty_output(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:
@@ -205,6 +232,8 @@ def _empty_output(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:
 
 def _encoded(job: ChatJob, setup: ChatSetup, listing: InputListing) -> Generator[tuple[int, EncodedBlock]]:
     rules = ReadingRules(
+        keys=job.reader.keys,
+        as_rows=True,
         remedy="cut the conversation into several, or leave the line out",
         block_bytes=BLOCK_BYTES,
         max_documents=job.max_documents,
@@ -215,7 +244,7 @@ def _encoded(job: ChatJob, setup: ChatSetup, listing: InputListing) -> Generator
     total_bytes = sys.maxsize if listing.num_bytes is None else listing.num_bytes
     setup.tokenizer.expected_bytes = total_bytes
     return encode_blocks(
-        lambda batch: encode_batch(setup.encoder, batch, job.bad_rows),
+        lambda batch: encode_batch(setup.encoder, batch, job),
         partial(encode_in_worker, job),
         batches,
         min(job.workers, total_bytes // BYTES_WORTH_A_PROCESS),

@@ -123,6 +123,8 @@ _VICUNA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'ASSISTANT:' }}{% endif %}"""
 
+_PLAIN = "{%- for message in messages %}{{- message.content }}{%- endfor %}"
+
 PRESETS: dict[str, Preset] = {
     "alpaca": Preset(_ALPACA, ()),
     "chatml": Preset(_CHATML, ("<|im_start|>", "<|im_end|>")),
@@ -132,6 +134,7 @@ PRESETS: dict[str, Preset] = {
     "llama3": Preset(_LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     "mistral": Preset(_MISTRAL, ("[INST]", "[/INST]")),
     "phi3": Preset(_PHI3, ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")),
+    "plain": Preset(_PLAIN, ()),
     "vicuna": Preset(_VICUNA, ()),
     "zephyr": Preset(_ZEPHYR, ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")),
 }

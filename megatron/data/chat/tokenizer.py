@@ -231,6 +231,16 @@ def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
     return counts
 
 
+def ids_before_text(tokenizer: ChatTokenizer) -> NDArray[np.int32]:
+    """Return the ids that the tokenizer's own post-processor puts before a text: those of BOS, or none."""
+    from tokenizers import Tokenizer
+
+    whole = Tokenizer.from_str(tokenizer.content.decode())
+    plain, full = (whole.encode("a", add_special_tokens=added).ids for added in (False, True))
+    begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
+    return np.array(full[:begin], np.int32)
+
+
 def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source: TemplateSource) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja for AutoTokenizer. Raises OSError."""
     target, origin = Path(folder), Path(original)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron.data.chat.conversation import BadRow
 from megatron.data.chat.template import ChatTemplate, TemplateFailure
-from megatron.data.chat.tokenizer import ChatTokenizer
+from megatron.data.chat.tokenizer import ChatTokenizer, ids_before_text
 from megatron.data.chat.turns import TurnFinder
 from megatron.data.indexed import DataError
 from megatron.data.preference.formats import Preference
@@ -95,7 +95,7 @@ class PreferenceEncoder:
         self.tokenizer, self._templates = tokenizer, templates
         self._append_eos = append_eos
         self._finders = () if isinstance(templates, str) else tuple(TurnFinder(one) for one in templates if one)
-        self._first_ids = _ids_before_text(tokenizer)
+        self._first_ids = ids_before_text(tokenizer)
 
     def encode(self, rows: Sequence[Preference], counts: PairCounts) -> list[Pair | BadRow]:
         """Return for each preference its tokens, or the error. Adds to `counts`."""
@@ -197,13 +197,3 @@ def _common(first: Ids, second: Ids) -> int:
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-def _ids_before_text(tokenizer: ChatTokenizer) -> Ids:
-    """Return the ids that the tokenizer's own post-processor puts before a text: those of BOS, or none."""
-    from tokenizers import Tokenizer
-
-    whole = Tokenizer.from_str(tokenizer.content.decode())
-    plain, full = (whole.encode("a", add_special_tokens=added).ids for added in (False, True))
-    begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
-    return np.array(full[:begin], np.int32)

@@ -294,7 +294,7 @@ def test_a_truncated_file_is_an_error(tmp_path: Path, tokenizer: Path) -> None:
 
 def test_other_kinds_of_files_are_refused_with_the_remedy(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in.txt").write_text("x")
-    with pytest.raises(DataError, match=r"in.txt is not JSONL; chats are a JSON object a line"):
+    with pytest.raises(DataError, match=r"in.txt holds no rows; rows are in .jsonl, .*convert it"):
         preprocess_chats(job_of(tmp_path / "in.txt", tokenizer))
 
 

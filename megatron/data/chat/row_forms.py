@@ -1,0 +1,334 @@
+"""Forms in which people have rows for fine-tuning, read as conversations.
+
+    messages           {"messages": [{"role": "user", "content": "..."}, ...]}
+    sharegpt           {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
+    prompt_completion  {"prompt": "...", "completion": "..."}, or lists of messages; `response` for `completion` too
+    alpaca             {"instruction": "...", "input": "...", "output": "..."}; Dolly's `context` and `response` too
+    question_answer    {"question": "...", "answer": "..."}; `response` for `answer` too
+    text               {"text": "..."}: no prompt, all of it is trained
+    template           any columns: a template with {column} gives the prompt, and one column the answer
+
+Without an option, the form of a row is found by its keys. A key with null is absent, as tables write it.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import orjson
+
+from megatron.data.chat.conversation import ROW_KEYS as VARIABLE_KEYS
+from megatron.data.chat.conversation import BadRow, Chat, parse_row
+from megatron.data.chat.template import Message
+from megatron.data.document_parser import value_at
+from megatron.data.indexed import DataError
+
+PLAIN = "plain"
+"""Chat template that writes contents alone, one after the other."""
+AUTO, MIXED, TEMPLATE = "auto", "mixed", "template"
+ROW_FORMATS = (
+    AUTO, MIXED, "messages", "sharegpt", "prompt_completion", "alpaca", "question_answer", "text"
+)  # fmt: skip
+PROMPT_TEMPLATES = {
+    "alpaca": (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\n{instruction}\n\n### Response:\n",
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}"
+        "\n\n### Response:\n",
+    )
+}
+"""Prompts by name: without and with a text in the column `input`."""
+
+_PAIRS = (
+    ("prompt_completion", "prompt", "completion"),
+    ("prompt_completion", "prompt", "response"),
+    ("alpaca", "instruction", "output"),
+    ("alpaca", "instruction", "response"),
+    ("question_answer", "question", "answer"),
+    ("question_answer", "question", "response"),
+)
+"""Form, key of the prompt and key of the answer."""
+_FURTHER = ("input", "context")
+"""Keys of a text that belongs to an instruction."""
+_SYSTEM = ("system", "system_prompt")
+_CHOICES = ("choices", "options")
+_KEYS = tuple(
+    dict.fromkeys([
+        *VARIABLE_KEYS, "conversations", *(key for pair in _PAIRS for key in pair[1:]), "text", "history", *_FURTHER,
+        *_SYSTEM, *_CHOICES,
+    ])
+)  # fmt: skip
+EXAMPLE = '{"messages": [...]}'
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""ShareGPT's names of speakers."""
+_CALL = "function_call"
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reader of rows as conversations. Raises DataError for options that contradict each other."""
+
+    row_format: str = AUTO
+    """The form of all rows; `auto`: found by its keys, one for each file; `mixed`: found for each row."""
+    prompt_template: str | None = None
+    r"""Text of a prompt with {column} for a value, `{{` for a brace, `\n` and `\t`; or the name of one."""
+    answer_key: str | None = None
+    """Column of the answer to a prompt of `prompt_template`."""
+    takes_texts: bool = False
+    """Read rows with a text alone. Only a template that writes no roles can write them."""
+
+    def __post_init__(self) -> None:
+        if self.row_format not in ROW_FORMATS:
+            raise DataError(f"row format {self.row_format!r} is unknown; the formats are {', '.join(ROW_FORMATS)}")
+        if self.prompt_template is None:
+            if self.answer_key is not None:
+                raise DataError(
+                    f"--answer-key {self.answer_key} is the answer to a prompt of --prompt-template; give that too, "
+                    "such as --prompt-template '{question}'"
+                )
+            return
+        if self.row_format != AUTO:
+            raise DataError(f"--prompt-template and --row-format {self.row_format} both say what a row is; drop one")
+        if self.prompt_template not in PROMPT_TEMPLATES and self.answer_key is None:
+            raise DataError("--prompt-template needs the column of the answer; name it with --answer-key")
+        if not self._fields:
+            raise DataError(
+                f"--prompt-template {self.prompt_template!r} names no column; write such as 'Question: {{question}}'"
+            )
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a row that are read: of a table, the columns."""
+        if self.prompt_template is None:
+            return _KEYS
+        names = (*self._fields, self._answer_key)
+        # {a.b} steps into the column a, or is the column a.b
+        tops = [".".join(name.split(".")[:end]) for name in names for end in range(1, name.count(".") + 2)]
+        return tuple(dict.fromkeys([*tops, *_SYSTEM, *VARIABLE_KEYS[1:]]))
+
+    @cached_property
+    def _prompts(self) -> tuple[str, ...]:
+        """The prompt, and the one with an input if that is another."""
+        given = self.prompt_template or ""
+        if given in PROMPT_TEMPLATES:
+            return PROMPT_TEMPLATES[given]
+        return (re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], given),)
+
+    @cached_property
+    def _fields(self) -> tuple[str, ...]:
+        try:
+            parts = [part for text in self._prompts for part in string.Formatter().parse(text)]
+        except ValueError as error:
+            raise DataError(
+                f"--prompt-template {self.prompt_template!r} cannot be read ({error}); write a column as {{name}}, and "
+                "a brace as {{{{ or }}}}"
+            ) from None
+        return tuple(dict.fromkeys(name for _, name, _, _ in parts if name))
+
+    @property
+    def _answer_key(self) -> str:
+        return self.answer_key or "output"
+
+    def read(self, row: Mapping[str, Any]) -> tuple[str, Chat]:
+        """Return the form of a row, and its conversation. Raises BadRow."""
+        if self.prompt_template is not None:
+            return TEMPLATE, self._by_template(row)
+        form, prompt_key, answer_key = self._form_of(row)
+        if form == "messages":
+            return form, parse_row(row)
+        if form == "text":
+            return form, self._text(row)
+        if form == "sharegpt":
+            messages = [*_system(row), *_of_sharegpt(row["conversations"])]
+        elif isinstance(row[prompt_key], list) or isinstance(row[answer_key], list):
+            messages = [*_system(row), *_joined(row, prompt_key, answer_key)]
+        else:
+            messages = _of_pair(row, form, prompt_key, answer_key)
+        return form, _chat(row, messages)
+
+    def _form_of(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+        """Return the form of a row and the keys of its prompt and answer. Raises BadRow."""
+        wanted = None if self.row_format in (AUTO, MIXED) else self.row_format
+        present = {key for key in _KEYS if row.get(key) is not None}
+        for form, key in (("messages", "messages"), ("sharegpt", "conversations")):
+            if key in (row if form == "messages" and wanted else present) and wanted in (None, form):
+                return form, key, key
+        pairs = [pair for pair in _PAIRS if wanted in (None, pair[0]) and present.issuperset(pair[1:])]
+        if len(pairs) > 1:
+            forms = ", ".join(f"{prompt!r} with {answer!r} ({form})" for form, prompt, answer in pairs)
+            remedy = f"--prompt-template '{{{pairs[0][1]}}}' --answer-key {pairs[0][2]}"
+            if len({form for form, _, _ in pairs}) == len(pairs):
+                remedy = f"--row-format {pairs[0][0]}"
+            raise BadRow("ambiguous", f"the row may be read as {forms}; choose, such as with {remedy}")
+        if pairs:
+            return pairs[0]
+        if "text" in present and wanted in (None, "text"):
+            return "text", "text", "text"
+        if wanted is None and "messages" in row:
+            return "messages", "messages", "messages"  # which says what is wrong with them
+        keys = ", ".join(map(repr, row)) or "none"
+        if wanted is not None:
+            raise BadRow("another form", f"the row is not of --row-format {wanted}; it has {keys}")
+        raise BadRow(
+            "no messages",
+            f"no key 'messages', nor the keys of another known form; the row has {keys}: write it as {EXAMPLE}, or "
+            "name its columns with --prompt-template and --answer-key",
+        )
+
+    def _text(self, row: Mapping[str, Any]) -> Chat:
+        if not self.takes_texts:
+            raise BadRow(
+                "text alone",
+                "the row has a 'text' and no turns, so a chat template cannot write it; pass --chat-template "
+                f"{PLAIN} to train on whole texts",
+            )
+        return _chat(row, [{"role": "assistant", "content": _text_at(row, "text")}])
+
+    def _by_template(self, row: Mapping[str, Any]) -> Chat:
+        values = {name: _value(row, name) for name in self._fields}
+        has_input = len(self._prompts) > 1 and bool(values["input"].strip())
+        prompt = "".join(
+            literal + (values[name] if name else "")
+            for literal, name, _, _ in string.Formatter().parse(self._prompts[-1 if has_input else 0])
+        )
+        answer = _value(row, self._answer_key)
+        if not answer.strip():
+            raise BadRow("no answer", f"{self._answer_key!r} is empty; write an answer, or leave the row out")
+        user = {"role": "user", "content": prompt}
+        return _chat(row, [*_system(row), user, {"role": "assistant", "content": answer}])
+
+
+def _chat(row: Mapping[str, Any], messages: Sequence[Message]) -> Chat:
+    variables = {key: row[key] for key in VARIABLE_KEYS[1:] if row.get(key) is not None}
+    return parse_row({**variables, "messages": [*messages]})
+
+
+def _value(row: Mapping[str, Any], key: str) -> str:
+    """Return a text or a number under a key that the user named; without `input` an empty text. Raises BadRow."""
+    try:
+        value = value_at(dict(row), key)
+    except KeyError:
+        value = None
+    except DataError as error:
+        raise BadRow("repeated key", str(error)) from None
+    if value is None and key in _FURTHER:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        what = f"has no {key!r}" if value is None else f"has {str(value)[:40]!r} as {key!r}"
+        raise BadRow(f"bad {key}", f"the row {what}, of which the template needs a text or a number")
+    return str(value)
+
+
+def _text_at(row: Mapping[str, Any], key: str) -> str:
+    """Return the text under a key. Raises BadRow if it is none, or empty."""
+    value = row[key]
+    if not isinstance(value, str):
+        raise BadRow(
+            f"bad {key}", f"{key!r} is {str(value)[:40]!r}, not a text; name the columns with --prompt-template"
+        )
+    if not value.strip():
+        raise BadRow(f"empty {key}", f"{key!r} is empty; write a text, or leave the row out")
+    return value
+
+
+def _system(row: Mapping[str, Any]) -> list[Message]:
+    texts = [row[key] for key in _SYSTEM if row.get(key)]
+    if len(texts) > 1 or not all(isinstance(text, str) for text in texts):
+        raise BadRow("bad system", f"the system text is {str(texts)[:60]!r}; write one text as 'system'")
+    return [{"role": "system", "content": text} for text in texts if text.strip()]
+
+
+def _of_pair(row: Mapping[str, Any], form: str, prompt_key: str, answer_key: str) -> list[Message]:
+    """Return the messages of a prompt and an answer. Raises BadRow."""
+    further = [key for key in _FURTHER if row.get(key)]
+    unread = [key for key in (*_CHOICES, *(further if form != "alpaca" else ())) if row.get(key)]
+    if unread:
+        raise BadRow(
+            "more columns",
+            f"the row has {', '.join(map(repr, unread))} beside {prompt_key!r}; say where it belongs, such as with "
+            f"--prompt-template '{{{unread[0]}}}\\n\\n{{{prompt_key}}}' --answer-key {answer_key}",
+        )
+    parts = [_text_at(row, prompt_key), *(_text_at(row, key) for key in further if str(row[key]).strip())]
+    turns = [*_history(row), ("\n\n".join(parts), _text_at(row, answer_key))]
+    roles = ("user", "assistant")
+    messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+    return [*_system(row), *messages]
+
+
+def _history(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the earlier questions and answers of an Alpaca row. Raises BadRow."""
+    turns = row.get("history") or []
+    is_pairs = isinstance(turns, list) and all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
+    )
+    if not is_pairs:
+        raise BadRow("bad history", f"'history' is {str(turns)[:60]!r}; write a list of [question, answer]")
+    return [(question, answer) for question, answer in turns]
+
+
+def _joined(row: Mapping[str, Any], prompt_key: str, answer_key: str) -> list[Message]:
+    """Return the messages of a prompt and a completion that are messages. Raises BadRow."""
+    prompt, answer = row[prompt_key], row[answer_key]
+    if not isinstance(prompt, list) or not isinstance(answer, list):
+        raise BadRow(
+            "mixed kinds",
+            f"one of {prompt_key!r} and {answer_key!r} is a text and the other messages; write both alike",
+        )
+    if not answer or not isinstance(answer[0], dict) or answer[0].get("role") != "assistant":
+        raise BadRow(f"bad {answer_key}", f"{answer_key!r} does not begin with a message of the assistant; write it so")
+    # answers in the prompt are part of what is given
+    given = [
+        {**message, "train": False} if isinstance(message, dict) and message.get("role") == "assistant" else message
+        for message in prompt
+    ]
+    return [*given, *answer]
+
+
+def _of_sharegpt(turns: Any) -> list[Message]:
+    """Return the messages of a conversation of `from` and `value`; those of role and content stay. Raises BadRow."""
+    if not isinstance(turns, list) or not turns:
+        raise BadRow("no messages", '\'conversations\' is empty; write a list of {"from": ..., "value": ...}')
+    return [_of_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+
+
+def _of_turn(turn: Any, number: int) -> Message:
+    if isinstance(turn, dict) and "from" not in turn and "role" in turn:
+        return turn
+    speaker = turn.get("from") if isinstance(turn, dict) else None
+    if speaker not in _ROLES and speaker != _CALL:
+        raise BadRow(
+            "unknown role",
+            f"turn {number} is from {speaker!r}; the speakers are {', '.join(_ROLES)} and {_CALL}",
+        )
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    value = turn.get("value")
+    if speaker != _CALL:
+        return {"role": _ROLES[speaker], "content": value, **others}
+    try:
+        calls = orjson.loads(value)
+    except (orjson.JSONDecodeError, TypeError):
+        raise BadRow("bad tool call", f"the call in turn {number} is {str(value)[:40]!r}; write it as JSON") from None
+    listed = calls if isinstance(calls, list) else [calls]
+    functions = [{"type": "function", "function": call} for call in listed]
+    return {"role": "assistant", "tool_calls": functions, **others}

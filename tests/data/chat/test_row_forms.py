@@ -1,0 +1,263 @@
+"""Rows in the forms in which people have them become the conversations that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from megatron.cli.preprocess_chat import main
+from megatron.data.chat.job import ChatJob
+from megatron.data.chat.preprocessing import preprocess_chats
+from megatron.data.indexed import DataError
+from tests.data.chat.test_conversation import bytes_json
+from tests.data.chat.test_preprocessing import SPECIAL, job_of, rows_of, samples, texts
+
+Rows = Sequence[dict[str, Any]]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    (folder := tmp_path / "tokenizer").mkdir()
+    (folder / "tokenizer.json").write_text(bytes_json(SPECIAL))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+def chatml(*turns: str) -> str:
+    return "".join(f"<|im_start|>{turn.replace(': ', chr(10), 1)}<|im_end|>\n" for turn in turns)
+
+
+FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "sharegpt": (
+        {
+            "system": "S",
+            "conversations": [
+                {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"},
+                {"from": "human", "value": "c"}, {"from": "gpt", "value": "d"},
+            ],
+        },
+        chatml("user: a", "assistant: b", "user: c", "assistant: d"),
+        "b<|im_end|>d<|im_end|>",
+    ),
+    "prompt_completion": ({"prompt": "a", "completion": "b"}, chatml("user: a", "assistant: b"), "b<|im_end|>"),
+    "prompt_completion of messages": (
+        {
+            "prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                       {"role": "user", "content": "c"}],
+            "completion": [{"role": "assistant", "content": "d"}],
+        },
+        chatml("user: a", "assistant: b", "user: c", "assistant: d"),
+        "d<|im_end|>",
+    ),
+    "alpaca": (
+        {"instruction": "a", "input": "b", "output": "c", "text": "all of it"},
+        chatml("user: a\n\nb", "assistant: c"),
+        "c<|im_end|>",
+    ),
+    "alpaca of LLaMA-Factory": (
+        {"instruction": "c", "input": "", "output": "d", "system": "S", "history": [["a", "b"]]},
+        chatml("system: S", "user: a", "assistant: b", "user: c", "assistant: d"),
+        "b<|im_end|>d<|im_end|>",
+    ),
+    "alpaca of Dolly": (
+        {"instruction": "a", "context": "b", "response": "c", "category": "closed_qa"},
+        chatml("user: a\n\nb", "assistant: c"),
+        "c<|im_end|>",
+    ),
+    "question_answer of GSM8K": (
+        {"question": "a", "answer": "b #### 72"}, chatml("user: a", "assistant: b #### 72"), "b #### 72<|im_end|>",
+    ),
+    "question_answer of OpenOrca": (
+        {"id": "niv.1", "system_prompt": "S", "question": "a", "response": "b"},
+        chatml("system: S", "user: a", "assistant: b"),
+        "b<|im_end|>",
+    ),
+}  # fmt: skip
+FORMS["sharegpt"] = (FORMS["sharegpt"][0], chatml("system: S") + FORMS["sharegpt"][1], FORMS["sharegpt"][2])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_row_is_known_by_its_keys(tmp_path: Path, tokenizer: Path, name: str) -> None:
+    row, text, trained = FORMS[name]
+    job = job_of(rows_of(tmp_path / "in.jsonl", row), tokenizer)
+    assert preprocess_chats(job).forms == {name.split()[0]: 1}
+    assert texts(job) == [(text, trained)]
+
+
+def write_parquet(path: Path, rows: Rows) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path.with_suffix(".parquet"))
+
+
+def write_arrow(path: Path, rows: Rows) -> None:  # as Hugging Face's datasets saves it, a stream
+    table = pyarrow.Table.from_pylist(list(rows))
+    with pyarrow.ipc.new_stream(path.with_suffix(".arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow])
+def test_real_chats_have_the_same_tokens_in_a_table(
+    tmp_path: Path, tokenizer: Path, test_data: Path, write: Callable[[Path, Rows], None]
+) -> None:
+    with open(test_data / "sft_messages.jsonl", encoding="utf-8") as file:
+        rows = [json.loads(line) for line, _ in zip(file, range(40), strict=False)]
+    speakers = {"user": "human", "assistant": "gpt", "system": "system"}
+    turns = [
+        {"conversations": [{"from": speakers[m["role"]], "value": m["content"]} for m in row["messages"]]}
+        for row in rows
+    ]
+    expected = job_of(rows_of(tmp_path / "in.jsonl", *rows), tokenizer)
+    preprocess_chats(expected)
+    for name, kind in (("messages", rows), ("sharegpt", turns)):
+        folder = tmp_path / name / "data"
+        folder.mkdir(parents=True)
+        write(folder / "train-00000-of-00001", kind)
+        write(folder / "test-00000-of-00001", [{"prompt": "?", "completion": "!"}])
+        (tmp_path / name / "dataset_infos.json").write_text("{}")
+        (tmp_path / name / "README.md").write_text("# A dataset")
+        job = job_of(tmp_path / name, tokenizer, output_prefix=str(tmp_path / f"{name}_out"), split="train")
+        assert preprocess_chats(job).forms == {name: len(rows)}
+        assert samples(job) == samples(expected)
+
+
+def test_nulls_of_a_table_are_absent(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"instruction": "a", "output": "b"}]
+    write_parquet(tmp_path / "in", [{**dict.fromkeys(rows[1 - i]), **row} for i, row in enumerate(rows)])
+    job = job_of(tmp_path / "in.parquet", tokenizer, row_format="mixed")
+    assert preprocess_chats(job).forms == {"prompt_completion": 1, "alpaca": 1}
+    first, second = samples(job)
+    assert first == second
+
+
+TEMPLATES = {
+    "columns": (
+        {"post": {"title": "a"}, "n": 7, "reply": "b"},
+        {"prompt_template": r"Title: {post.title} {{{n}}}\nReply:", "answer_key": "reply"},
+        "Title: a {7}\nReply:",
+        "b",
+    ),
+    "alpaca": (
+        {"instruction": "a", "input": "", "output": "b"},
+        {"prompt_template": "alpaca"},
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\na\n\n### Response:\n",
+        "b",
+    ),
+    "alpaca with an input": (
+        {"instruction": "a", "input": "i", "output": "b"},
+        {"prompt_template": "alpaca"},
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\na\n\n### Input:\ni\n\n### Response:\n",
+        "b",
+    ),
+    "pair": ({"prompt": "a ", "completion": "b"}, {}, "a ", "b"),
+    "text": ({"text": "a b"}, {}, "", "a b"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_are_written_as_they_are(tmp_path: Path, tokenizer: Path, name: str) -> None:
+    row, options, prompt, answer = TEMPLATES[name]
+    job = job_of(rows_of(tmp_path / "in.jsonl", row), tokenizer, chat_template="plain", **options)
+    preprocess_chats(job)
+    # nothing predicts the first token
+    assert texts(job) == [(f"{prompt}{answer}</s>", f"{answer if prompt else answer[1:]}</s>")]
+
+
+def test_plain_text_begins_as_the_tokenizer_begins_texts(tmp_path: Path, tokenizer: Path) -> None:
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    ids = next(token["id"] for token in content["added_tokens"] if token["content"] == "<s>")
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [ids], "tokens": ["<s>"]}},
+    }  # fmt: skip
+    content["post_processor"]["pair"] = [
+        *content["post_processor"]["single"], {"Sequence": {"id": "B", "type_id": 1}}
+    ]  # fmt: skip
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    job = job_of(rows_of(tmp_path / "in.jsonl", {"prompt": "a", "completion": "b"}), tokenizer, chat_template="plain")
+    preprocess_chats(job)
+    assert texts(job) == [("<s>ab</s>", "b</s>")]
+
+
+FAULTS: dict[str, tuple[Rows, dict[str, Any], str]] = {
+    "two forms in a file": (
+        [{"prompt": "a", "completion": "b"}, {"question": "a", "answer": "b"}], {},
+        r"in.jsonl:2: the row is of the form question_answer, and the file began with prompt_completion.*mixed",
+    ),
+    "a row that may be two": (
+        [{"prompt": "a", "completion": "b", "question": "a", "answer": "b"}], {},
+        r"in.jsonl:1: .*'prompt' with 'completion'.*'question' with 'answer'.*--row-format prompt_completion",
+    ),
+    "two answers": (
+        [{"question": "a", "answer": "b", "response": "c"}], {},
+        r"in.jsonl:1: .*--prompt-template '\{question\}' --answer-key answer",
+    ),
+    "no known keys": ([{"title": "a", "body": "b"}], {}, r"in.jsonl:1: .*the row has 'title', 'body': .*--answer-key"),
+    "choices": (
+        [{"question": "a", "choices": ["b", "c"], "answer": "b"}], {}, r"in.jsonl:1: the row has 'choices' beside",
+    ),
+    "an answer by number": ([{"question": "a", "answer": 2}], {}, r"in.jsonl:1: 'answer' is '2', not a text"),
+    "an empty answer": ([{"prompt": "a", "completion": " "}], {}, r"in.jsonl:1: 'completion' is empty"),
+    "an unknown speaker": (
+        [{"conversations": [{"from": "narrator", "value": "a"}]}], {}, r"in.jsonl:1: turn 1 is from 'narrator'",
+    ),
+    "a text and a template": ([{"text": "a"}], {}, r"in.jsonl:1: .*--chat-template plain"),
+    "another form": ([{"prompt": "a", "completion": "b"}], {"row_format": "alpaca"}, r"in.jsonl:1: .*not of --row-for"),
+    "a column that is not there": (
+        [{"a": "b"}], {"prompt_template": "{q}", "answer_key": "a"}, r"in.jsonl:1: the row has no 'q'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_row_that_is_not_clear_is_named(tmp_path: Path, tokenizer: Path, name: str) -> None:
+    rows, options, message = FAULTS[name]
+    job = job_of(rows_of(tmp_path / "in.jsonl", *rows), tokenizer, **options)
+    with pytest.raises(DataError, match=message):
+        preprocess_chats(job)
+
+
+def test_options_that_contradict_each_other_are_refused(tmp_path: Path, tokenizer: Path) -> None:
+    for options, message in (
+        ({"answer_key": "a"}, "give that too"),
+        ({"prompt_template": "{q}"}, "name it with --answer-key"),
+        ({"prompt_template": "{q", "answer_key": "a"}, "cannot be read"),
+        ({"prompt_template": "q", "answer_key": "a"}, "names no column"),
+        ({"prompt_template": "{q}", "answer_key": "a", "row_format": "alpaca"}, "drop one"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ChatJob(("in.jsonl",), "out", str(tokenizer), **options)  # type: ignore[arg-type]
+
+
+def test_splits_are_not_read_as_one(tmp_path: Path, tokenizer: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows_of(folder / f"{split}.jsonl", {"prompt": split, "completion": "b"})
+    with pytest.raises(DataError, match=r"holds the splits test, train.*--split"):
+        preprocess_chats(job_of(folder, tokenizer))
+    with pytest.raises(DataError, match=r"--split dev: no file.*they have test, train"):
+        preprocess_chats(job_of(folder, tokenizer, split="dev"))
+    job = job_of(folder, tokenizer, split="test")
+    preprocess_chats(job)
+    assert [text for text, _ in texts(job)] == [chatml("user: test", "assistant: b")]
+    both = tuple(str(folder / f"{split}.jsonl") for split in ("train", "test"))
+    assert preprocess_chats(replace(job, inputs=both, split=None, overwrite=True)).num_rows == 2
+
+
+def test_the_command_says_which_forms_it_found(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = rows_of(tmp_path / "in.jsonl", {"instruction": "a", "output": "b"})
+    options = ["--input", str(source), "--tokenizer-model", str(tokenizer), "--chat-template", "chatml"]
+    assert main([*options, "--output-prefix", str(tmp_path / "out" / "chats"), "--show", "1"]) == 0
+    assert "format: alpaca  1" in capsys.readouterr().out
