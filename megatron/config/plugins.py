@@ -101,10 +101,14 @@ def load_task(config: Config) -> Any:
 def with_loaded_adapters(config: Config, given: Collection[str]) -> Config:
     """Return the config with the options of the adapters in `load`, where that is a folder of PEFT.
 
-    `given`: names of the options that the user has given. Raises ConfigError for those that contradict the folder.
+    Where it has gone, they are those of the run in `save` that began with it. `given`: names of the options that the
+    user has given. Raises ConfigError for those that contradict the folder.
     """
-    load = config.checkpoint.load
-    if load is None or not os.path.lexists(Path(load, "adapter_config.json")):
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None:
+        return config
+    may_resume = save is not None and os.path.isdir(save) and not os.path.lexists(load)
+    if not may_resume and not os.path.lexists(Path(load, "adapter_config.json")):
         return config
     reader = importlib.import_module("megatron.interop.peft_start")  # imports torch
     found: Config = reader.with_options_of(config, Path(load), given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.format import CheckpointError, read_metadata
+from megatron.checkpoint.lineage import of_run
+from megatron.checkpoint.own_run import own_run
+from megatron.checkpoint.reader import checkpoint_folders
 from megatron.command_names import command_name
 from megatron.config.adapters import LoraConfig
 from megatron.config.options import Config, ConfigError
@@ -51,6 +55,8 @@ def with_options_of(config: Config, folder: Path, given: Collection[str]) -> Con
     `given`: names of the options that the user has given. Raises ConfigError for those that contradict the folder, and
     for adapters of another model.
     """
+    if not os.path.lexists(folder):
+        return _with_saved_options(config, given)
     if not is_adapter_folder(folder):  # a whole model beside them counts
         return config
     try:
@@ -79,6 +85,20 @@ def with_options_of(config: Config, folder: Path, given: Collection[str]) -> Con
     if wrong:
         raise ConfigError(wrong)
     return replace(config, lora=found)
+
+
+def _with_saved_options(config: Config, given: Collection[str]) -> Config:
+    """Return the config with the options of the adapters that its own run has saved, if it has."""
+    try:
+        run = own_run(config.checkpoint)
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from None
+    if run is None:
+        return config
+    newest = of_run(run, checkpoint_folders(Path(config.checkpoint.save or "")), with_ancestors=False)[:1]
+    saved = ((read_metadata(newest[0]) if newest else None) or {}).get("config", {}).get("lora", {})
+    names = [name for name in (*OF_THE_FILES, "lora_dropout") if name in saved and name not in given]
+    return replace(config, lora=replace(config.lora, **{name: saved[name] for name in names}))
 
 
 def _shown(value: Any) -> str:

@@ -164,8 +164,8 @@ def check_load(config: Config) -> Iterator[str]:
         return
     # a run that was killed before its first checkpoint leaves its hidden lock
     visible = any(not path.name.startswith(".") for path in folder.iterdir())
-    known = (pattern for pattern in ("latest*", "*/checkpoint.json", "config.json") if any(folder.glob(pattern)))
-    if visible and not any(known):
+    known = ("latest*", "*/checkpoint.json", "config.json", "adapter_config.json")
+    if visible and not any(any(folder.glob(pattern)) for pattern in known):
         yield f"load={load} holds no checkpoint, yet is not empty; give another, or empty it"
 
 

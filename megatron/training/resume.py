@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.lineage import START_OPTIONS, Run, of_run, run_in
 from megatron.checkpoint.model_options import check_model_options
+from megatron.checkpoint.own_run import DEFAULTS, is_same_folder, own_run, resumes_itself
 from megatron.checkpoint.reader import (
     Checkpoint,
     checkpoint_folders,
     holds_checkpoints,
     newest_checkpoint,
-    read_latest,
 )
 from megatron.config.options import CheckpointConfig, Config
 from megatron.config.options import options as declared_options
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
     from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 
 logger = logging.getLogger(__name__)
-
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     CheckpointError, also if `save` is used by another run.
     """
     options = config.checkpoint
-    own = ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: None if ctx.rank else _own_run(options)))
+    own = ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: None if ctx.rank else own_run(options)))
     if own is not None:
         options = _resuming_options(options)
     found = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
@@ -126,28 +122,7 @@ def restore_start(engine: Engine, start: Start) -> list[str]:
 
 def _resuming_options(options: CheckpointConfig) -> CheckpointConfig:
     """Return the options that resume the run's own newest checkpoint: START_OPTIONS describe the first start alone."""
-    return dataclasses.replace(options, load=options.save, **{name: _DEFAULTS[name] for name in START_OPTIONS[1:]})
-
-
-def _own_run(options: CheckpointConfig) -> Run | None:
-    """Return the run that saved in `save` and had the same START_OPTIONS at its first start; None: there is none.
-
-    Of several it is the one that `latest` names, or else the one with the newest checkpoint.
-    """
-    if options.save is None or not holds_checkpoints(Path(options.save)) or _resumes_itself(options):
-        return None
-    runs = [run_in(path) for path in checkpoint_folders(Path(options.save))]
-    with contextlib.suppress(CheckpointError):
-        runs.insert(0, read_latest(Path(options.save))[1])
-
-    def is_own(run: Run) -> bool:
-        return (
-            bool(run.start)
-            and _source(run.start.get("load"), options) == _source(options.load, options)
-            and all(run.start.get(name, _DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS[1:])
-        )
-
-    return next((run for run in runs if run is not None and is_own(run)), None)
+    return dataclasses.replace(options, load=options.save, **{name: DEFAULTS[name] for name in START_OPTIONS[1:]})
 
 
 def _run_of_start(
@@ -160,13 +135,13 @@ def _run_of_start(
     """
     if own is not None:
         return own
-    if isinstance(checkpoint, Checkpoint) and _resumes_itself(options) and not effective.finetune:
+    if isinstance(checkpoint, Checkpoint) and resumes_itself(options) and not effective.finetune:
         return Run.of(checkpoint.metadata)
     parent = None if isinstance(checkpoint, HuggingFaceStart | PeftStart) else checkpoint
     is_continued = isinstance(checkpoint, Checkpoint) and not (effective.finetune or options.no_load_optim)
     start = {name: getattr(options, name) for name in START_OPTIONS}
     run = Run.new(start, parent, is_continued=is_continued)
-    goes_back = checkpoint is not None and _same(options.load, options.save) and not effective.finetune
+    goes_back = checkpoint is not None and is_same_folder(options.load, options.save) and not effective.finetune
     if options.save is not None and not options.allow_used_save and not goes_back:
         _check_unused(Path(options.save))
     return run
@@ -178,28 +153,12 @@ def _check_unused(save: Path) -> None:
         return
     newest, started = checkpoint_folders(save)[0], ""
     if (run := run_in(newest)) is not None:
-        given = [f"{name}={value}" for name, value in run.start.items() if value != _DEFAULTS.get(name)]
+        given = [f"{name}={value}" for name, value in run.start.items() if value != DEFAULTS.get(name)]
         started = f", started with {', '.join(given) or 'no load'}"
     raise CheckpointError(
         f"save={save} holds checkpoints of another run (newest {newest.name}{started}). Give another folder, resume "
         f"that run with --load {save}, or pass --allow-used-save to save beside them"
     )
-
-
-def _resumes_itself(options: CheckpointConfig) -> bool:
-    """Return True if the options resume the newest checkpoint of the folder that the run saves to."""
-    return _same(options.load, options.save) and all(
-        getattr(options, name) == _DEFAULTS[name] for name in START_OPTIONS[1:]
-    )
-
-
-def _source(load: str | None, options: CheckpointConfig) -> str | None:
-    """Return the folder that a run begins with, however it is spelled; None for its own, which is empty then."""
-    return None if load is None or _same(load, options.save) else os.path.realpath(load)
-
-
-def _same(one: str | None, other: str | None) -> bool:
-    return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
 def find_checkpoint(config: Config, ctx: ParallelContext, own: Run | None = None) -> Resumable | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from tokenizers.models import WordLevel
 
 from megatron.checkpoint.reader import newest_checkpoint
 from megatron.cli import convert_checkpoint, merge_adapter
-from megatron.config.command_line import parse_arguments
+from megatron.config.command_line import load_config, parse_arguments
 from megatron.interop.peft_export import AdaptedModel, compare_export, export_adapter, native_adapter
+from megatron.launch.checks import check_load
 from tests import runs
 from tests.ranks import RankPools
 from tests.training import layouts
@@ -24,6 +27,7 @@ from tests.training.test_exports import LLAMA, made_of, names
 transformers = pytest.importorskip("transformers")
 
 MODEL = f"{LLAMA} --hidden-size 64 --ffn-hidden-size 128"
+SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 250 --make-vocab-size-divisible-by 16"
 LORA = "--lora-rank 4 --lora-alpha 8 --lora-target-modules q_proj v_proj down_proj --no-save-optim --lr 1e-1"
 
 
@@ -62,6 +66,24 @@ def test_adapters_are_exported_from_a_layout(ranks: RankPools, data: Path, base:
     assert load_file(export / "adapter_model.safetensors")[
         "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
     ].any()
+
+
+def test_a_run_resumes_without_the_folder_of_peft_that_it_began_with(
+    ranks: RankPools, data: Path, base: Path, peft: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """By the same command: its checkpoints know the options."""
+    folder = shutil.copytree(peft[1], tmp_path / "peft")
+    words = f"{layouts.MODELS['llama_gqa']} {SIZES} --data-path {data} --train-samples 12 --eval-iters 0"
+    words += f" --load {folder} --lora-base {peft[0]} --save {tmp_path / 'saved'}"
+    config = load_config([*runs.TINY.split(), *words.split()])
+    assert list(check_load(config)) == []
+    assert ranks(1)(runs.train, f"{words} --exit-interval 1") == [""]
+    shutil.rmtree(folder)
+    assert load_config([*runs.TINY.split(), *words.split()]) == config
+    (said,) = ranks(1)(runs.announced, words)
+    assert any(re.match("resumed .*/saved/.*: weights, optimizer, random streams; iteration 1,", line) for line in said)
+    (fault,) = ranks(1)(runs.train, f"{words} --lora-alpha 3")
+    assert "holds adapters with other options: lora_alpha=3.0" in fault
 
 
 @pytest.mark.parametrize(
