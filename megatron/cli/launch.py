@@ -1,7 +1,7 @@
 """Validate a run, then launch it on this machine, or on the hosts of a hostsfile through DeepSpeed's launcher.
 
     python tools/launch.py [--nodes N] [--devices-per-node M] [--hostsfile F] [--dry-run] -- FLAGS OF megatron.train
-    scripts/run_bloom13b.sh, run_llama.sh, run_sft.sh: the same from HL_* variables
+    scripts/run_bloom13b.sh, run_llama.sh, run_sft.sh, run_dpo.sh: the same from HL_* variables
 
 All that can be validated beforehand is, before anything starts or is written, without importing torch or deepspeed: one
 message lists every fault, and the exit status is 2. Otherwise it is that of the first rank that failed.
@@ -26,6 +26,7 @@ from megatron.command_names import command_name
 from megatron.config.command_line import presets_of, read_command_line, to_yaml
 from megatron.config.options import ConfigError, flag
 from megatron.config.parser import build_parser, help_text, help_topic
+from megatron.config.plugins import load_task
 from megatron.exit_codes import REFUSED
 from megatron.files import IMPORT_ROOT
 from megatron.launch.checks import warn_of_new_tokens
@@ -102,7 +103,7 @@ def launch_command(plan: LaunchPlan) -> list[str]:
     script = IMPORT_ROOT / "tools" / "launch.py"
     installed = Path(sys.argv[0]).name.startswith("megatron-") or not script.is_file()
     command = [shutil.which("megatron-launch") or "megatron-launch"] if installed else [sys.executable, str(script)]
-    chats = plan.fine_tuning
+    data = plan.fine_tuning
     values = {
         "--nodes": plan.nodes if plan.nodes > 1 else None,
         "--devices-per-node": plan.devices_per_node,
@@ -112,8 +113,8 @@ def launch_command(plan: LaunchPlan) -> list[str]:
         "--max-restarts": plan.max_restarts or None,
         "--min-nodes": plan.min_nodes if plan.min_nodes < plan.nodes else None,
         "--activate": plan.activate_dir,
-        "--chats": chats and (chats.chats or chats.folder),
-        "--chat-template": chats and chats.chat_template,
+        "--chats": data and (data.data or data.folder),
+        "--chat-template": data and data.chat_template,
     }
     for name, setting in values.items():
         command += [name, str(setting)] if setting is not None else []
@@ -253,7 +254,8 @@ def build_launch_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chats",
         metavar="PATH",
-        help="fine-tuning: JSONL file of chats to tokenize first, or folder of tokenized ones",
+        help="fine-tuning: JSONL file of chats to tokenize first (of pairs with --task preference), or folder of "
+        "tokenized ones",
     )
     parser.add_argument("--chat-template", metavar="NAME", help="with --chats: a preset, or a .jinja or .py file")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
@@ -336,32 +338,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     if plan.fine_tuning is not None:
         try:
-            plan = with_processed_chats(plan, plan.fine_tuning)
+            plan = with_processed_data(plan, plan.fine_tuning)
         except ValueError as error:  # DataError, whose message is complete
             print(error, file=sys.stderr)
             return REFUSED
     return launch(plan)
 
 
-def with_processed_chats(plan: LaunchPlan, chats: FineTuning) -> LaunchPlan:
-    """Process the chats of a plan into its dataset; return the plan with the tokens that a template added.
+def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
+    """Process the data of a plan into its dataset; return the plan with the tokens that a template added.
 
     Raises DataError.
     """
-    from megatron.instructlab.data_process import open_samples, process_data  # it imports torch
+    from megatron.instructlab.data_process import open_samples, process_data, process_pairs  # they import torch
 
-    folder = Path(chats.folder or "")
-    if chats.chats is None:
-        samples = open_samples(folder)
+    folder, has_pairs = Path(given.folder or ""), load_task(plan.config).preprocessor == "preprocess_preferences"
+    if given.data is None:
+        samples = open_samples(folder, has_pairs=has_pairs)
+    elif has_pairs:
+        samples = process_pairs(given.data, str(folder), given.model, chat_tmpl_path=given.chat_template)
     else:
         samples = process_data(
-            data_path=chats.chats,
+            data_path=given.data,
             data_output_path=str(folder),
             max_seq_len=plan.config.training.seq_length,
-            model_path=chats.model,
-            chat_tmpl_path=chats.chat_template,
+            model_path=given.model,
+            chat_tmpl_path=given.chat_template,
         )
-    print(f"{samples.num_samples} chats in {samples.prefix}, {samples.longest} tokens at most")
+    print(f"{samples.num_samples} {samples.unit} in {samples.prefix}, {samples.longest} tokens at most")
     added = []
     if samples.tokenizer is not None:
         added += ["--tokenizer-model", samples.tokenizer]

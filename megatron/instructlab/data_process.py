@@ -25,9 +25,17 @@ import numpy as np
 
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
+from megatron.data.chat.template import find_template
+from megatron.data.chat.tokenizer import write_tokenizer
 from megatron.data.checksums import file_sha256
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, best_dtype
 from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.preference.preprocessing import (
+    SEQUENCES,
+    PreferenceJob,
+    prepare_preferences,
+    preprocess_preferences,
+)
 from megatron.files import replacing
 from megatron.instructlab.arguments import DataProcessArgs
 from megatron.instructlab.documents import write_blocks
@@ -57,6 +65,7 @@ class Samples:
     """Tokens of the tokenizer and the template. None: unknown, because the dataset was made by other means."""
     tokenizer: str | None
     """Folder of the tokenizer that the trained model goes with. None: the model's own."""
+    unit: str = "chats"
 
 
 def main(args: DataProcessArgs) -> None:
@@ -124,6 +133,32 @@ def _summary(totals: ChatTotals) -> str:
     return text + (f"; left out: {', '.join(left_out)}" if left_out else "")
 
 
+def process_pairs(data_path: str, data_output_path: str, model_path: str, chat_tmpl_path: str | None = None) -> Samples:
+    """Tokenize a file of preferences, uncut. Raises DataError."""
+    folder, model = Path(data_output_path), Path(model_path)
+    job = PreferenceJob(
+        inputs=(data_path,),
+        output_prefix=str(folder / NAME),
+        tokenizer=model_path,
+        chat_template=chat_tmpl_path,
+        workers=len(os.sched_getaffinity(0)),
+        overwrite=True,
+    )
+    made_of = _made_of(data_path, model, pairs=True)
+    if chat_tmpl_path is not None:
+        made_of["chat_template"] = _content(Path(chat_tmpl_path)) or chat_tmpl_path
+
+    def make() -> dict[str, Any]:
+        totals = preprocess_preferences(job)
+        if chat_tmpl_path is not None:  # for the exports
+            source = find_template(chat_tmpl_path, model)
+            write_tokenizer(str(folder / "tokenizer"), prepare_preferences(job).tokenizer, model_path, source)
+        logger.info("processed %s: %d pairs", data_path, totals.num_pairs)
+        return {"vocab_size": totals.vocab_size, "tokenizer": None if chat_tmpl_path is None else "tokenizer"}
+
+    return _once(folder, made_of, make, has_pairs=True)
+
+
 def process_documents(
     data_path: str, data_output_path: str, model_path: str, block_size: int, document_column_name: str = "document"
 ) -> Samples:
@@ -162,10 +197,11 @@ def make_mock_data(folder: Path, num_samples: int, longest: int, vocab_size: int
     return _once(folder, made_of, make)
 
 
-def open_samples(folder: Path) -> Samples:
-    """Return the dataset of a folder. Raises DataError if it is not a processed dataset."""
+def open_samples(folder: Path, *, has_pairs: bool = False) -> Samples:
+    """Return the dataset of a folder, of pairs or of samples with a loss mask. Raises DataError if it is not one."""
     prefix = folder / NAME
-    missing = [path for path in (f"{prefix}.idx", f"{prefix}{LOSS_MASK_SUFFIX}.idx") if not Path(path).is_file()]
+    masks = [] if has_pairs else [f"{prefix}{LOSS_MASK_SUFFIX}.idx"]
+    missing = [path for path in (f"{prefix}.idx", *masks) if not Path(path).is_file()]
     if missing:
         raise DataError(
             f"{folder} holds no processed data, it lacks {' and '.join(missing)}; leave process_data=True, or call "
@@ -179,7 +215,15 @@ def open_samples(folder: Path) -> Samples:
         raise DataError(f"{prefix} holds no samples; check what was left out of it, and why")
     name = record.get("tokenizer")
     tokenizer = str(folder / name) if name and (folder / name).is_dir() else None
-    longest = int(dataset.lengths.max())
+    lengths = dataset.lengths.astype(np.int64)
+    if has_pairs:
+        if len(lengths) != SEQUENCES * dataset.num_documents:
+            raise DataError(f"{prefix} does not hold pairs of answers; give HL_DATA, the file of the pairs")
+        prompts, *answers = lengths.reshape(-1, SEQUENCES).T
+        lengths = prompts + np.maximum(*answers)
+        vocab_size = record.get("vocab_size")
+        return Samples(str(prefix), len(lengths), int(lengths.max()), vocab_size, tokenizer, "pairs")
+    longest = int(lengths.max())
     return Samples(str(prefix), len(dataset), longest, record.get("vocab_size"), tokenizer)
 
 
@@ -195,7 +239,9 @@ def _content(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def _once(folder: Path, made_of: dict[str, Any], make: Callable[[], dict[str, Any]]) -> Samples:
+def _once(
+    folder: Path, made_of: dict[str, Any], make: Callable[[], dict[str, Any]], *, has_pairs: bool = False
+) -> Samples:
     """Return the dataset that `make` writes to a folder, unless one from equal inputs is there, from any node."""
     record = folder / f"{NAME}.json"
     try:
@@ -203,14 +249,14 @@ def _once(folder: Path, made_of: dict[str, Any], make: Callable[[], dict[str, An
         with _alone_in(folder):
             with contextlib.suppress(OSError, ValueError):
                 if json.loads(record.read_text(encoding="utf-8"))["made_of"] == made_of:
-                    samples = open_samples(folder)
+                    samples = open_samples(folder, has_pairs=has_pairs)
                     logger.info("data_output_dir %s holds these %d samples already", folder, samples.num_samples)
                     return samples
             record.unlink(missing_ok=True)
             found = make()
             with replacing(record) as file:
                 file.write(json.dumps({"made_of": made_of, **found}, indent=1).encode() + b"\n")
-            return open_samples(folder)
+            return open_samples(folder, has_pairs=has_pairs)
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"
         raise DataError(f"{what}; the data's folder must be writable") from None

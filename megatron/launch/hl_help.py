@@ -13,10 +13,19 @@ PURPOSE: dict[Script, str] = {
     "bloom13b": "Train BLOOM-13B in tensor, pipeline and data parallel.",
     "llama": "Train Llama 1, 2, 3.1 or 3.2 in tensor, pipeline and data parallel.",
     "sft": "Fine-tune a Hugging Face model on chats: tokenize them, train, and export Hugging Face folders.",
+    "dpo": "Train a Hugging Face model on preferences (DPO): tokenize pairs, train adapters, and export them.",
 }
 # the variables that most runs set
 FIRST = (
-    *("HL_LLAMA_VER", "HL_LLAMA_MODEL_SIZE", "HL_MODEL", "HL_DATA", "HL_DATA_DIR_ROOT", "HL_DATA_FILE_PREFIX"),
+    *(
+        "HL_LLAMA_VER",
+        "HL_LLAMA_MODEL_SIZE",
+        "HL_MODEL",
+        "HL_DATA",
+        "HL_BETA",
+        "HL_DATA_DIR_ROOT",
+        "HL_DATA_FILE_PREFIX",
+    ),
     *("HL_DEVICE", "HL_NUM_NODES", "HL_HOSTSFILE", "HL_DP", "HL_TP", "HL_PP", "HL_GBS", "HL_MICRO_BATCH"),
     *("HL_SEQ_LEN", "HL_TRAIN_ITERS", "HL_NUM_EPOCHS", "HL_RESULTS_DIR", "HL_SAVE_INTERVAL", "HL_DRY_RUN"),
 )

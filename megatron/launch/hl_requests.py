@@ -18,6 +18,7 @@ from megatron.interop.huggingface_config import find_model, preset_of
 from megatron.launch.finetune_file import read_finetune_file
 from megatron.launch.hl_refused import REFUSED, covers
 from megatron.launch.hl_variables import (
+    FINE_TUNING,
     LLAMA_PRESETS,
     PRETRAINING,
     VARIABLES,
@@ -53,8 +54,8 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     preset = _preset(given, script, reader, adapts=_requests_adapters(given, arguments))
     request.train_flags += ["--config", preset] if preset is not None else []
     request.train_flags += of_file
-    if script == "sft":
-        _fine_tuning(given, reader)
+    if script in FINE_TUNING:
+        _fine_tuning(given, script, reader)
     else:
         _data(given, script, preset, reader)
     reader.translate(arguments)
@@ -231,6 +232,8 @@ def _preset(given: Mapping[str, str], script: Script, reader: _VariableReader, *
         return given["HL_CONFIG"]
     if script == "sft":
         return "lora_llama" if adapts else "sft_llama"  # whose learning rate is far too low for adapters
+    if script == "dpo":
+        return "dpo_llama"
     if script == "bloom13b":
         return "bloom_13b"
     version, size = given.get("HL_LLAMA_VER", "3.1"), given.get("HL_LLAMA_MODEL_SIZE", "8")
@@ -256,9 +259,9 @@ def preset_holds(preset: str | None, section: str, option: str) -> bool:
 
 
 def _run_name(given: Mapping[str, str], script: Script, preset: str | None) -> str:
-    """Return the folder below `out`: bloom13b, llama3.1_8b, sft_ and the model's name, or the preset's name."""
-    if script == "sft":
-        return f"sft_{Path(given.get('HL_MODEL', '.')).absolute().name}"
+    """Return the folder below `out`: bloom13b, llama3.1_8b, sft_ or dpo_ and the model's name, or the preset's name."""
+    if script in FINE_TUNING:
+        return f"{script}_{Path(given.get('HL_MODEL', '.')).absolute().name}"
     if script == "bloom13b" and preset == "bloom_13b":
         return script
     if preset is None or "HL_CONFIG" not in given:
@@ -304,17 +307,19 @@ def _environment(given: Mapping[str, str], reader: _VariableReader) -> dict[str,
     return variables
 
 
-def _fine_tuning(given: Mapping[str, str], reader: _VariableReader) -> None:
+def _fine_tuning(given: Mapping[str, str], script: Script, reader: _VariableReader) -> None:
     """Add the model's flags, from its folder, and its training data."""
     request = reader.request
-    model, chats, folder = given.get("HL_MODEL"), given.get("HL_DATA"), given.get("HL_DATA_OUTPUT_DIR")
-    request.fine_tuning = FineTuning(model or "", chats, given.get("HL_CHAT_TEMPLATE"), folder)
-    if chats is None and folder is None and not reader.switch("HL_DRY_RUN"):
+    model, data, folder = given.get("HL_MODEL"), given.get("HL_DATA"), given.get("HL_DATA_OUTPUT_DIR")
+    rows = "pairs of answers" if script == "dpo" else "chats"
+    request.fine_tuning = FineTuning(model or "", data, given.get("HL_CHAT_TEMPLATE"), folder)
+    if data is None and folder is None and not reader.switch("HL_DRY_RUN"):
         reader.fault(
-            "HL_DATA is not set; set it to a JSONL file of chats, or HL_DATA_OUTPUT_DIR to the folder of processed ones"
+            f"HL_DATA is not set; set it to a JSONL file of {rows}, or HL_DATA_OUTPUT_DIR to the folder of processed "
+            "ones"
         )
-    elif chats is not None and not Path(chats).is_file():
-        reader.fault(f"HL_DATA={chats} is not a file; set it to a JSONL file of chats")
+    elif data is not None and not Path(data).is_file():
+        reader.fault(f"HL_DATA={data} is not a file; set it to a JSONL file of {rows}")
     if model is None:
         reader.fault("HL_MODEL is not set; set it to the folder of a model that transformers wrote")
         request.unread.add("config")

@@ -13,10 +13,11 @@ from typing import Literal, get_args, get_type_hints
 
 from megatron.config.data import DataConfig
 
-Script = Literal["bloom13b", "llama", "sft"]
-ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft")
+Script = Literal["bloom13b", "llama", "sft", "dpo"]
+ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft", "dpo")
 PRETRAINING: tuple[Script, ...] = ("bloom13b", "llama")
-SFT: tuple[Script, ...] = ("sft",)
+FINE_TUNING: tuple[Script, ...] = ("sft", "dpo")
+DPO: tuple[Script, ...] = ("dpo",)
 
 
 class WrongValueError(ValueError):
@@ -159,8 +160,10 @@ VARIABLES: tuple[Variable, ...] = (
     _launch("HL_CONFIG", "preset (megatron/presets/), or a YAML file, instead of the script's own"),
     _launch("HL_LLAMA_VER", "generation of Llama: 1, 2, 3.1 or 3.2", "llama"),
     _launch("HL_LLAMA_MODEL_SIZE", "billions of parameters: 7, 13, 65 | 7, 13, 34, 70 | 8, 70, 405 | 1, 3", "llama"),
-    _launch("HL_MODEL", "the model to fine-tune: a folder that transformers wrote", *SFT),
-    _launch("HL_CHAT_TEMPLATE", "chat template: a preset, or a .jinja or .py file; unset: the tokenizer's own", *SFT),
+    _launch("HL_MODEL", "the model to fine-tune: a folder that transformers wrote", *FINE_TUNING),
+    _launch(
+        "HL_CHAT_TEMPLATE", "chat template: a preset, or a .jinja or .py file; unset: the tokenizer's own", *FINE_TUNING
+    ),
     _number("HL_NUM_LAYERS", "--num-layers", "transformer layers", scripts=PRETRAINING),
     _number("HL_HIDDEN_SIZE", "--hidden-size", "width of the residual stream", scripts=PRETRAINING),
     _number("HL_FFN_HIDDEN_SIZE", "--ffn-hidden-size", "intermediate width of the MLP", scripts=PRETRAINING),
@@ -209,12 +212,22 @@ VARIABLES: tuple[Variable, ...] = (
     _number("HL_MICRO_BATCH", "--micro-batch-size", "samples in one forward pass of a rank"),
     _number("HL_GBS", "--global-batch-size", "samples in one optimizer step"),
     _number(
-        "HL_MAX_BATCH_LEN", "--max-batch-len", "tokens in a microbatch, into which samples are packed", scripts=SFT
+        "HL_MAX_BATCH_LEN",
+        "--max-batch-len",
+        "tokens in a microbatch, into which samples are packed",
+        scripts=FINE_TUNING,
     ),
-    _number("HL_NUM_EPOCHS", "--num-epochs", "times to go through the data", scripts=SFT),
-    _text("HL_LR", "--lr", "peak learning rate", SFT),
+    _number("HL_NUM_EPOCHS", "--num-epochs", "times to go through the data", scripts=FINE_TUNING),
+    _text("HL_LR", "--lr", "peak learning rate", FINE_TUNING),
+    # preferences
+    _text(
+        "HL_PREFERENCE_LOSS", "--preference-loss", "objective: sigmoid (DPO), hinge, ipo, robust, orpo or simpo", DPO
+    ),
+    _text("HL_BETA", "--beta", "strength of the preference term; of DPO, how close to the reference", DPO),
+    _text("HL_REFERENCE", "--reference", "the reference: adapters_off or stored; unset: what fits the model", DPO),
+    _number("HL_MAX_PROMPT_LEN", "--max-prompt-length", "last tokens of a prompt that are kept", scripts=DPO),
     # adapters
-    _text("HL_LORA_RANK", "--lora-rank", "rank of LoRA adapters, over the frozen model; unset: none"),
+    _text("HL_LORA_RANK", "--lora-rank", "rank of LoRA adapters, over the frozen model; unset: none, in run_dpo.sh 8"),
     _text("HL_LORA_ALPHA", "--lora-alpha", "their output is multiplied by this / rank"),
     _text("HL_LORA_DROPOUT", "--lora-dropout", "dropout of their input"),
     _words("HL_LORA_TARGET_MODULES", "--lora-target-modules", "modules with adapters: q_proj v_proj, or all-linear"),
@@ -317,7 +330,7 @@ VARIABLES: tuple[Variable, ...] = (
         {name: ["--bucketing", name] for name in ("auto", "off", "octave", "optimal")},
         "lengths that rows are padded to: auto, off, octave or optimal",
         flag="--bucketing",
-        scripts=SFT,
+        scripts=FINE_TUNING,
     ),
     # device
     _launch("HL_DEVICE", "hpu, cuda or cpu; unset: the first of them that is there", unread="device"),
@@ -329,8 +342,10 @@ VARIABLES: tuple[Variable, ...] = (
     _launch("HL_FI_PROVIDER", "with HL_HNIC=1: FI_PROVIDER"),
     _launch("HL_QNPU_DIR", "folder of an environment whose `activate` is sourced first, on every node"),
     # data
-    _launch("HL_DATA", "chats to train on, a JSONL file of messages", *SFT),
-    _launch("HL_DATA_OUTPUT_DIR", "folder of the tokenized chats; unset: data/ in the results folder", *SFT),
+    _launch(
+        "HL_DATA", "training data, a JSONL file: chats for run_sft.sh, pairs of answers for run_dpo.sh", *FINE_TUNING
+    ),
+    _launch("HL_DATA_OUTPUT_DIR", "folder of the tokenized data; unset: data/ in the results folder", *FINE_TUNING),
     _launch("HL_DATA_DIR_ROOT", "folder of the dataset and of the tokenizer's files", *PRETRAINING),
     _launch("HL_DATA_FILE_PREFIX", "the dataset in that folder: PREFIX.bin and PREFIX.idx", *PRETRAINING),
     _launch("HL_DATA_IDX_DIR", "folder for the index arrays"),
@@ -352,8 +367,10 @@ VARIABLES: tuple[Variable, ...] = (
     _text("HL_TENSORBOARD_DIR", "--tensorboard-dir", "TensorBoard events; unset: tensorboard/ in the results folder"),
     _launch("HL_SAVE", "1: save checkpoints"),
     _number("HL_SAVE_INTERVAL", "--save-interval", "steps between two checkpoints"),
-    _text("HL_SAVE_HF", "--save-hf", "folder of the exports; unset: hf_format/ in the results folder", SFT),
-    _number("HL_SAVE_SAMPLES", "--save-samples", "samples between two exports, beside each epoch's", scripts=SFT),
+    _text("HL_SAVE_HF", "--save-hf", "folder of the exports; unset: hf_format/ in the results folder", FINE_TUNING),
+    _number(
+        "HL_SAVE_SAMPLES", "--save-samples", "samples between two exports, beside each epoch's", scripts=FINE_TUNING
+    ),
     _number("HL_LOG_INTERVAL", "--log-interval", "steps between two log lines"),
     Variable(
         "HL_PROFILE",

@@ -15,11 +15,11 @@ class FineTuning:
 
     model: str
     """Folder that transformers wrote."""
-    chats: str | None
-    """A JSONL file. None: the chats are already processed, in `folder`."""
+    data: str | None
+    """A JSONL file of what the task trains on. None: it is already processed, in `folder`."""
     chat_template: str | None
     folder: str | None
-    """Folder of the processed chats. None: `data` in the results folder."""
+    """Folder of the processed data. None: `data` in the results folder."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class LaunchPlan:
     rendezvous: str | None = None
     """HOST:PORT of the first node, where each node runs this launcher itself."""
     fine_tuning: FineTuning | None = None
-    """Chats to process before the ranks start, and the folder for them."""
+    """Data to process before the ranks start, and the folder for it."""
 
 
 class RefusedError(ValueError):

@@ -80,9 +80,9 @@ def preflight(request: Request) -> LaunchPlan:
     derived = _flags_of_layout(given, layout.config)
     notes = [*request.notes, *command.notes, *_notes_of_device(given, layout.config, lazy=lazy)]
     flags += derived
-    chats = request.fine_tuning
-    if chats is not None:
-        chats = dataclasses.replace(chats, folder=str(Path(given.data.data_path[0]).parent))
+    data = request.fine_tuning
+    if data is not None:
+        data = dataclasses.replace(data, folder=str(Path(given.data.data_path[0]).parent))
     return LaunchPlan(
         config=layout.config,
         train_flags=tuple(flags),
@@ -99,7 +99,7 @@ def preflight(request: Request) -> LaunchPlan:
         max_restarts=request.max_restarts,
         min_nodes=request.min_nodes or request.nodes,
         rendezvous=request.rendezvous,
-        fine_tuning=chats,
+        fine_tuning=data,
     )
 
 
@@ -207,9 +207,9 @@ def _check_environment(request: Request) -> Iterator[str]:
 
 
 def _check_data(request: Request, layout: Layout) -> Iterator[str]:
-    """Yield the faults of the dataset, unless it is still to be made of chats."""
-    chats, data = request.fine_tuning, layout.config.data
-    if data.data_path != ("DATASET",) and (chats is None or (chats.chats is None and chats.folder is not None)):
+    """Yield the faults of the dataset, unless it is still to be made."""
+    given, data = request.fine_tuning, layout.config.data
+    if data.data_path != ("DATASET",) and (given is None or (given.data is None and given.folder is not None)):
         yield from checks.check_data_files(layout.config)
 
 
@@ -252,7 +252,7 @@ def _check_folders(request: Request, config: Config) -> Iterator[str]:
         )
     path = " ".join(config.data.data_path)
     if request.fine_tuning is not None and Path(path).name != "data":
-        yield f"data_path={path}: tokenized chats are a dataset named data; give FOLDER/data, or leave it out"
+        yield f"data_path={path}: the tokenized data are a dataset named data; give FOLDER/data, or leave it out"
 
 
 def _run_id(request: Request, flags: Sequence[str]) -> str:
