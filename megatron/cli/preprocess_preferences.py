@@ -34,8 +34,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_argument_group("input")
     add_file_flags(
         source,
-        "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a row a line, .tar of such files; "
-        "all also compressed: .gz, .zst, .xz, .bz2",
+        "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a row a line, .tar of such files, "
+        "all also compressed: .gz, .zst, .xz, .bz2; .parquet and .arrow",
+    )
+    source.add_argument(
+        "--split", metavar="NAME", help="read the files of this split of a downloaded dataset, such as train_prefs"
     )
     add_share_flags(source)
     source.add_argument(
@@ -104,6 +107,7 @@ def job_of(arguments: argparse.Namespace) -> PreferenceJob:
         as_chat=arguments.as_chat,
         append_eos=arguments.append_eos,
         bad_rows=arguments.bad_rows,
+        split=arguments.split,
         workers=arguments.workers,
         exclude=tuple(arguments.exclude),
         stdin_filename=arguments.stdin_filename,
@@ -117,14 +121,11 @@ def show_pairs(job: PreferenceJob, count: int) -> None:
     """Print the first pairs of the input, without bad rows. Raises DataError."""
     from dataclasses import replace
 
-    from megatron.data.document_blocks import ReadingRules
-    from megatron.data.preference.preprocessing import encode_pairs, prepare_preferences
+    from megatron.data.preference.preprocessing import encode_pairs, find_pairs, prepare_preferences
     from megatron.data.source_reader import read_blocks
-    from megatron.data.sources import find_sources
 
     setup, number = prepare_preferences(job), 0
-    rules = ReadingRules(block_bytes=1 << 16, max_documents=job.max_documents, names=job.names)
-    for block in read_blocks(find_sources(job.inputs, job.names).sources, rules):
+    for block in read_blocks(find_pairs(job).sources, job.reading(1 << 16)):
         for pair in encode_pairs(setup.encoder, replace(job, bad_rows="skip"), [block]).pairs():
             if number == count:
                 return

@@ -31,7 +31,8 @@ from megatron.data.manifest import LOG_NAME, BlockCounts, ManifestLog, manifest_
 from megatron.data.preference.encoder import Pair, PairCounts, PreferenceEncoder, Templates
 from megatron.data.preference.formats import EXAMPLE, ROW_KEYS, Preference, parse_preference
 from megatron.data.source_reader import read_batches
-from megatron.data.sources import STDIN_FILENAME, InputListing, InputRules, find_sources
+from megatron.data.sources import ROW_KINDS, STDIN_FILENAME, InputListing, InputRules, find_sources
+from megatron.data.splits import of_split
 
 BLOCK_BYTES = 1 << 20
 SEQUENCES = 3
@@ -44,7 +45,7 @@ class PreferenceJob:
     """Everything that decides the output."""
 
     inputs: tuple[str, ...]
-    """Files, folders, globs or URLs of JSONL, also compressed or in tar files, or "-" for standard input."""
+    """Files, folders, globs or URLs of JSONL, also compressed or in tar files, or of tables; "-": standard input."""
     output_prefix: str
     tokenizer: str
     """tokenizer.json, or its folder."""
@@ -57,6 +58,8 @@ class PreferenceJob:
     bad_rows: BadRows = "error"
     workers: int = 1
     """Largest number of processes."""
+    split: str | None = None
+    """Read the files of this split of a downloaded dataset."""
     exclude: tuple[str, ...] = ()
     """Patterns of files that are passed over."""
     stdin_filename: str = STDIN_FILENAME
@@ -69,7 +72,18 @@ class PreferenceJob:
 
     @property
     def names(self) -> InputRules:
-        return InputRules(exclude=self.exclude, stdin_filename=self.stdin_filename, kinds=("jsonl", "tar"))
+        return InputRules(exclude=self.exclude, stdin_filename=self.stdin_filename, kinds=ROW_KINDS)
+
+    def reading(self, block_bytes: int = BLOCK_BYTES) -> ReadingRules:
+        return ReadingRules(
+            keys=ROW_KEYS,
+            as_rows=True,
+            remedy="shorten the row, or leave the line out",
+            block_bytes=block_bytes,
+            max_documents=self.max_documents,
+            goes_on=self.bad_rows == "skip",
+            names=self.names,
+        )
 
 
 @dataclass(frozen=True)
@@ -195,6 +209,11 @@ class PreferenceTotals:
     """Percentile -> tokens: of a prompt, and of a prompt with its longer answer."""
 
 
+def find_pairs(job: PreferenceJob) -> InputListing:
+    """Return the files of a job. Raises DataError."""
+    return of_split(find_sources(job.inputs, job.names), job.split, job.inputs)
+
+
 def preprocess_preferences(job: PreferenceJob, progress: Callable[[int], None] | None = None) -> PreferenceTotals:
     """Run a job. `progress` is called with numbers of input bytes as they are done.
 
@@ -202,7 +221,7 @@ def preprocess_preferences(job: PreferenceJob, progress: Callable[[int], None] |
     or OSError, and then leaves no dataset.
     """
     check_absent([job.output_prefix], job.overwrite)
-    whole = find_sources(job.inputs, job.names)
+    whole = find_pairs(job)
     listing = shard_of(whole, job.shard) if job.shard else whole
     setup = prepare_preferences(job)
     Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +251,13 @@ def preprocess_preferences(job: PreferenceJob, progress: Callable[[int], None] |
         if not len(found):
             raise DataError(_empty_output(job, counts))
         log.finish()
-        listed = {**options, "bad_rows": job.bad_rows, "exclude": list(job.exclude), "max_documents": job.max_documents}
+        listed = {
+            **options,
+            "bad_rows": job.bad_rows,
+            "split": job.split,
+            "exclude": list(job.exclude),
+            "max_documents": job.max_documents,
+        }
         tokenizer = setup.tokenizer.identity
         builder.seal(manifest_writer(listing, log, tokenizer, listed, job.shard, whole.digest))
         log.close()
@@ -265,14 +290,7 @@ def _empty_output(job: PreferenceJob, counts: PairCounts) -> str:
 
 
 def _encoded(job: PreferenceJob, setup: PreferenceSetup, listing: InputListing) -> Generator[tuple[int, EncodedPairs]]:
-    rules = ReadingRules(
-        remedy="shorten the row, or leave the line out",
-        block_bytes=BLOCK_BYTES,
-        max_documents=job.max_documents,
-        goes_on=job.bad_rows == "skip",
-        names=job.names,
-    )
-    batches = read_batches(listing.sources, rules)
+    batches = read_batches(listing.sources, job.reading())
     total_bytes = sys.maxsize if listing.num_bytes is None else listing.num_bytes
     setup.tokenizer.expected_bytes = total_bytes
     return encode_blocks(

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megatron.cli.preprocess_preferences import main
@@ -46,6 +48,7 @@ ULTRA = {
     "score_chosen": 8.5,
     "score_rejected": 7.0,
 }
+SAME_PROMPT = {key: ULTRA[key] for key in ("prompt", "messages")}
 KTO = {"prompt": [user("Why?")], "completion": [answer("So.")], "label": True, "chosen": None}
 CHAT_OF_WHY = ([user("Why?")], [answer("So.")], [answer("No.")])
 
@@ -112,3 +115,22 @@ def test_formats_and_scores_are_counted(tmp_path: Path, test_data: Path, capsys:
     assert f"format: prompt, chosen, rejected (texts) 2, first {tmp_path}/in.jsonl:2" in said
     assert "pairs whose answers have the same score 1" in said
     assert "pairs whose rejected answer has the higher score 1" in said
+
+
+def test_tables_give_what_lines_give(tmp_path: Path, test_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a downloaded folder with two splits, one is read. A column that a row lacks holds null there."""
+    rows = [ULTRA, {**SAME_PROMPT, "chosen": ULTRA["rejected"], "rejected": ULTRA["chosen"]}]
+    (tmp_path / "data").mkdir()
+    tables = {"train_prefs": rows, "test_prefs": rows[:1]}
+    for split, found in tables.items():
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(found), tmp_path / "data" / f"{split}-00000.parquet")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = str(test_data / "chat_templates" / "axolotl_apache2" / "chatml.jinja")
+    flags = ["--tokenizer-model", str(test_data / "tokenizers" / "bloom_format_trained"), "--chat-template", template]
+    for source, name in ((["in.jsonl"], "lines"), (["data", "--split", "train_prefs"], "table")):
+        given = ["--input", str(tmp_path / source[0]), *source[1:], "--output-prefix", str(tmp_path / name)]
+        assert main([*flags, *given, "--workers", "1"]) == 0
+    assert (tmp_path / "table.bin").read_bytes() == (tmp_path / "lines.bin").read_bytes()
+    capsys.readouterr()
+    assert main([*flags, "--input", str(tmp_path / "data"), "--output-prefix", str(tmp_path / "both")]) == 1
+    assert "choose one with --split" in capsys.readouterr().err
