@@ -443,7 +443,7 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
         ({"HL_CKP_ACT": "3"}, "HL_CKP_ACT='3' must be 0, 1 or 2 (3 belongs to Mixtral"),
         ({"HL_PROFILE": "hltv"}, "HL_PROFILE='hltv' needs Habana's trace viewer"),
         ({"HL_PROFILE_STEPS": "3"}, "HL_PROFILE_STEPS='3' must be two iterations"),
-        ({"HL_OPTIMIZER": "lamb"}, "must be adamw, adam, sgd or fusedadamw"),
+        ({"HL_OPTIMIZER": "lamb"}, "must be adamw, adam, sgd, fusedadamw or paged_adamw_32bit"),
         ({"HL_DEVICE": "gpu"}, "HL_DEVICE='gpu' must be hpu, cuda or cpu"),
         ({"HL_DEVICE": "cuda", "HL_USE_HPU": "1"}, "HL_USE_HPU=1 contradicts HL_DEVICE=cuda"),
         ({"HL_DEVICE": "hpu", "HL_USE_HPU": "0"}, "HL_USE_HPU=0 contradicts HL_DEVICE=hpu"),
