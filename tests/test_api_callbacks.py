@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -17,6 +19,7 @@ from megatron.training import callbacks
 from megatron.training.callbacks import CallbackThread, load_callback
 from tests import runs
 from tests.finetuning_files import REQUIRED, write_chats, write_model
+from tests.ranks import RankPools
 from tests.test_api_runs import end, start
 
 HOOKS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
@@ -156,3 +159,31 @@ def test_wrong_callbacks_are_named(tmp_path: Path) -> None:
     for name in ("no_such_module:X", f"{tmp_path}/none.py:X", "json:dumps", "Slow", "collections:Counter"):
         with pytest.raises(ConfigError, match=f"callbacks={name} "):
             load_callback(name)
+
+
+class FailsOnRankOne(TrainerCallback):
+    """Raises in the hook that the variable names."""
+
+    def _fail(self, context: TrainingContext) -> None:
+        if os.environ["RANK"] == "1" and context.hook_name == os.environ["FAILS_AT"]:
+            raise ValueError("no such file")
+
+    on_log = on_train_end = _fail
+
+
+def train_with_failing_callback(hook: str, flags: str) -> str:
+    with patch.dict(os.environ, FAILS_AT=hook):
+        return runs.train(f"--train-iters 4 --callbacks {__name__}:FailsOnRankOne {flags}")
+
+
+@pytest.mark.parametrize(("hook", "step"), [("on_log", 1), ("on_train_end", 4)])
+def test_a_hook_that_raises_on_one_rank_ends_the_run_on_all_with_its_name(
+    ranks: RankPools, tmp_path: Path, hook: str, step: int
+) -> None:
+    data = runs.write_dataset(tmp_path / "text")
+    flags = f"--data-path {data} --save {tmp_path / 'save'} --results-dir {tmp_path / 'out'}"
+    found = ranks(2)(train_with_failing_callback, hook, flags)
+    expected = f"TrainingAborted: rank 1: FailsOnRankOne._fail failed at step {step}: ValueError: no such file"
+    assert found == [expected] * 2
+    assert (tmp_path / "save" / "latest").exists()
+    assert ranks(2)(train_with_failing_callback, hook, f"{flags} --callback-errors log") == ["", ""]

@@ -97,6 +97,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (config.lora.lora_rank, "lora_rank", "give one", ADAPTERS),
         (config.lora.loraplus_lr_ratio != 1, "loraplus_lr_ratio", "give one", ("loraplus_lr_embedding",)),
         (logging.wandb_project, "wandb_project", "give one", WANDB),
+        (logging.callbacks, "callbacks", "name one", ("callback_errors",)),
     ]
     for present, needed, remedy, names in needs:
         if not present:

@@ -125,5 +125,8 @@ class LoggingConfig:
     callbacks: tuple[str, ...] = ()
     """package.module:CLASS or FILE.py:CLASS ...: subclasses of megatron.training.callbacks.TrainerCallback, whose hooks
     are called at each step, evaluation, export and epoch."""
+    callback_errors: Literal["abort", "log"] = "abort"
+    """callbacks: a hook that raises ends the run on all ranks after the step, once it is saved (`abort`), or is only
+    logged (`log`)."""
     log_straggler: bool = False
     """Measure the time that each rank spends on its own work, and log the spread and the slowest rank."""

@@ -15,7 +15,7 @@ from megatron.config.dependents import RECOMPUTED, idle_options, idle_without
 from megatron.config.devices import KNOWN_DEVICES, known_device, parse_memory_gib
 from megatron.config.options import Config, ConfigError, batch_sizes, samples_after, sections
 from megatron.config.pipeline_rules import check_partition
-from megatron.config.plugins import known_plugins, load_plugin, load_task
+from megatron.config.plugins import import_attribute, known_plugins, load_plugin, load_task
 from megatron.config.schedule_rules import check_schedule
 
 DOCUMENT_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -397,6 +397,11 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
     ranks = " ".join(map(str, logging.profile_ranks))
     if not logging.profile_ranks or max(logging.profile_ranks) >= world_size:
         yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
+    for name in logging.callbacks:
+        try:
+            import_attribute("callbacks", name)
+        except ConfigError as error:
+            yield from error.faults
 
 
 def _check_straggler(config: Config) -> Iterator[str]:

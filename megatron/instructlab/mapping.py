@@ -185,7 +185,7 @@ def build_config(args: TrainingArgs, setting: Setting) -> Config:
         "sft": {"packing": "step", "max_batch_len": args.max_batch_len},
         "lora": _lora(args),
         "checkpoint": _checkpoint(args, setting),
-        "logging": _logging(args) | {"callbacks": setting.callbacks},
+        "logging": _logging(args) | _callbacks(setting),
     }
     for name, value in args.engine_options.items():
         if name not in options():
@@ -324,6 +324,10 @@ def _logging(args: TrainingArgs) -> dict[str, Any]:
         section |= {"wandb_project": args.wandb_project, "wandb_entity": args.wandb_entity}
         section["wandb_exp_name"] = _named(args.wandb_run_name)
     return section
+
+
+def _callbacks(setting: Setting) -> dict[str, Any]:
+    return {"callbacks": setting.callbacks, "callback_errors": "log"} if setting.callbacks else {}
 
 
 def _named(template: str | None) -> str | None:

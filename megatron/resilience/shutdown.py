@@ -1,4 +1,4 @@
-"""End of a run before its last sample: a kill switch, a signal, a limit of time or of iterations.
+"""End of a run before its last sample: a kill switch, a signal, a limit of time or of iterations, a callback's error.
 
 All ranks decide together. A reduction that each step needs anyway says if a rank sees a reason. If one does, each rank
 contributes its own, the largest counts, and all stop after the same step. (If each acted alone, a lag of a shared file
@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 # Reasons by priority: of several, the largest is reported. A signal is its number on top of SIGNAL.
 GO_ON = 0
 TIME_OVER = 1
+ERROR = 2
 SIGNAL = 100
 KILL_SWITCH = 200  # above all others: it also prevents the next start from training, so it must be reported
 
@@ -189,6 +191,10 @@ class Shutdown:
     ) -> None:
         self.reason: str | None = None
         """Reason of the stop, once it is decided; the same on every rank."""
+        self.is_error = False
+        """The reason is an error, once it is decided; the same on every rank."""
+        self.find_error: Callable[[], str | None] = lambda: None
+        """Returns an error on this rank that is to end the run after the step."""
         self._ctx = ctx
         self._exit_interval = training.exit_interval
         self._kill_switch: KillSwitch | None = None
@@ -247,7 +253,11 @@ class Shutdown:
             return True
         if progress is not None:
             where += f", consumed_samples={progress.consumed_samples}"
-        if code == TIME_OVER:
+        if code == ERROR:
+            self.is_error = True
+            rank = size - 1 - place
+            self.reason = f"rank {rank}: {self._ctx.gather_objects(self.find_error())[rank]}"
+        elif code == TIME_OVER:
             self.reason = f"Reached exit_duration_in_mins={self._limit_mins:g}, {where}. Exiting"
         else:
             self.reason = f"Received {signal.Signals(code - SIGNAL).name} on rank {size - 1 - place}, {where}. Exiting"
@@ -268,6 +278,8 @@ class Shutdown:
             return KILL_SWITCH
         if self._signals is not None and self._signals.first:
             return SIGNAL + self._signals.first
+        if self.find_error() is not None:
+            return ERROR
         # by one clock: the other processes began at other times
         is_timed = self._ctx.rank == 0 and self._limit_mins is not None
         if is_timed and time.monotonic() - self._began_s >= self._limit_s:

@@ -7,7 +7,7 @@
 
 `--callbacks package.module:Losses` or `--callbacks file.py:Losses` names the class, of which each rank makes an object
 without arguments. Hooks run in a thread of their own, in order, and may be `async`. They see a copy of the context, and
-cannot change the training: an error of theirs is logged.
+cannot change the training. An error of theirs is logged, and ends the run on all ranks unless `callback_errors=log`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.options import Config, ConfigError
 from megatron.config.plugins import import_attribute
+from megatron.resilience.errors import raise_on_all_ranks
 
 if TYPE_CHECKING:
     from megatron.planning.progress import Progress
@@ -121,6 +122,8 @@ class CallbackThread:
 
     def __init__(self, callbacks: Sequence[TrainerCallback]):
         self._callbacks = callbacks
+        self.error: str | None = None
+        """The first error of a hook, with its name and step."""
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="callbacks", daemon=True)
@@ -148,8 +151,12 @@ class CallbackThread:
     def _begin(self, hook: Callable[[TrainingContext], Any], context: TrainingContext) -> None:
         try:
             result = hook(context)
-        except (Exception, SystemExit, KeyboardInterrupt):  # the last two would end the thread of all callbacks
-            log.exception("%s failed at step %d; the training goes on", hook.__qualname__, context.step)
+        except (
+            Exception,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # the last two would end the thread of all callbacks
+            self._note(error, hook.__qualname__, context.step)
             return
         if inspect.iscoroutine(result):
             task = self._loop.create_task(self._awaited(result, hook.__qualname__, context.step))
@@ -159,8 +166,12 @@ class CallbackThread:
     async def _awaited(self, result: Any, name: str, step: int) -> None:
         try:
             await result
-        except (Exception, SystemExit, KeyboardInterrupt):
-            log.exception("%s failed at step %d; the training goes on", name, step)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            self._note(error, name, step)
+
+    def _note(self, error: BaseException, name: str, step: int) -> None:
+        log.exception("%s failed at step %d", name, step)
+        self.error = self.error or f"{name} failed at step {step}: {type(error).__name__}: {error}"
 
     async def _settle(self) -> None:
         while self._tasks:
@@ -173,9 +184,10 @@ class Events:
     def __init__(
         self, config: Config, engine: Engine, progress: Progress, schedule: Schedule, tokens: Callable[[int], int]
     ):
-        """`tokens` returns the tokens in the first samples of the run. Raises ConfigError."""
+        """`tokens` returns the tokens in the first samples of the run. Collective. Raises ConfigError."""
         self._progress, self._schedule, self._tokens = progress, schedule, tokens
-        callbacks = [load_callback(name) for name in config.logging.callbacks]
+        callbacks = raise_on_all_ranks(engine.ctx, lambda: [load_callback(name) for name in config.logging.callbacks])
+        self._aborts = config.logging.callback_errors == "abort"
         self._thread = CallbackThread(callbacks) if callbacks else None
         self._epoch: int | None = None
         self._step_began_s = 0.0
@@ -194,6 +206,10 @@ class Events:
         self._exported_at: int | None = None
         if self._thread is not None:
             engine.watch(self._within_step)
+
+    def error(self) -> str | None:
+        """Return the error of a hook on this rank that is to end the run."""
+        return self._thread.error if self._thread is not None and self._aborts else None
 
     def begin(self) -> None:
         """Call on_train_begin."""

@@ -22,6 +22,7 @@ from megatron.observability.straggler import Straggler
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
 from megatron.planning.schedule import Schedule
+from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.task import Microbatch, Task
@@ -125,6 +126,7 @@ class Loop:
         )
         tokens = partial(self.task.consumed_tokens, self.datasets[0])
         self._events = Events(config, self.engine, self.progress, self.schedule, tokens)
+        self.shutdown.find_error = self._events.error
         self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
 
     def _read(self, key: Any) -> Microbatch:
@@ -132,7 +134,10 @@ class Loop:
         return pinned(self.task.read(self.datasets[0], key), self.engine.ctx.device)
 
     def train(self) -> None:
-        """Train to the end of the configured samples, or until `shutdown` has a reason."""
+        """Train to the end of the configured samples, or until `shutdown` has a reason.
+
+        Raises TrainingAborted if that is an error.
+        """
         config, progress, shutdown = self.engine.config, self.progress, self.shutdown
         if self.checkpoints is not None:
             self.checkpoints.reserve(self.engine)
@@ -310,7 +315,7 @@ class Loop:
     def _end(self) -> None:
         """Log the reason, save and export what is not yet, and evaluate a run that is complete."""
         progress = self.progress
-        if self.shutdown.reason is not None:
+        if self.shutdown.reason is not None and not self.shutdown.is_error:
             self.log.message(self.shutdown.reason)
         if self._is_complete():
             self.log.message(
@@ -328,5 +333,9 @@ class Loop:
                 self._validate()
             self._evaluator.run("test")
         self._events.end()
+        if self.engine.config.logging.callbacks:  # the last hooks may have failed
+            self.shutdown.decide(progress)
         if self.checkpoints is not None:
             self.checkpoints.finish_exports()
+        if self.shutdown.is_error:
+            raise TrainingAborted(self.shutdown.reason)
