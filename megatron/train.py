@@ -281,6 +281,7 @@ def open_log(
             total_iterations=total_iterations,
             tokens=partial(task.consumed_tokens, dataset),
             resumed_iteration=progress.iteration,
+            loss_unit=task.loss_unit,
         ),
     )
 

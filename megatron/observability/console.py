@@ -17,7 +17,7 @@ from megatron.config.options import LoggingConfig
 from megatron.observability import lines
 from megatron.observability.append_file import AppendFile, WriteErrors
 from megatron.observability.rank_stats import RankStats
-from megatron.observability.step_metrics import Speed, StepMetrics
+from megatron.observability.step_metrics import Speed, StepMetrics, Validation
 
 LOG_FILE = "train.log"
 HEADER_EVERY = 20
@@ -74,19 +74,11 @@ class Console:
         self._rows += 1
         return row
 
-    def validation(
-        self,
-        name: str,
-        iteration: int,
-        lm_loss: float,
-        perplexity: float,
-        num_tokens: int,
-        metrics: Mapping[str, float],
-    ) -> None:
+    def validation(self, name: str, iteration: int, found: Validation) -> None:
         """Print a validation. `name`: validation or test."""
         self._write(
-            lines.validation_line(name, iteration, lm_loss, perplexity, num_tokens, metrics),
-            lambda: self._wrapped(lines.validation_row(lm_loss, perplexity, num_tokens, metrics), name),
+            lines.validation_line(name, iteration, found),
+            lambda: self._wrapped(lines.validation_row(found), name),
         )
 
     def memory(self, event: str, iteration: int, values: Mapping[str, RankStats], *, was_printed: bool) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.accelerator import HOST_AVAILABLE, MAX_ALLOCATED, TOTAL
 from megatron.observability.rank_stats import RankStats
-from megatron.observability.step_metrics import Speed, StepMetrics
+from megatron.observability.step_metrics import Speed, StepMetrics, Validation
 
 TIMER_SUFFIX = "-time"
 """End of a timer's name in rows and tags, as in Megatron's."""
@@ -50,14 +50,13 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
     return " | ".join(parts) + " |"
 
 
-def validation_line(
-    name: str, iteration: int, lm_loss: float, perplexity: float, num_tokens: int, metrics: Mapping[str, float]
-) -> str:
+def validation_line(name: str, iteration: int, found: Validation) -> str:
     """Return Megatron's line of a validation. `name`: validation or test."""
-    named = "".join(f" {metric}: {value:.6E} |" for metric, value in metrics.items())
+    perplexity = "" if found.perplexity is None else f" lm loss PPL: {found.perplexity:.6E} |"
+    named = "".join(f" {metric}: {value:.6E} |" for metric, value in found.metrics.items())
     return (
-        f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-        f" tokens: {num_tokens} |{named}"
+        f" {name} loss at iteration {iteration} | lm loss value: {found.lm_loss:.6E} |{perplexity}"
+        f" {found.unit}: {found.count} |{named}"
     )
 
 
@@ -121,8 +120,9 @@ def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: 
     if step.straggler is not None:
         slowest = f"rank {step.straggler.slowest_rank} {step.straggler.slowest_ratio:.2f}x"
         columns.append(Column("slowest", slowest, 14, 3))
+    # of equal ranks the last first
     while sum(column.width for column in columns) + len(GAP) * (len(columns) - 1) > width:
-        last = max(columns, key=lambda column: column.rank)
+        last = max(reversed(columns), key=lambda column: column.rank)
         if last.rank == 0:
             break
         columns.remove(last)
@@ -134,10 +134,11 @@ def label_width(total_iterations: int) -> int:
     return max(2 * len(str(total_iterations)) + 1, len("validation"))
 
 
-def validation_row(lm_loss: float, perplexity: float, num_tokens: int, metrics: Mapping[str, float]) -> str:
+def validation_row(found: Validation) -> str:
     """Return the text of a validation behind its label; the loss is below those of the steps."""
-    named = "".join(f", {metric} {value:.4g}" for metric, value in metrics.items())
-    return f"{lm_loss:7.4f}{GAP}perplexity {perplexity:.4g}{named}, {num_tokens:,} tokens"
+    parts = [] if found.perplexity is None else [f"perplexity {found.perplexity:.4g}"]
+    parts += [f"{metric} {value:.4g}" for metric, value in found.metrics.items()]
+    return f"{found.lm_loss:7.4f}{GAP}{', '.join([*parts, f'{found.count:,} {found.unit}'])}"
 
 
 def memory_row(event: str, values: Mapping[str, RankStats]) -> str:

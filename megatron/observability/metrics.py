@@ -19,7 +19,7 @@ from megatron.observability.console import Console
 from megatron.observability.metrics_file import METRICS_FILE, MetricsFile
 from megatron.observability.rank_stats import RankStats
 from megatron.observability.run_totals import RunTotals
-from megatron.observability.step_metrics import Speed, StepMetrics, step_row, step_scalars
+from megatron.observability.step_metrics import Speed, StepMetrics, Validation, step_row, step_scalars
 from megatron.observability.tensorboard_log import TensorBoardLog
 from megatron.observability.wandb_log import WandbLog
 from megatron.planning.flops import flops_per_token
@@ -31,7 +31,8 @@ MAX_LOG_PERPLEXITY = 20.0
 class MetricsLog:
     """Writes the records of a run. A context manager; `close` flushes.
 
-    `tokens` returns the number of tokens in the first so many samples; None: seq_length each. `device_peak_tflops` is
+    `tokens` returns the number of tokens in the first so many samples; None: seq_length each. `loss_unit` is what a
+    validation's loss is divided by. `device_peak_tflops` is
     overridden by `peak_tflops` of the config. Rows of iterations after `resumed_iteration` that an earlier attempt left
     in metrics.jsonl are moved out, so that the file holds each iteration once.
     """
@@ -46,9 +47,11 @@ class MetricsLog:
         total_iterations: int,
         tokens: Callable[[int], int] | None = None,
         resumed_iteration: int = 0,
+        loss_unit: str = "tokens",
     ):
         self._writes = writes
         self._world_size = world_size
+        self._loss_unit = loss_unit
         self._peak_tflops = config.logging.peak_tflops or device_peak_tflops
         seq_length = config.training.seq_length
         self.tokens_of = tokens or (lambda samples: samples * seq_length)
@@ -115,29 +118,34 @@ class MetricsLog:
         iteration: int,
         consumed_samples: int,
         lm_loss: float,
-        num_tokens: int,
+        count: int,
         split: Literal["valid", "test"] = "valid",
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Log the loss over `num_tokens` held-out tokens, its perplexity exp(min(20, loss)), and the task's metrics."""
+        """Log the loss over `count` held-out tokens, its perplexity exp(min(20, loss)), and the task's metrics.
+
+        Of another unit than tokens there is no perplexity.
+        """
         if not self._writes:
             return
-        perplexity, metrics = math.exp(min(lm_loss, MAX_LOG_PERPLEXITY)), metrics or {}  # in this order NaN stays NaN
-        row = {
+        # in this order NaN stays NaN
+        perplexity = math.exp(min(lm_loss, MAX_LOG_PERPLEXITY)) if self._loss_unit == "tokens" else None
+        found = Validation(lm_loss, perplexity, count, self._loss_unit, metrics or {})
+        row: dict[str, Any] = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
             "consumed_tokens": self.tokens_of(consumed_samples),
             "lm_loss": lm_loss,
-            "perplexity": perplexity,
-            "num_tokens": num_tokens,
+            **({} if perplexity is None else {"perplexity": perplexity}),
+            f"num_{found.unit}": count,
         }
         self._write_row(split, {**row, "metrics": metrics} if metrics else row)
         name = "validation" if split == "valid" else "test"
         tag = f"lm-loss-validation/lm loss {name}"
-        scalars = {tag: lm_loss, f"{tag} ppl": perplexity}
-        scalars |= {f"metrics-validation/{metric} {name}": value for metric, value in metrics.items()}
+        scalars = {tag: lm_loss, **({} if perplexity is None else {f"{tag} ppl": perplexity})}
+        scalars |= {f"metrics-validation/{metric} {name}": value for metric, value in found.metrics.items()}
         self._write_scalars(scalars, iteration, consumed_samples)
-        self._console.validation(name, iteration, lm_loss, perplexity, num_tokens, metrics)
+        self._console.validation(name, iteration, found)
 
     def log_memory(
         self, event: str, iteration: int, values: Mapping[str, RankStats], *, was_printed: bool = False

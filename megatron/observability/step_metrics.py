@@ -53,6 +53,19 @@ class Speed:
     mfu: float | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """Loss and metrics over held-out data."""
+
+    lm_loss: float
+    perplexity: float | None
+    """None where the loss is no mean over tokens."""
+    count: int
+    unit: str
+    """What `count` is the number of: tokens, or what else the task divides its loss by."""
+    metrics: Mapping[str, float]
+
+
 def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     """Return the row of metrics.jsonl."""
     row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}

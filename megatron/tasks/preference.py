@@ -39,12 +39,13 @@ class PreferenceTask(PackedTask):
 
     sections: ClassVar[tuple[str, ...]] = ("preference", "sft")
     sample_name = "pair"
+    loss_unit = "pairs"
     preprocessor = "preprocess_preferences"
     metrics = (
-        "rewards/chosen",
-        "rewards/rejected",
         "rewards/accuracies",
         "rewards/margins",
+        "rewards/chosen",
+        "rewards/rejected",
         "logps/chosen",
         "logps/rejected",
     )
@@ -200,9 +201,9 @@ class PreferenceTask(PackedTask):
         rewards_P2 = (self.config.preference.beta * scores.ratios_P2).detach()
         logps_P2, margins = scores.logps_P2.detach(), rewards_P2[:, 0] - rewards_P2[:, 1]
         values = (
-            *rewards_P2.unbind(1),
             (margins > 0).float(),
             margins,
+            *rewards_P2.unbind(1),
             *logps_P2.unbind(1),
         )
         return {name: Metric(value.sum(), float(len(value))) for name, value in zip(self.metrics, values, strict=True)}

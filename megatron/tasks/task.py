@@ -86,6 +86,8 @@ class Task(ABC):
     """Sections of the config that this task reads and no other task does."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that `loss` returns beside the loss."""
+    loss_unit: ClassVar[str] = "tokens"
+    """What the normaliser counts. Of any other unit than tokens, a validation has no perplexity."""
     counts_epochs: ClassVar[bool] = False
     """The training data is read in epochs, whose length `samples_per_epoch` returns; else it is a stream."""
     reads_data_path: ClassVar[bool] = True

@@ -69,7 +69,7 @@ class TrainingContext:
     """total_samples, total_length (tokens) and num_loss_counted_tokens of the global batch; the microbatches of a rank
     as grad_accum_steps and num_minibatches."""
     val_metrics: dict[str, Any] = field(default_factory=dict)
-    """`val_loss`, `val_num_tokens` and the task's metrics, at on_evaluate and after."""
+    """`val_loss`, `val_num_tokens` (of pairs: `val_num_pairs`) and the task's metrics, at on_evaluate and after."""
     checkpoint_path: str | None = None
     """Folder of the export, at on_save alone."""
     output_dir: str = ""
@@ -251,9 +251,9 @@ class Events:
             self._fire("on_optimizer_step")
         self._fire("on_log")
 
-    def evaluated(self, loss: float, num_tokens: int, metrics: dict[str, float]) -> None:
+    def evaluated(self, loss: float, count: int, metrics: dict[str, float], unit: str) -> None:
         """Call on_evaluate."""
-        self._context.val_metrics = {"val_loss": loss, "val_num_tokens": num_tokens, **metrics}
+        self._context.val_metrics = {"val_loss": loss, f"val_num_{unit}": count, **metrics}
         self._fire("on_evaluate")
 
     def exported(self) -> None:

@@ -28,7 +28,7 @@ class Evaluator:
     watchdog: Watchdog
 
     def run(self, split: Literal["valid", "test"]) -> tuple[float, int, dict[str, float]] | None:
-        """Log and return loss, its tokens, and metrics over the first eval_iters global batches: the same each time.
+        """Log and return loss, normaliser and metrics over the first eval_iters global batches: the same each time.
 
         None, and nothing is logged, once a shutdown is requested, which is queried before each batch: an evaluation may
         take longer than the time that a signal leaves.

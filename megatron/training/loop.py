@@ -181,7 +181,7 @@ class Loop:
 
     def _validate(self) -> None:
         if evaluated := self._evaluator.run("valid"):
-            self._events.evaluated(*evaluated)
+            self._events.evaluated(*evaluated, self.task.loss_unit)
 
     def _is_complete(self) -> bool:
         return self.schedule.is_complete(self.progress.consumed_samples)

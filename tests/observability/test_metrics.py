@@ -21,7 +21,7 @@ from megatron.config.options import Config, LoggingConfig, TrainingConfig
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_stats import RankStats
 from megatron.observability.rank_times import RankTimes, straggler_stats
-from megatron.observability.step_metrics import StepMetrics
+from megatron.observability.step_metrics import Speed, StepMetrics
 from megatron.planning.flops import flops_per_token
 
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
@@ -131,6 +131,27 @@ def test_validation_line_and_row_have_the_perplexity(tmp_path: Path, capsys: pyt
     )
     assert first == expected
     assert second.startswith(" test loss at iteration 100 |")
+
+
+def test_a_loss_over_pairs_has_no_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_log(config_for(tmp_path), loss_unit="pairs") as log:
+        log.log_validation(50, 800, 0.5, 24, metrics={"rewards/accuracies": 0.75})
+    (valid,) = rows(tmp_path)
+    assert (valid["num_pairs"], valid["lm_loss"], valid["metrics"]) == (24, 0.5, {"rewards/accuracies": 0.75})
+    assert not {"perplexity", "num_tokens"} & valid.keys()
+    expected = "| lm loss value: 5.000000E-01 | pairs: 24 | rewards/accuracies: 7.500000E-01 |\n"
+    assert capsys.readouterr().out == " validation loss at iteration 50 " + expected
+
+
+def test_the_first_metrics_of_a_task_stay_in_a_narrow_terminal() -> None:
+    from megatron.observability.lines import step_columns
+    from megatron.tasks.preference import PreferenceTask
+
+    step = dataclasses.replace(STEP, metrics=dict.fromkeys(PreferenceTask.metrics, -0.0123))
+    speed = Speed(1.0, 1.0, 1.0, 1.0, None)
+    names = [column.name for column in step_columns(step, speed, 1000, 100)]
+    assert names[2:5] == ["rewards/accuracies", "rewards/margins", "rewards/chosen"]
+    assert "rewards/rejected" not in names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -328,6 +349,14 @@ def test_tensorboard_has_megatrons_tags_and_the_same_values(tmp_path: Path) -> N
         log.log_step(at(20, lm_loss=5.0, grad_norm=None))
         log.log_validation(20, 320, 4.5, 128)
         log.log_validation(20, 320, 4.75, 128, split="test")
+    with open_log(config_for(tmp_path / "pairs"), loss_unit="pairs") as log:
+        log.log_validation(20, 320, 0.5, 24, metrics={"rewards/margins": 0.75})
+    of_pairs = EventAccumulator(str(tmp_path / "pairs" / "tensorboard"))
+    of_pairs.Reload()
+    assert {tag.removesuffix(" vs samples") for tag in of_pairs.Tags()["scalars"]} == {
+        "lm-loss-validation/lm loss validation",
+        "metrics-validation/rewards/margins validation",
+    }
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
 

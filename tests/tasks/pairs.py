@@ -116,7 +116,7 @@ def dense(arguments: str, steps: int) -> list[dict[str, float]]:
         with torch.no_grad():
             for parameter, gradient in zip(trained, gradients, strict=True):
                 parameter.sub_(gradient, alpha=engine.config.optimizer.lr)
-        values = (*rewards.unbind(1), (margins > 0).double(), margins, *logps.unbind(1))
+        values = ((margins > 0).double(), margins, *rewards.unbind(1), *logps.unbind(1))
         means = (float(value.detach().mean()) for value in values)
         found.append({"loss": float(loss.detach()), **dict(zip(task.metrics, means, strict=True))})
     return found
