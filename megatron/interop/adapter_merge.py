@@ -19,15 +19,13 @@ from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_files import StoredTensor, open_weights, some
 from megatron.interop.merge_verification import verify_merge
 from megatron.interop.merged_files import PIECE_BYTES, copy_changed, cuts
-from megatron.interop.peft import CONFIG, PeftAdapter, PeftFactors, open_adapter
+from megatron.interop.peft import CONFIG, INPUTS, OUTPUTS, PeftAdapter, PeftFactors, open_adapter
 
 PREFIXES = ("transformer.", "model.")
 """Modules that hold the model without its output projection; published files may leave them out of the names."""
 CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 CONV1D_MODULES = ("c_attn", "q_attn", "c_proj", "c_fc")
 """transformers' Conv1D: its weights are (in_features, out_features)."""
-INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tokens_embed")
-OUTPUTS = ("lm_head", "embed_out")
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".safetensors")
 
 
@@ -113,31 +111,12 @@ class Merge:
 
     def _refuse_missing(self, adapter: PeftAdapter, names: dict[str, str]) -> None:
         """Compare the tensors of the adapter with what its config says that it has."""
-        modules = {
+        matrices = {
             name.removesuffix(".weight")
             for name, stored in names.items()
             if name.endswith(".weight") and len(self.tensors[stored].shape) == 2
         }
-        missing = {module for module in modules if adapter.is_target(module)} if adapter.all_layers else set()
-        missing -= set(adapter.low_rank)
-        missing |= {name for name in names if adapter.is_saved(name.rpartition(".")[0])} - set(adapter.whole)
-        if missing:
-            raise CheckpointError(
-                f"{adapter.path} lacks {some(sorted(missing))}, which its adapter_config.json names; copy the "
-                "folder again"
-            )
-        surplus = {
-            name
-            for name in adapter.whole
-            if not adapter.is_saved(name.rpartition(".")[0])
-            and not (name.endswith("bias") and adapter.bias != "none")
-            and _module(name) not in INPUTS + OUTPUTS
-        } | {module for module in adapter.low_rank if adapter.targets != "all-linear" and not adapter.is_target(module)}
-        if surplus:
-            raise CheckpointError(
-                f"{adapter.path} holds {some(sorted(surplus))}, which its adapter_config.json does not name; copy the "
-                "folder again"
-            )
+        adapter.check_complete(matrices, names)
 
     def _join_tied(self, adapter: PeftAdapter) -> None:
         """Keep one of two equal weights for an embedding and its output, where the base holds one for both."""

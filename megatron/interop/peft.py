@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,9 @@ from megatron.interop.huggingface_files import StoredTensor, open_bin, open_safe
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model"
+INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tokens_embed")
+OUTPUTS = ("lm_head", "embed_out")
+COPY_AGAIN = "copy the folder again"
 PREFIX = "base_model.model."
 """PeftModel.base_model.model is the model that the adapter belongs to."""
 
@@ -94,6 +97,28 @@ class PeftAdapter:
         """Return whether modules_to_save names the module or one that it lies in."""
         parts = module.split(".")
         return any(".".join(parts[:end]).endswith(name) for name in self.saved for end in range(1, len(parts) + 1))
+
+    def check_complete(self, matrices: Iterable[str], names: Collection[str]) -> None:
+        """Raise CheckpointError unless the tensors are those of the modules that the config names.
+
+        `matrices`, `names`: modules of the base whose weight is a matrix, and tensors of the base.
+        """
+        missing = {module for module in matrices if self.is_target(module)} if self.all_layers else set()
+        missing -= self.low_rank.keys()
+        missing |= {name for name in names if self.is_saved(name.rpartition(".")[0])} - self.whole.keys()
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {some(sorted(missing))}, which its {CONFIG} names; {COPY_AGAIN}")
+        surplus = {
+            name
+            for name in self.whole
+            if not self.is_saved(name.rpartition(".")[0])
+            and not (name.endswith("bias") and self.bias != "none")
+            and name.split(".")[-2] not in INPUTS + OUTPUTS
+        } | {module for module in self.low_rank if self.targets != "all-linear" and not self.is_target(module)}
+        if surplus:
+            raise CheckpointError(
+                f"{self.path} holds {some(sorted(surplus))}, which its {CONFIG} does not name; {COPY_AGAIN}"
+            )
 
 
 def _matches(names: list[str] | str, module: str) -> bool:

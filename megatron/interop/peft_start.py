@@ -25,7 +25,7 @@ from megatron.interop.huggingface_files import StoredTensor, some
 from megatron.interop.huggingface_start import MappedWeights
 from megatron.interop.peft import CONFIG, PREFIX, PeftAdapter, is_adapter_folder, open_adapter
 from megatron.interop.peft_export import AdaptedModel, ends_with, shortest_ends
-from megatron.models.adapters import Module, modules_of, with_adapters
+from megatron.models.adapters import Module, modules_of, weight_of, with_adapters
 from megatron.models.family import family_of
 from megatron.parallel.shards import Shard
 
@@ -107,7 +107,8 @@ def _shown(value: Any) -> str:
 
 def _options(adapter: PeftAdapter, config: Config, given: Collection[str]) -> LoraConfig:
     family = family_of(config)
-    modules = modules_of(family.declare(config), family.huggingface_form(config.model))
+    layers = family.declare(config)
+    modules = modules_of(layers, family.huggingface_form(config.model))
     names = {module.names[-1]: module for module in modules}
     whole = {name.rpartition(".")[0] for name in adapter.whole if name.endswith(".weight")}
     whole -= adapter.low_rank.keys()  # PEFT saves an adapted embedding beside its adapter
@@ -116,6 +117,9 @@ def _options(adapter: PeftAdapter, config: Config, given: Collection[str]) -> Lo
             f"load={adapter.path} holds adapters of {some(strange)}, which the model of the options does not have; "
             "give the options of their base model"
         )
+    by_name = {layer.name: layer for layer in layers}
+    matrices = [name for name, module in names.items() if len(weight_of(by_name, module).shape) == 2]
+    adapter.check_complete(matrices, [f"{name}.weight" for name in names if not names[name].is_tied_output])
     ranks = {module: factors.a.shape[0] for module, factors in adapter.low_rank.items()}
     alphas = {module: factors.alpha for module, factors in adapter.low_rank.items()}
     return replace(
