@@ -226,9 +226,15 @@ def complete_data(
     watchdog: Watchdog,
     begin: Callable[[str], None],
 ) -> None:
-    """Let the task compute what it needs of the model at the start. Collective. Raises DataError."""
+    """Let the task compute what it needs of the model at the start; announce how a 4-bit one is computed. Collective.
+
+    Raises DataError.
+    """
+    from megatron.parallel.nf4 import dequantizer
     from megatron.training.start_weights import prepare_task
 
+    if engine.config.model.quantize_base != "none":
+        announce(engine.ctx, dequantizer(engine.ctx.device))
     begin("computing before training")
     for line in prepare_task(engine, task, datasets, start, watchdog.beat):
         announce(engine.ctx, line)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,8 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel.nf4_layout import BLOCK, DEQUANTIZED_AT_ONCE, GROUP, groups_of_units, sections, units
 from megatron.parallel.shards import Shard, TensorRanks
-
-log = logging.getLogger(__name__)
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -102,15 +99,29 @@ def dequantize_plainly(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
     return result.view(-1)
 
 
+def dequantizer(device: torch.device) -> str:
+    """Return the line that says what dequantises weights on a device; a WARNING where bitsandbytes could, but fails."""
+    said = "nf4: weights are dequantised by"
+    if device.type != "cuda":
+        return f"{said} torch's operators"
+    fault = _bitsandbytes_fault()
+    return f"{said} bitsandbytes" if fault is None else f"WARNING: {said} torch's operators: {fault}"
+
+
+@functools.cache
+def _bitsandbytes_fault() -> str | None:
+    """Import bitsandbytes, which registers its operators; return why it is not usable, or None."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except Exception as error:  # its native library fails in many ways
+        return f"bitsandbytes is not usable ({error})"
+    return None
+
+
 @functools.cache
 def _bitsandbytes_kernel() -> Callable[..., Tensor] | None:
-    """Return bitsandbytes' operator, which gives the same numbers; None, and a line in the log, where it is missing."""
-    try:
-        import bitsandbytes  # noqa: F401  # registers it
-    except Exception as error:  # its native library fails in many ways
-        log.warning("nf4: bitsandbytes is not usable (%s); weights are dequantised by torch's operators", error)
-        return None
-    return torch.ops.bitsandbytes.dequantize_4bit.default  # type: ignore[no-any-return]
+    """Return bitsandbytes' operator, which gives the same numbers, or None."""
+    return torch.ops.bitsandbytes.dequantize_4bit.default if _bitsandbytes_fault() is None else None
 
 
 def quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:

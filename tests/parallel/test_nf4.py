@@ -111,6 +111,19 @@ def test_scales_take_few_operators() -> None:
     assert operators.number <= 16
 
 
+@pytest.mark.parametrize(
+    ("device", "fault", "said"),
+    [
+        ("cpu", None, "nf4: weights are dequantised by torch's operators"),
+        ("cuda", None, "nf4: weights are dequantised by bitsandbytes"),
+        ("cuda", "no library", "WARNING: nf4: weights are dequantised by torch's operators: no library"),
+    ],
+)
+def test_what_dequantises_is_said(device: str, fault: str | None, said: str) -> None:
+    with patch.object(nf4, "_bitsandbytes_fault", return_value=fault):
+        assert nf4.dequantizer(torch.device(device)) == said
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("shard", [FUSED, ROW, WHOLE], ids=["fused", "row", "whole"])
 def test_a_gpu_holds_what_a_cpu_holds(shard: Shard) -> None:
