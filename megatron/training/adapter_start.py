@@ -140,7 +140,9 @@ def check_lora_options(checkpoint: Checkpoint, config: Config) -> None:
         )
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     there = LoraConfig(**{name: value for name, value in saved.items() if name in known})
-    if found := differing(lora.computed(), there.computed()):
+    if differing(lora.computed(), there.computed()):  # a rank alone differs in shapes, or nowhere
+        here, saved = ({"lora_rank": each.lora_rank, **each.computed()} for each in (lora, there))
+        found = differing(here, saved)
         raise CheckpointError(
             f"{checkpoint.folder} holds adapters with other options: {'; '.join(found)}. Give the options of their run"
         )

@@ -191,6 +191,10 @@ def test_a_4_bit_base_is_known_by_what_it_was_made_of(ranks: RankPools, tmp_path
     [
         ("", "holds adapters (lora_rank=4), not a whole model; give the lora options of their run"),
         (SMALL.removeprefix(MODEL).replace("--lora-alpha 16", "--lora-alpha 8"), "lora_alpha"),
+        (
+            SMALL.removeprefix(MODEL).replace("--lora-rank 4", "--lora-rank 2").replace("--lora-alpha 16", ""),
+            "lora_rank=2 here, 4 there; lora_alpha=2 here, 16",
+        ),
         (SMALL.removeprefix(MODEL).replace("--lora-rank 4", "--lora-rank 8"), "lora_"),
         (SMALL.removeprefix(MODEL).replace("v_proj", "k_proj"), "lora_A_v_proj and 8 more, which these options do not"),
         (SMALL.removeprefix(MODEL).replace("v_proj", "v_proj o_proj"), "attention.dense.lora_A is not in it"),
