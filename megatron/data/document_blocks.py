@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from megatron.data.contents import ContentReader, Damage
+from megatron.data.json_array import begins_array, lines_of_array
 from megatron.data.sources import InputRules, SourceFile
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ def _place(source: SourceFile, number: int, is_one_of_many: bool) -> str:
         return f"{source.name}, line {number + 1} after byte {source.part[0]}"
     if source.kind == "jsonl":
         return f"{source.name}:{number + 1}"
-    if source.kind in ("parquet", "arrow"):
+    if source.kind in ("parquet", "arrow", "array"):
         return f"{source.name}, row {number + 1}"
     return f"{source.name}, document {number + 1}" if is_one_of_many else source.name
 
@@ -133,7 +135,8 @@ class ReadingRules:
     names: InputRules = field(default_factory=InputRules)
     """Rules for the files of an archive."""
     as_rows: bool = False
-    """Read those of the columns that a table has, of any type. False: all of them, of strings."""
+    """Documents are objects: read JSON arrays too, and those of the columns that a table has, of any type. False: read
+    all columns, of strings."""
 
     @property
     def content_bytes(self) -> int:
@@ -146,16 +149,17 @@ def delimited_blocks(
 ) -> Iterator[Block]:
     """Yield the blocks of a JSONL or text file, whose content `opened` returns."""
     delimiter = b"\n" if source.kind == "jsonl" else (rules.separator or "").encode()
-    file = _DelimitedFile(source, delimiter, start, rules.largest_document_bytes, rules.remedy)
+    file = _DelimitedFile(source, delimiter, start, rules)
     return file.blocks(opened, rules.content_bytes, rules.goes_on)
 
 
 class _DelimitedFile:
     """A file whose documents end with `delimiter`, read block by block; without one the file is one document."""
 
-    def __init__(self, source: SourceFile, delimiter: bytes, start: Position, largest_bytes: int, remedy: str):
-        self._source, self._delimiter, self._at, self._largest_bytes = source, delimiter, start, largest_bytes
-        self._too_long = f"longer than {largest_bytes} bytes; {remedy}"
+    def __init__(self, source: SourceFile, delimiter: bytes, start: Position, rules: ReadingRules):
+        self._source, self._delimiter, self._at = source, delimiter, start
+        self._largest_bytes, self._takes_arrays = rules.largest_document_bytes, rules.as_rows
+        self._too_long = f"longer than {self._largest_bytes} bytes; {rules.remedy}"
         self._held = bytearray()  # read, but not yet in a block
         self._is_too_long = False  # the document being read, which is discarded up to its end
 
@@ -171,7 +175,13 @@ class _DelimitedFile:
     def _chunks(self) -> Iterator[bytes]:
         """Yield the content; of a part, the lines that begin in it."""
         if self._source.part is None:
-            yield from self._reader.chunks(self._at.offset)
+            chunks = self._reader.chunks(self._at.offset)
+            first = next(chunks, b"")
+            chunks = itertools.chain([first], chunks)
+            if self._takes_arrays and not self._at.offset and begins_array(first):
+                self._source = self._source._replace(kind="array")
+                chunks = lines_of_array(chunks)
+            yield from chunks
             return
         begin, end = self._source.part
         place = self._at.offset

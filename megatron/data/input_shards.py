@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.data.indexed import DataError
+from megatron.data.json_array import holds_array
 from megatron.data.sources import InputListing, SourceFile
 
 
@@ -91,4 +92,6 @@ def _whole_files(sources: Sequence[SourceFile], count: int) -> list[tuple[Source
 
 
 def _can_be_cut(source: SourceFile) -> bool:
-    return source.kind == "jsonl" and not source.compression and source.transport != "pipe" and bool(source.num_bytes)
+    if source.kind != "jsonl" or source.compression or source.transport == "pipe" or not source.num_bytes:
+        return False
+    return not source.name.split("?")[0].lower().endswith(".json") or not holds_array(source)

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from megatron.data.indexed import DataError
 from megatron.files import path_matches
 
-Kind = Literal["jsonl", "text", "parquet", "arrow", "tar"]
+Kind = Literal["jsonl", "array", "text", "parquet", "arrow", "tar"]  # array: what a .json file turns out to hold
 Compression = Literal["", ".gz", ".zst", ".xz", ".bz2"]
 Transport = Literal["file", "pipe", "url"]
 

@@ -17,6 +17,8 @@ from megatron.cli.preprocess_chat import main
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import preprocess_chats
 from megatron.data.indexed import DataError
+from megatron.data.input_shards import InputShard
+from megatron.data.json_array import lines_of_array
 from tests.data.chat.test_conversation import bytes_json
 from tests.data.chat.test_preprocessing import SPECIAL, job_of, rows_of, samples, texts
 
@@ -92,6 +94,10 @@ def test_a_row_is_known_by_its_keys(tmp_path: Path, tokenizer: Path, name: str) 
     assert texts(job) == [(text, trained)]
 
 
+def write_array(path: Path, rows: Rows) -> None:  # as Alpaca's and ShareGPT's files are
+    path.with_suffix(".json").write_text(json.dumps(rows, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
 def write_parquet(path: Path, rows: Rows) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path.with_suffix(".parquet"))
 
@@ -102,7 +108,7 @@ def write_arrow(path: Path, rows: Rows) -> None:  # as Hugging Face's datasets s
         writer.write_table(table, max_chunksize=7)
 
 
-@pytest.mark.parametrize("write", [write_parquet, write_arrow])
+@pytest.mark.parametrize("write", [write_array, write_parquet, write_arrow])
 def test_real_chats_have_the_same_tokens_in_a_table(
     tmp_path: Path, tokenizer: Path, test_data: Path, write: Callable[[Path, Rows], None]
 ) -> None:
@@ -261,3 +267,56 @@ def test_the_command_says_which_forms_it_found(
     options = ["--input", str(source), "--tokenizer-model", str(tokenizer), "--chat-template", "chatml"]
     assert main([*options, "--output-prefix", str(tmp_path / "out" / "chats"), "--show", "1"]) == 0
     assert "format: alpaca  1" in capsys.readouterr().out
+
+
+ODD_ARRAY = (
+    ' [ {"prompt": "a ] , [\\" \\\\", "completion": "b"} ,\n\n'
+    '{"prompt":"\u00e9\\n","completion":"}","x":[{}, [1, "],"]]}]\n'
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_an_array_is_read_in_pieces_of_any_size(size: int) -> None:
+    content = ODD_ARRAY.encode()
+    pieces = (content[at : at + size] for at in range(0, len(content), size))
+    lines = b"".join(lines_of_array(pieces))
+    assert len(lines) == len(content)
+    assert [json.loads(line) for line in lines.split(b"\n")] == json.loads(content)
+
+
+ARRAYS = {
+    "cut off": (
+        '[{"prompt": "a", "completion": "b"}, {"prompt',
+        r"in.json, row 2: the content ends in row 2 without a \]: .*cut off",
+    ),
+    "no comma": (
+        '[{"prompt": "a", "completion": "b"} {}]',
+        r"in.json, row 1: a comma or \] must come after row 1, not \{",
+    ),
+    "more behind": (
+        '[{"prompt": "a", "completion": "b"}] {}',
+        r"in.json, row 1: nothing must come after row 1, not \{",
+    ),
+    "no objects": ("[1, 2]", r"in.json, row 1: an object must come at the beginning, not 1"),
+    "a text over lines": (
+        '[{"prompt": "a\nb", "completion": "b"}]',
+        r"in.json, row 1: a text in row 1 goes on after the end of its line",
+    ),
+    "a bad row": (
+        '[\n{"prompt": "a",\n"completion": "b"},\n{"prompt": "a"}]', r"in.json, row 2: no key 'messages', nor the keys",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_damaged_array_is_named(tmp_path: Path, tokenizer: Path, name: str) -> None:
+    content, message = ARRAYS[name]
+    (tmp_path / "in.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        preprocess_chats(job_of(tmp_path / "in.json", tokenizer))
+
+
+def test_an_array_is_not_cut_for_shards(tmp_path: Path, tokenizer: Path) -> None:
+    write_array(tmp_path / "in", [{"prompt": str(i), "completion": "b"} for i in range(9)])
+    with pytest.raises(DataError, match="only plain JSONL is cut within a file"):
+        preprocess_chats(job_of(tmp_path / "in.json", tokenizer, shard=InputShard(1, 2)))
