@@ -59,10 +59,10 @@ class Validation:
 
     lm_loss: float
     perplexity: float | None
-    """None where the loss is no mean over tokens."""
+    """None unless the loss is a mean over tokens."""
     count: int
     unit: str
-    """What `count` is the number of: tokens, or what else the task divides its loss by."""
+    """Unit of `count`: tokens, or another that the task divides its loss by."""
     metrics: Mapping[str, float]
 
 

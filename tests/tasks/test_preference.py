@@ -39,6 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.param(model, layout, "--max-batch-len 96", marks=pytest.mark.slow)
             for model in ("bloom_alibi", "llama_gqa")
             for layout in LAYOUTS
+            if layout != "offload"  # has no SGD, and another optimizer would hide the gradients' scale
         ),
     ],
 )
@@ -51,7 +52,7 @@ def test_packed_pairs_are_trained_as_answers_alone(
     (expected,) = ranks(1)(pairs.dense, common, STEPS)
     for found in ranks(world_size)(pairs.train, f"{common} {flags}", STEPS):
         for step, there in zip(found, expected, strict=True):
-            assert step == pytest.approx(there, rel=1e-5, abs=2e-5)
+            assert step == pytest.approx(there, rel=1e-6, abs=5e-6)
     assert expected[0]["rewards/margins"] == 0
     assert abs(expected[-1]["rewards/margins"]) > 0.01
 
@@ -70,7 +71,7 @@ def test_a_stored_reference_is_that_of_the_start(ranks: RankPools, tmp_path: Pat
         for step, there in zip(found, expected, strict=True):
             if there["rewards/margins"] == 0:  # which layout rounds up decides
                 step["rewards/accuracies"] = there["rewards/accuracies"]
-            assert step == pytest.approx(there, rel=1e-5, abs=2e-5)
+            assert step == pytest.approx(there, rel=1e-6, abs=5e-6)
     assert np.allclose(safetensors.numpy.load_file(path)["log_probs"], values, rtol=1e-6, atol=0)
     (other,) = ranks(1)(pairs.reference_files, f"{common} --seed 5", str(data))
     assert other == 2  # another model at the start is another reference
