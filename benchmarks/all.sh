@@ -88,6 +88,7 @@ run build_index PEER 2 --peer-python "${PEER:-}"
 run open_dataset - 1
 run read_samples PEER 1 --peer-python "${PEER:-}"
 run checkpoint_save - 1
+run adapter_save - 1
 run checkpoint_relayout - 1
 run convert_huggingface - 2 --rounds 1
 run merge_adapter - 2 --rounds 3
