@@ -52,6 +52,8 @@ class MetricsLog:
         self._writes = writes
         self._world_size = world_size
         self._loss_unit = loss_unit
+        # of a loss per token that is a cross-entropy
+        self._has_perplexity = loss_unit == "tokens" and config.training.loss is None
         self._peak_tflops = config.logging.peak_tflops or device_peak_tflops
         seq_length = config.training.seq_length
         self.tokens_of = tokens or (lambda samples: samples * seq_length)
@@ -124,12 +126,12 @@ class MetricsLog:
     ) -> None:
         """Log the loss over `count` held-out tokens, its perplexity exp(min(20, loss)), and the task's metrics.
 
-        Of another unit than tokens there is no perplexity.
+        Of another unit than tokens, and of a user's own loss, there is no perplexity.
         """
         if not self._writes:
             return
         # in this order NaN stays NaN
-        perplexity = math.exp(min(lm_loss, MAX_LOG_PERPLEXITY)) if self._loss_unit == "tokens" else None
+        perplexity = math.exp(min(lm_loss, MAX_LOG_PERPLEXITY)) if self._has_perplexity else None
         found = Validation(lm_loss, perplexity, count, self._loss_unit, metrics or {})
         row: dict[str, Any] = {
             "iteration": iteration,

@@ -66,7 +66,7 @@ def cut_fault(name: str, shard: Shard, tensor_size: int) -> str | None:
         fitting = [str(size) for size in range(1, tensor_size) if shard.shape[1] % (BLOCK * size) == 0]
         return (
             f"quantize_base=nf4 needs whole blocks of {BLOCK} input channels on each rank, but {name} has "
-            f"{shard.shape[1]} / tensor_model_parallel_size={tensor_size} = {columns}; use {', '.join(fitting)} ranks"
+            f"{shard.shape[1]} / tensor_model_parallel_size={tensor_size} = {columns}; use {', '.join(fitting)}"
         )
     return (
         f"quantize_base=nf4 needs a multiple of {BLOCK} input channels, but {name} has {shard.shape[1]}; leave "

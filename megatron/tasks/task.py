@@ -87,7 +87,7 @@ class Task(ABC):
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that `loss` returns beside the loss."""
     loss_unit: ClassVar[str] = "tokens"
-    """Unit of the normaliser. A validation has a perplexity if that is tokens."""
+    """Unit of the normaliser. A validation has a perplexity if that is tokens and there is no `--loss`."""
     counts_epochs: ClassVar[bool] = False
     """The training data is read in epochs, whose length `samples_per_epoch` returns; else it is a stream."""
     reads_data_path: ClassVar[bool] = True

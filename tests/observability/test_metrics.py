@@ -143,6 +143,16 @@ def test_a_loss_over_pairs_has_no_perplexity(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == " validation loss at iteration 50 " + expected
 
 
+def test_a_users_own_loss_has_no_perplexity(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    training = dataclasses.replace(config.training, loss="my_loss.py:ascent")
+    with open_log(dataclasses.replace(config, training=training)) as log:
+        log.log_validation(50, 800, -3.0, 24)
+    (valid,) = rows(tmp_path)
+    assert (valid["lm_loss"], valid["num_tokens"]) == (-3.0, 24)
+    assert "perplexity" not in valid
+
+
 def test_the_first_metrics_of_a_task_stay_in_a_narrow_terminal() -> None:
     from megatron.observability.lines import step_columns
     from megatron.tasks.preference import PreferenceTask

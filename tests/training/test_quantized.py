@@ -179,7 +179,7 @@ def export(saved: Path, folder: Path) -> bool:
         (
             f"{FROZEN} --ffn-hidden-size 192 --tensor-model-parallel-size 2",
             "layers.0.mlp.down.weight has 192 / tensor_model_parallel_size=2 = 96",
-            "use 1 ranks",
+            "; use 1",
         ),
         ("--ffn-hidden-size 256", "every linear layer of the model is trained", "freeze=layers.*.mlp.*"),
         (f"{FROZEN} --ffn-hidden-size 256 --save out", "keeps no weights from which a checkpoint", "leave save out"),
