@@ -93,7 +93,8 @@ class LowRankMethod(LinearMethod):
             output = plus(output, low, up) * gains
         else:
             inside = base(layer, inputs)
-            output = output - inside + plus(inside, low, up) * gains
+            output = output - inside  # in a statement of its own: `plus` writes over `inside`
+            output = output + plus(inside, low, up) * gains
         return output if bias is None else output + bias * (1 - gains)
 
     def _without_start(
