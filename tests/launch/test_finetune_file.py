@@ -84,7 +84,7 @@ def test_the_published_file_is_a_plan_for_seven_devices(folder: Path, monkeypatc
     assert (config.checkpoint.load, config.logging.results_dir) == ("base", "save_dir")
     assert training.deepspeed_config == "config/ds_config.json"
     assert found.fine_tuning is not None
-    assert found.fine_tuning.chats == "data/full.jsonl"
+    assert found.fine_tuning.data == "data/full.jsonl"
     assert found.devices_per_node == 7
     ranks = load_config(found.train_flags, 7)
     assert (ranks.training.global_batch_size, ranks.lora) == (28, lora)
@@ -103,7 +103,7 @@ def test_variables_and_flags_override_the_file(folder: Path, monkeypatch: pytest
     assert (config.lora.lora_rank, config.training.global_batch_size, config.training.seed) == (4, 6, 1)
     assert (config.optimizer.lr, config.optimizer.lr_warmup_iters) == (3e-4, 25)
     assert found.fine_tuning is not None
-    assert found.fine_tuning.chats == "data/other.jsonl"
+    assert found.fine_tuning.data == "data/other.jsonl"
 
 
 def test_rank_zero_trains_the_whole_model(folder: Path) -> None:

@@ -213,7 +213,7 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "--data-path corpus",
         [
             "HL_LLAMA_VER=2 does not apply",
-            "data_path=corpus: tokenized chats are a dataset named data",
+            "data_path=corpus: the tokenized data are a dataset named data",
             "HL_DATA=none.jsonl is not a file",
             "HL_MODEL is not set",
             "HL_NUM_EPOCHS='0'",

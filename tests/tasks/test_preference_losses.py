@@ -115,8 +115,15 @@ def answer_lengths() -> Tensor:
 
 def metrics_of(rewards: Tensor, logps: Tensor) -> dict[str, float]:
     chosen, rejected = rewards.unbind(1)
-    values = (chosen, rejected, (chosen > rejected).float(), chosen - rejected, *logps.unbind(1))
-    return {name: float(value.detach().mean()) for name, value in zip(PreferenceTask.metrics, values, strict=True)}
+    values = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": logps[:, 0],
+        "logps/rejected": logps[:, 1],
+    }
+    return {name: float(value.detach().mean()) for name, value in values.items()}
 
 
 def by_trl(theirs: Any, objective: str, folder: Path) -> tuple[Tensor, dict[str, float]]:
