@@ -24,6 +24,7 @@ import megatron.train
 import megatron.training.build
 import megatron.training.loop  # noqa: F401
 
+LINEAR = torch.nn.functional.linear
 LRU_CACHE = type(functools.cache(len))
 # before the collector no longer shows them
 DEEPSPEED_CACHES = [
@@ -91,6 +92,8 @@ def _let_engines_go() -> None:
     for cache in DEEPSPEED_CACHES:
         cache.cache_clear()
     parameter_offload.FWD_MODULE_STACK.clear()
+    # ZeRO-3 replaces it for good, by a product that keeps its input for a frozen weight too
+    torch.nn.functional.linear = LINEAR
     importlib.reload(p2p)
     gc.collect()
 
