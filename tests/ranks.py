@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 import time
@@ -29,9 +30,12 @@ class RankFailure(AssertionError):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on, below those that the kernel gives to connections in the meantime."""
+    while True:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(pipe: Connection, rank: int, world_size: int) -> None:
