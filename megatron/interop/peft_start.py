@@ -120,6 +120,12 @@ def _options(adapter: PeftAdapter, config: Config, given: Collection[str]) -> Lo
     by_name = {layer.name: layer for layer in layers}
     matrices = [name for name, module in names.items() if len(weight_of(by_name, module).shape) == 2]
     adapter.check_complete(matrices, [f"{name}.weight" for name in names if not names[name].is_tied_output])
+    if adapter.ties and (tied := sorted(_tied(names) & adapter.low_rank.keys())):
+        raise CheckpointError(
+            f"{adapter.path / CONFIG} has ensure_weight_tying, by which PEFT trains one adapter for the input and the "
+            f"output: {', '.join(tied)}. Here they would be trained apart; train new "
+            "adapters, or merge these into a base whose embeddings are not tied"
+        )
     ranks = {module: factors.a.shape[0] for module, factors in adapter.low_rank.items()}
     alphas = {module: factors.alpha for module, factors in adapter.low_rank.items()}
     return replace(
@@ -152,10 +158,15 @@ def _patterns(values: Mapping[str, float], default: float, names: Mapping[str, M
     return tuple(found)
 
 
+def _tied(names: Mapping[str, Module]) -> set[str]:
+    """Return the output projection of a tied model, and the embedding that has its weight."""
+    outputs = [module.place for module in names.values() if module.is_tied_output]
+    return {name for name, module in names.items() if module.place in outputs}
+
+
 def _without_tied_output(adapter: PeftAdapter, whole: set[str], names: Mapping[str, Module]) -> set[str]:
     """Leave out the output projection of a tied model. Raises CheckpointError if only one of the two is trained."""
-    tied = {name for name, module in names.items() if module.is_tied_output}
-    tied |= {name for name in names for output in tied if names[name].place == names[output].place}
+    tied = _tied(names)
     trained = whole & tied
     if trained and trained != tied and not adapter.ties:
         raise CheckpointError(

@@ -164,6 +164,7 @@ NORM = f"{PREFIX}model.norm.weight"
         ("llama_whole", lambda t, c: t.update({NORM: torch.zeros(65)}), r"norm.weight is \[65\], the model makes"),
         ("bloom_only", lambda t, c: t.popitem(), "it lacks|must be A, B"),
         ("llama_tied", lambda t, c: t[f"{PREFIX}lm_head.weight"].add_(1), "is not the word embedding"),
+        ("llama_ends", lambda t, c: c.update(ensure_weight_tying=True), "has ensure_weight_tying, .* lm_head"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(
