@@ -52,6 +52,8 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     _unknown_or_refused(given, script, reader)
 
     preset = _preset(given, script, reader, adapts=_requests_adapters(given, arguments))
+    if script == "dpo" and "HL_CONFIG" not in given:
+        _check_rate(given, arguments, reader)
     request.train_flags += ["--config", preset] if preset is not None else []
     request.train_flags += of_file
     if script in FINE_TUNING:
@@ -224,6 +226,16 @@ def _unknown_or_refused(given: Mapping[str, str], script: Script, reader: _Varia
 def _requests_adapters(given: Mapping[str, str], arguments: Mapping[str, object]) -> bool:
     rank = arguments["lora_rank"] if arguments["lora_rank"] is not None else given.get("HL_LORA_RANK")
     return rank not in UNSET
+
+
+def _check_rate(given: Mapping[str, str], arguments: Mapping[str, object], reader: _VariableReader) -> None:
+    """Refuse the learning rate of the recipe's adapters, which would ruin a whole model."""
+    is_stated = "HL_LORA_RANK" in given or arguments["lora_rank"] is not None
+    if is_stated and not _requests_adapters(given, arguments) and "HL_LR" not in given and arguments["lr"] is None:
+        reader.fault(
+            "without adapters the recipe's learning rate, 2e-5, is far too high for preferences; set HL_LR, such as "
+            "HL_LR=5e-7"
+        )
 
 
 def _preset(given: Mapping[str, str], script: Script, reader: _VariableReader, *, adapts: bool) -> str | None:

@@ -41,6 +41,9 @@ def test_the_recipe_and_its_variables(folder: Path) -> None:
     options = config_of(folder, **names).preference
     assert (options.preference_loss, options.beta, options.reference) == ("ipo", 0.3, "stored")
     assert options.max_prompt_length == 32
+    given = TINY | {"HL_MODEL": str(folder / "base")} | names
+    assert any("far too high" in fault for fault in from_environment(given, "dpo", []).faults)
+    assert not any("far too high" in fault for fault in from_environment(given, "dpo", ["--lr", "5e-7"]).faults)
     whole = config_of(folder, "--lr", "5e-7", **names)
     assert (whole.lora.lora_rank, whole.optimizer.lr) == (None, 5e-7)
 
