@@ -18,7 +18,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.cli.command import command, run_command
-from megatron.cli.text_flags import add_file_flags, add_overwrite_flag, add_share_flags, shard_given
+from megatron.cli.text_flags import (
+    add_file_flags,
+    add_sample_flags,
+    add_share_flags,
+    check_sample_flags,
+    shard_given,
+)
 from megatron.command_names import command_name
 
 if TYPE_CHECKING:
@@ -76,14 +82,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_sample_and_output_flags(parser)
     arguments = parser.parse_args(argv)
-    if arguments.output_prefix is None and not arguments.show:
-        parser.error("--output-prefix is missing; give it, or print samples with --show N")
-    for name in ("workers", "max_length", "min_length"):
+    check_sample_flags(parser, arguments)
+    for name in ("max_length", "min_length"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     arguments.shard = shard_given(parser, arguments)
-    if arguments.show < 0:
-        parser.error("--show must not be negative")
     return arguments
 
 
@@ -128,18 +131,8 @@ def add_sample_and_output_flags(parser: argparse.ArgumentParser) -> None:
         help="a conversation is one sample, or each turn follows exactly its inference prompt, in as many samples as "
         "that needs (default: together)",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", metavar="PREFIX", help="files are PREFIX.bin, PREFIX_loss_mask.bin, ...")
-    add_overwrite_flag(output)
-    output.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at most (default: all cores)"
-    )
-    output.add_argument(
-        "--show",
-        type=int,
-        default=0,
-        metavar="N",
-        help="print the first N samples with their trained tokens in colour; without --output-prefix do nothing else",
+    add_sample_flags(
+        parser, files="PREFIX.bin, PREFIX_loss_mask.bin, ...", shown="samples with their trained tokens in colour"
     )
 
 

@@ -10,14 +10,19 @@ all formats. All that is left out is counted, and the files get their names only
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.cli.command import command, run_command
-from megatron.cli.text_flags import add_file_flags, add_overwrite_flag, add_share_flags, shard_given
+from megatron.cli.text_flags import (
+    add_file_flags,
+    add_sample_flags,
+    add_share_flags,
+    check_sample_flags,
+    shard_given,
+)
 from megatron.command_names import command_name
 
 if TYPE_CHECKING:
@@ -68,32 +73,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="do not append EOS to texts, and to conversations that the template leaves without an end (default: "
         "append it)",
     )
-    _add_output_flags(parser)
+    add_sample_flags(parser, files="PREFIX.bin and PREFIX.idx", shown="pairs as they are tokenized")
     arguments = parser.parse_args(argv)
-    if arguments.output_prefix is None and not arguments.show:
-        parser.error("--output-prefix is missing; give it, or print pairs with --show N")
-    if arguments.workers < 1:
-        parser.error("--workers must be at least 1")
-    if arguments.show < 0:
-        parser.error("--show must not be negative")
+    check_sample_flags(parser, arguments)
     arguments.shard = shard_given(parser, arguments)
     return arguments
-
-
-def _add_output_flags(parser: argparse.ArgumentParser) -> None:
-    output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", metavar="PREFIX", help="files are PREFIX.bin and PREFIX.idx")
-    add_overwrite_flag(output)
-    output.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at most (default: all cores)"
-    )
-    output.add_argument(
-        "--show",
-        type=int,
-        default=0,
-        metavar="N",
-        help="print the first N pairs as they are tokenized; without --output-prefix do nothing else",
-    )
 
 
 def job_of(arguments: argparse.Namespace) -> PreferenceJob:

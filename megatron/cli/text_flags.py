@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -84,6 +85,32 @@ def add_share_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_overwrite_flag(group: argparse._ActionsContainer) -> None:
     group.add_argument("--overwrite", action="store_true", help="replace a finished dataset of this name")
+
+
+def add_sample_flags(parser: argparse.ArgumentParser, *, files: str, shown: str) -> None:
+    """Add the flags for the output of a tool that also prints `shown`, such as `samples as they are tokenized`."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-prefix", metavar="PREFIX", help=f"files are {files}")
+    add_overwrite_flag(group)
+    group.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at most (default: all cores)"
+    )
+    group.add_argument(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"print the first N {shown}; without --output-prefix do nothing else",
+    )
+
+
+def check_sample_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.output_prefix is None and not arguments.show:
+        parser.error("--output-prefix is missing; give it, or look at the first samples with --show N")
+    if arguments.workers < 1:
+        parser.error("--workers must be at least 1")
+    if arguments.show < 0:
+        parser.error("--show must not be negative")
 
 
 def shard_given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> InputShard | None:
