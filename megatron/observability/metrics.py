@@ -52,7 +52,7 @@ class MetricsLog:
         self._writes = writes
         self._world_size = world_size
         self._loss_unit = loss_unit
-        # of a loss per token that is a cross-entropy
+        # defined for a cross-entropy a token
         self._has_perplexity = loss_unit == "tokens" and config.training.loss is None
         self._peak_tflops = config.logging.peak_tflops or device_peak_tflops
         seq_length = config.training.seq_length
@@ -126,7 +126,7 @@ class MetricsLog:
     ) -> None:
         """Log the loss over `count` held-out tokens, its perplexity exp(min(20, loss)), and the task's metrics.
 
-        Of another unit than tokens, and of a user's own loss, there is no perplexity.
+        There is no perplexity if the loss is not divided by tokens, or is a function of the user's (`--loss`).
         """
         if not self._writes:
             return

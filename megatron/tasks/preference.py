@@ -129,9 +129,13 @@ class PreferenceTask(PackedTask):
         return super().samples_of(key.rows)
 
     def read(self, dataset: PackedDataset, key: PairRows) -> Microbatch:
-        """Return rows of pairs. The targets are labels [B, S], -1 where there is no answer; the number of the answer
-        that a label belongs to [B, S]; the tokens of the answers [P, 2]; the factor of the second term [1]; and, where
-        it is stored, the reference [P, 2].
+        """Return a microbatch of packed pairs. Its targets are:
+
+        - labels [B, S], -1 outside of answers
+        - for each label, the index of its answer [B, S]
+        - numbers of tokens of the answers [P, 2]
+        - factor of the supervised term [1]
+        - log-probabilities of the answers under the reference [P, 2], if they are stored
         """
         import numpy as np
         import torch

@@ -178,10 +178,10 @@ def _open(prefix: str, vocab_size: int, *, needs_both: bool) -> IndexedDataset:
             f"in each, which task=preference needs; write it with {command_name('preprocess_preferences')}"
         )
     lengths = tokens.lengths.reshape(-1, SEQUENCES)
-    if needs_both and (lone := np.flatnonzero((lengths[:, CHOSEN:] == 0).any(axis=1))).size:
+    if needs_both and (unpaired := np.flatnonzero((lengths[:, CHOSEN:] == 0).any(axis=1))).size:
         raise DataError(
-            f"{prefix}: {lone.size} of {len(lengths)} rows have one answer, the first of them row {lone[0]}, and this "
-            "objective compares two; leave such rows out of the input"
+            f"{prefix}: {unpaired.size} of {len(lengths)} rows have one answer, row {unpaired[0]} is the first, and "
+            "this objective compares two; leave such rows out of the input"
         )
     return tokens
 
