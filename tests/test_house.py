@@ -36,12 +36,13 @@ FLOORS = {
     "interop": 6,
     "resilience": 7,
     "observability": 8,
-    "training": 9,
-    "train": 10,
-    "launch": 11,
-    "instructlab": 12,
-    "api": 13,
-    "cli": 14,
+    "generation": 9,
+    "training": 10,
+    "train": 11,
+    "launch": 12,
+    "instructlab": 13,
+    "api": 14,
+    "cli": 15,
 }
 
 # The files that answer before anything heavy is loaded.
@@ -59,6 +60,7 @@ LIGHT = (
     "exit_codes",
     "files",
     "command_names",
+    "generation.options",
     "planning.progress",
     "planning.schedule",
     "tasks.packed",

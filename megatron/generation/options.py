@@ -1,0 +1,99 @@
+"""Options of generation: the flags of megatron.generate, declared once. Imports neither torch nor deepspeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from megatron.config.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class GenerationOptions:
+    """Choice of the generated tokens, and where a text ends."""
+
+    max_new_tokens: Positive = 64
+    """Largest number of tokens to generate for a prompt."""
+    min_new_tokens: NonNegative = 0
+    """Smallest number of tokens to generate: before, end-of-text and stop tokens cannot be chosen, and stop strings do
+    not count."""
+    temperature: NonNegativeFloat = 0.0
+    """The logits are divided by it before a token is drawn. 0: greedy, the most probable token."""
+    top_k: NonNegative = 0
+    """Draw from the k most probable tokens, and those as probable as the last of them. 0: from all."""
+    top_p: Share = 1.0
+    """Draw from the fewest most probable tokens whose probabilities sum up to it (nucleus), and those as probable as
+    the last of them."""
+    min_p: Probability = 0.0
+    """Draw from the tokens at least this many times as probable as the most probable one."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divide positive logits of tokens of the prompt and of the generated text by it, multiply negative ones. Above 1:
+    less repetition."""
+    frequency_penalty: Penalty = 0.0
+    """Subtract it from the logit of a generated token as often as that has been generated."""
+    presence_penalty: Penalty = 0.0
+    """Subtract it once from the logit of each token that has been generated."""
+    num_samples: Positive = 1
+    """Texts for each prompt."""
+    num_beams: Positive = 1
+    """Beams of a beam search. 1: none."""
+    length_penalty: float = 1.0
+    """Beam search: the score of a text is the sum of its log-probabilities divided by its length to this power. Above
+    0: longer texts."""
+    early_stopping: bool = False
+    """Beam search: end as soon as num_beams texts are complete, although a better one might follow."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text; they are not part of it."""
+    stop_token_ids: tuple[NonNegative, ...] = ()
+    """Ids that end a text, beside the end-of-text tokens."""
+    ignore_eos: bool = False
+    """Go on after an end-of-text token."""
+    logit_bias: tuple[tuple[NonNegative, float], ...] = ()
+    """ID=BIAS ...: numbers to add to the logits of these ids."""
+    seed: NonNegative = 0
+    """A text drawn depends on the seed, the number of its prompt and the number of the sample alone."""
+    logprobs: NonNegative | None = None
+    """Give the log-probability of each generated token in the model's own distribution, before penalties, temperature
+    and filters, and those of so many most probable tokens beside it. Unset: none."""
+
+    @property
+    def draws(self) -> bool:
+        """True if tokens are drawn, not chosen as the most probable ones."""
+        return self.temperature > 0
+
+    def faults(self) -> Iterator[str]:
+        """Describe the options that contradict each other."""
+        if not self.draws:
+            for name in ("top_k", "top_p", "min_p", "num_samples"):
+                if (value := getattr(self, name)) != _DEFAULTS[name]:
+                    yield (
+                        f"{name}={value} has no effect on the most probable token (temperature=0); set a temperature, "
+                        "such as 1"
+                    )
+        if self.min_new_tokens > self.max_new_tokens:
+            yield f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}"
+        if "" in self.stop:
+            yield "stop has an empty string, which every text contains; leave it out"
+        if self.num_beams > 1:
+            if self.draws:
+                yield (
+                    f"num_beams={self.num_beams} chooses the most probable texts, temperature={self.temperature:g} "
+                    "draws them; leave one of them out"
+                )
+            for name in ("num_samples", "stop", "logprobs"):
+                if (value := getattr(self, name)) != _DEFAULTS[name]:
+                    yield f"{name}={value} is not for a beam search (num_beams={self.num_beams}); leave one of them out"
+        else:
+            for name in ("length_penalty", "early_stopping"):
+                if (value := getattr(self, name)) != _DEFAULTS[name]:
+                    yield f"{name}={value} is for a beam search; set num_beams above 1, or leave it out"
+
+
+_DEFAULTS = {field.name: field.default for field in fields(GenerationOptions)}
