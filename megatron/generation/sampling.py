@@ -65,12 +65,7 @@ class Penalties:
 
     def add(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         """Begin a sequence in each of these rows, whichever it held before."""
-        size = max([len(self.lengths), *(row + 1 for row in rows)])
-        self.lengths += [-1] * (size - len(self.lengths))
-        if self._options.repetition_penalty != 1.0:
-            self._seen_BV = _with_rows(self._seen_BV, size, self._vocab_size, torch.bool, device)
-        if self._counts:
-            self._counts_BV = _with_rows(self._counts_BV, size, self._vocab_size, torch.float32, device)
+        self._reserve(rows, device)
         for row, prompt in zip(rows, prompts, strict=True):
             self.lengths[row] = 0
             if self._seen_BV is not None:
@@ -79,21 +74,34 @@ class Penalties:
             if self._counts_BV is not None:
                 self._counts_BV[row] = 0
 
+    def _reserve(self, rows: Sequence[int], device: torch.device) -> None:
+        size = max(rows, default=-1) + 1
+        if size <= len(self.lengths):
+            return
+        self.lengths += [-1] * (size - len(self.lengths))
+        if self._options.repetition_penalty != 1.0:
+            self._seen_BV = _with_rows(self._seen_BV, size, self._vocab_size, torch.bool, device)
+        if self._counts:
+            self._counts_BV = _with_rows(self._counts_BV, size, self._vocab_size, torch.float32, device)
+
     def remove(self, rows: Sequence[int]) -> None:
         """Mark rows as empty."""
         for row in rows:
             self.lengths[row] = -1
 
-    def reorder(self, sources: Sequence[int]) -> None:
-        """Let row i continue what row sources[i] held."""
-        self.lengths[: len(sources)] = [self.lengths[source] for source in sources]
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        """Let each of `rows` continue what its source held."""
+        for row, length in zip(rows, [self.lengths[source] for source in sources], strict=True):
+            self.lengths[row] = length
         for state_BV in (self._seen_BV, self._counts_BV):
             if state_BV is not None:
-                state_BV[: len(sources)] = state_BV[torch.tensor(sources, device=state_BV.device)]
+                index, of = torch.tensor([list(rows), list(sources)], device=state_BV.device)
+                state_BV[index] = state_BV[of]
 
     def apply(self, logits_BV: Tensor, rows: Sequence[int]) -> None:
         """Change the logits of these rows in place."""
         options = self._options
+        self._reserve(rows, logits_BV.device)
         for token, bias in self._bias.items():
             logits_BV[:, token] += bias
         index = torch.tensor(rows, device=logits_BV.device)
@@ -114,6 +122,7 @@ class Penalties:
 
     def extend(self, ids_B: Tensor, rows: Sequence[int]) -> None:
         """Append a token to the sequence of each row."""
+        self._reserve(rows, ids_B.device)
         for row in rows:
             self.lengths[row] += self.lengths[row] >= 0
         if self._seen_BV is not None or self._counts_BV is not None:
@@ -125,9 +134,7 @@ class Penalties:
 
 
 def _with_rows(state: Tensor | None, size: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the state with at least `size` rows, new ones zero."""
-    if state is not None and len(state) >= size:
-        return state
+    """Return the state with `size` rows, new ones zero."""
     grown = torch.zeros(size, width, dtype=dtype, device=device)
     if state is not None:
         grown[: len(state)] = state

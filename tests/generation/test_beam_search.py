@@ -1,0 +1,105 @@
+"""Beam search: against an enumeration of all texts, and against transformers' ids and scores."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.generation.beam_search import BeamResult, BeamSearch
+from megatron.generation.options import GenerationOptions
+
+Model = Callable[[list[int]], Tensor]
+"""Logits of the next token."""
+
+
+def search(
+    options: GenerationOptions, model: Model, prompts: list[list[int]], eos: tuple[int, ...]
+) -> list[BeamResult]:
+    """Best texts of all prompts, in one batch. Each row's text is put together here, by the sources."""
+    vocab_size = len(model([0]))
+    beams, count = BeamSearch(options, vocab_size, eos), options.num_beams
+    texts: dict[int, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        beams.add(number * count, prompt)
+        texts |= {number * count + beam: prompt for beam in range(count)}
+    results: dict[int, BeamResult] = {}
+    while len(results) < len(prompts):
+        rows = list(range(len(prompts) * count))
+        step = beams.choose(torch.stack([model(texts[row]) for row in rows]))
+        texts = {row: [*texts[step.sources[row]], int(step.ids_B[row])] for row in rows}
+        for first, result in step.finished.items():
+            results[first // count] = result
+            beams.remove(first)
+    return [results[number] for number in range(len(prompts))]
+
+
+def toy(size: int) -> Model:
+    """Logits that depend on the last two tokens."""
+    table = torch.randn(size, size, size, generator=torch.Generator().manual_seed(4))
+    return lambda ids: 2 * table[ids[-2] if len(ids) > 1 else 0, ids[-1]]
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.7])
+def test_with_enough_beams_the_best_text_of_all_is_found(length_penalty: float) -> None:
+    size, eos, longest, prompt = 4, 2, 3, [1]
+    model = toy(size)
+    scores = {}
+    for length in range(1, longest + 1):
+        for text in itertools.product(range(size), repeat=length):
+            if eos in text[:-1] or (text[-1] != eos and length < longest):
+                continue
+            logprobs = [model([*prompt, *text[:i]]).double().log_softmax(0)[text[i]] for i in range(length)]
+            scores[text] = float(sum(logprobs)) / length**length_penalty
+    options = GenerationOptions(num_beams=100, max_new_tokens=longest, length_penalty=length_penalty)
+    (found,) = search(options, model, [prompt], (eos,))
+    assert found.ids == max(scores, key=scores.__getitem__)
+    assert found.score == pytest.approx(scores[found.ids])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_beams": 2},
+        {"num_beams": 4, "length_penalty": 2.0},
+        {"num_beams": 4, "early_stopping": True},
+        {"num_beams": 3, "repetition_penalty": 1.3, "min_new_tokens": 4, "length_penalty": 0.0},
+    ],
+    ids=str,
+)
+def test_ids_and_scores_are_those_of_transformers(given: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        initializer_range=0.7, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    prompts, eos = [[3, 9], [5, 5, 7, 1]], (4, 8)
+
+    @torch.no_grad()
+    def model(ids: list[int]) -> Tensor:
+        logits: Tensor = theirs(torch.tensor([ids])).logits[0, -1]
+        return logits
+
+    options = GenerationOptions(max_new_tokens=12, **given)
+    found = search(options, model, prompts, eos)
+    ended = set()
+    for prompt, ours in zip(prompts, found, strict=True):
+        output = theirs.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False, max_new_tokens=12, eos_token_id=list(eos), pad_token_id=0, top_k=None,
+            output_scores=True, return_dict_in_generate=True,
+            **given,
+        )  # fmt: skip
+        text = output.sequences[0, len(prompt) :].tolist()
+        assert list(ours.ids) == text
+        assert ours.score == pytest.approx(float(output.sequences_scores[0]), rel=1e-5)
+        ended.add(text[-1] in eos)
+    if "early_stopping" in given:
+        assert True in ended
