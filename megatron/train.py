@@ -120,7 +120,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         progress = start.progress
         begin("opening the data")
         task, datasets = open_data(config, ctx, start)
-        schedule = build_schedule(config, ctx, start, task.samples_per_epoch(datasets[0]))
+        schedule = build_schedule(config, ctx, start, task, datasets[0])
         begin("building the model")
         memory = MemoryLog(config.logging, ctx)
         memory.take("before_model", progress.iteration)
@@ -144,7 +144,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         with (
             open_checkpoints(config, ctx, start, watchdog) as checkpoints,
             open_log(config, ctx, progress, schedule.total_iterations, task, datasets[0]) as log,
-            RunFolder(config, ctx, log, progress) as folder,
+            RunFolder(config, ctx, log, progress, partial(task.drawn, datasets[0])) as folder,
         ):
             memory.open(log)
             Loop(engine, task, datasets, schedule, progress, log, shutdown, checkpoints, memory, watchdog).train()
@@ -240,13 +240,19 @@ def complete_data(
         announce(engine.ctx, line)
 
 
-def build_schedule(config: Config, ctx: ParallelContext, start: Start, samples_per_epoch: int | None) -> Schedule:
-    """Return the schedule of a run, after the check that it continues the checkpoint's. Collective."""
+def build_schedule(config: Config, ctx: ParallelContext, start: Start, task: Task, dataset: Any) -> Schedule:
+    """Return the schedule of a run, after the check that it continues the checkpoint's. Collective.
+
+    Announce how much of each dataset of a mix the run reads.
+    """
+    from megatron.data.blend import describe_mix
     from megatron.planning.schedule import Schedule
     from megatron.resilience.errors import raise_on_all_ranks
     from megatron.training.schedule_check import resumed_schedule
 
-    schedule = Schedule(config.training, config.optimizer, samples_per_epoch)
+    schedule = Schedule(config.training, config.optimizer, task.samples_per_epoch(dataset))
+    for line in raise_on_all_ranks(ctx, lambda: describe_mix(task.drawn(dataset, schedule.total_samples))):
+        announce(ctx, f"mix: {line}")
     checkpoint = start.checkpoint
     if checkpoint is None or start.progress.iteration == 0 or start.options.no_load_optim:
         return schedule

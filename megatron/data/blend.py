@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,10 +36,39 @@ class BlendMember(TokenDataset, Protocol):
     """A dataset that can be blended."""
 
     @property
+    def prefix(self) -> str: ...
+    @property
     def seq_length(self) -> int: ...
+    @property
+    def tokens_per_epoch(self) -> int: ...
     def documents_of(self, index: int) -> tuple[str, list[int]]: ...
     def read_into(self, indices: NDArray[np.int64], out: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         """Write sample indices[i] to row rows[i] of `out`, [any, seq_length + 1]."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples of one dataset that a run reads of a mix."""
+
+    prefix: str
+    samples: int
+    tokens: int
+    epochs: float
+    """Times that the dataset is read through."""
+
+
+SHOWN_DATASETS = 40
+
+
+def describe_mix(mix: Sequence[Drawn]) -> list[str]:
+    """Return a line on each dataset of a mix, and one on those that are too many to show."""
+    samples, tokens = (max(1, sum(getattr(each, name) for each in mix)) for name in ("samples", "tokens"))
+    lines = [
+        f"{each.prefix}: {each.samples:,} samples ({each.samples / samples:.1%}), {each.tokens:,} tokens "
+        f"({each.tokens / tokens:.1%}), {each.epochs:.2f} epochs"
+        for each in mix[:SHOWN_DATASETS]
+    ]
+    return lines + [f"and {len(mix) - SHOWN_DATASETS} datasets more"] * (len(mix) > SHOWN_DATASETS)
 
 
 def digest(*described: Any) -> str:
@@ -112,6 +142,16 @@ class BlendedDataset:
     def documents_of(self, index: int) -> tuple[str, list[int]]:
         """Return the prefix of the dataset of sample `index`, and its documents in there."""
         return self.datasets[int(self.dataset_index[index])].documents_of(int(self.dataset_sample_index[index]))
+
+    def drawn(self, consumed_samples: int) -> list[Drawn]:
+        """Return what the first `consumed_samples` samples are of each dataset."""
+        self._index_files.check(always=True)
+        counts = np.bincount(self.dataset_index[:consumed_samples], minlength=len(self.datasets)).tolist()
+        tokens = [count * dataset.seq_length for count, dataset in zip(counts, self.datasets, strict=True)]
+        return [
+            Drawn(dataset.prefix, count, of_dataset, of_dataset / dataset.tokens_per_epoch)
+            for dataset, count, of_dataset in zip(self.datasets, counts, tokens, strict=True)
+        ]
 
     def _outside(self, index: int) -> IndexError:
         return IndexError(f"sample {index} is outside the {len(self)} of the blend")

@@ -95,6 +95,7 @@ class GPTDataset:
         cache_dir: Path | None = None,
     ):
         self._data, self._documents = data, documents
+        self.prefix = data.prefix
         self.seq_length, self._seed = seq_length, seed
         self.tokens_per_epoch = data.count_tokens(documents)
         if self.tokens_per_epoch == 0:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +32,8 @@ from megatron.checkpoint.lineage import Run, of_run
 from megatron.checkpoint.reader import checkpoint_folders, read_latest
 from megatron.config.command_line import to_yaml
 from megatron.config.options import Config
+from megatron.data.blend import Drawn, describe_mix
+from megatron.data.indexed import DataError
 from megatron.files import IMPORT_ROOT, replacing
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.run_totals import LossAt, RunTotals
@@ -51,10 +54,18 @@ class RunFolder:
     """Writes the first two files on entering, which is collective, and all of them on leaving; on rank 0.
 
     Without a results_dir no file is written, but the end is printed. `progress` is the run's own, which changes.
+    `drawn` returns what so many samples of the run are of each dataset of a mix.
     """
 
-    def __init__(self, config: Config, ctx: ParallelContext, log: MetricsLog, progress: Progress) -> None:
-        self._config, self._ctx, self._log, self._progress = config, ctx, log, progress
+    def __init__(
+        self,
+        config: Config,
+        ctx: ParallelContext,
+        log: MetricsLog,
+        progress: Progress,
+        drawn: Callable[[int], list[Drawn]] = lambda _: [],
+    ) -> None:
+        self._config, self._ctx, self._log, self._progress, self._drawn = config, ctx, log, progress, drawn
         self._folder = None if config.logging.results_dir is None else Path(config.logging.results_dir)
         # start of the process: users wait for imports and the build too
         self._began_s = psutil.Process().create_time()
@@ -95,12 +106,20 @@ class RunFolder:
             "iteration": self._progress.iteration,
             "consumed_samples": self._progress.consumed_samples,
             "wall_s": round(time.time() - self._began_s, 3),
+            **self._mix(),
         }
         self._write_starts()
         tokens = self._log.tokens_of(self._progress.consumed_samples)
         summary = Summary(self._config, self._starts, self._progress, tokens, self._log.totals)
         self._write(SUMMARY_FILE, summary.text())
         self._log.message(summary.core())
+
+    def _mix(self) -> dict[str, Any]:
+        """Return what was read of each dataset of a mix; nothing where its files are gone."""
+        with contextlib.suppress(DataError):
+            if mix := self._drawn(self._progress.consumed_samples):
+                return {"mix": [vars(each) for each in mix]}
+        return {}
 
     def _earlier_starts(self) -> list[dict[str, Any]]:
         """Return the starts in run.json for a run that resumes. Otherwise, or if it is damaged, the file is renamed."""
@@ -149,6 +168,7 @@ class Summary:
         lines = [
             ("ended", f"{start['ended']['time']}, {self._reason()}"),
             *self._progress_lines(),
+            *(("mix", line) for line in describe_mix([Drawn(**each) for each in start["ended"].get("mix", [])])),
             *self._loss_lines(),
             *self._speed_lines(),
             ("peak memory", self._memory()),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.config.data import parse_data_path
 from megatron.config.dependents import idle_options
 from megatron.config.options import Config
 from megatron.config.validation import DOCUMENT_ENDS, divisors, parallel_batch_size
@@ -24,10 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.data.batches import BatchPlan
-    from megatron.data.chat.dataset import PackedSamples, SampleDataset
+    from megatron.data.blend import Drawn
+    from megatron.data.samples import PackedSamples, SampleDataset
     from megatron.parallel.context import ParallelContext
 
-    PackedDataset = SampleDataset | PackedSamples
+    PackedDataset = SampleDataset[Any] | PackedSamples
     Rows = list[NDArray[np.int64]]
     """The rows of a microbatch, each the numbers of its samples."""
 
@@ -81,12 +81,6 @@ class PackedTask(Task):
         config = self.config
         if config.training.rampup_batch_size is not None:
             yield f"rampup_batch_size is for task=pretrain; with task={self.name} leave it out"
-        for option, words in dict.fromkeys(config.data.paths):
-            if words and _is_weighted(words):
-                yield (
-                    f"{option}={' '.join(words)!r} has weights, but task={self.name} reads all {self.sample_name}s "
-                    "alike; give prefixes alone"
-                )
 
     def idle(self) -> Iterator[str]:
         config, sft = self.config, self.config.sft
@@ -169,23 +163,23 @@ class PackedTask(Task):
     # The data
 
     @abstractmethod
-    def open_samples(self) -> Sequence[SampleDataset | None]:
+    def open_samples(self) -> Sequence[SampleDataset[Any] | None]:
         """Return the samples for training, validation and test; the last two may be None. Raises DataError."""
 
     def open_data(self, ctx: ParallelContext) -> Sequence[PackedDataset | None]:
         import numpy as np
 
-        from megatron.data.chat.dataset import PackedSamples
         from megatron.data.packing import bucket_edges
+        from megatron.data.samples import PackedSamples, check_weights
 
         self._device, self._num_batch_ranks = ctx.device.type, ctx.num_batch_ranks
         config = self.config
         datasets: list[Any] = list(self.open_samples())
         if config.sft.packing == "dataset":
-            datasets = [
-                None if samples is None else PackedSamples(samples, self.sample_length, config.training.seed)
-                for samples in datasets
-            ]
+            datasets = [None if samples is None else PackedSamples(samples, self.sample_length) for samples in datasets]
+        for split, dataset in enumerate(datasets):
+            if dataset is not None:
+                check_weights(dataset, split)
         if self.bucketing == "optimal" and self.varies_shapes:
             filled = [length for cells in self._first_steps(datasets[0]) for length in cells if length]
             longest = max(int(samples.lengths.max()) for samples in datasets if samples is not None)
@@ -198,8 +192,12 @@ class PackedTask(Task):
         return len(dataset)
 
     def consumed_tokens(self, dataset: PackedDataset, consumed_samples: int) -> int:
-        epochs, rest = divmod(consumed_samples, len(dataset))
-        return epochs * dataset.tokens_before(0, len(dataset)) + dataset.tokens_before(epochs, rest)
+        return int(dataset.epochs.tokens(consumed_samples).sum())
+
+    def drawn(self, dataset: PackedDataset, consumed_samples: int) -> list[Drawn]:
+        from megatron.data.samples import drawn_of
+
+        return drawn_of(dataset, consumed_samples)
 
     def samples_of(self, key: Any) -> list[int]:
         return [int(sample) for row in key for sample in row]
@@ -236,7 +234,7 @@ class PackedTask(Task):
         from megatron.data.packing import pack_step
 
         epoch, begin = divmod(consumed_samples, len(dataset))
-        samples = _order(dataset, epoch)[begin : begin + size]
+        samples = dataset.order(epoch)[begin : begin + size]
         if self.config.sft.packing == "step":
             step = pack_step(dataset.lengths[samples], self.row_length, num_ranks)
             packed = np.split(samples[step.order], step.starts[1:-1])
@@ -295,11 +293,21 @@ class PackedTask(Task):
             found.append([max((int(samples.lengths[row].sum()) for row in rows), default=0) for rows in cells])
         return found
 
+    def share_of_epoch(self, dataset: PackedDataset, labels: NDArray[np.int64]) -> tuple[int, float]:
+        """Return the tokens of an epoch, and the share of `labels`, a number for each sample, in them."""
+        import numpy as np
+
+        samples, order = samples_of(dataset), dataset.epochs
+        firsts = samples.epochs.firsts[:-1]
+        passes = order.counts / order.sizes
+        tokens, trained = (float(passes @ np.add.reduceat(each, firsts)) for each in (samples.lengths, labels))
+        return self.consumed_tokens(dataset, len(dataset)), trained / tokens
+
     def describe_packing(self, dataset: PackedDataset) -> str:
         """Return how full the rows of the first steps are."""
         training, steps = self.config.training, self._first_steps(dataset)
         lengths = [self.padded_length(fullest) for cells in steps for fullest in cells]
-        held = dataset.tokens_before(0, min(len(dataset), len(steps) * training.global_batch_size))
+        held = self.consumed_tokens(dataset, min(len(dataset), len(steps) * training.global_batch_size))
         filled = held / (training.micro_batch_size * sum(lengths))
         shapes = len(set(lengths))
         return (
@@ -311,15 +319,3 @@ class PackedTask(Task):
 def samples_of(dataset: Any) -> Any:
     """Return the samples themselves, where `dataset` may be rows of them."""
     return getattr(dataset, "samples", dataset)
-
-
-def _is_weighted(words: tuple[str, ...]) -> bool:
-    try:
-        return parse_data_path(words)[1] is not None
-    except ValueError:
-        return False  # reported by the validation of the data options
-
-
-@lru_cache(maxsize=4)
-def _order(dataset: PackedDataset, epoch: int) -> NDArray[np.int64]:
-    return dataset.order(epoch)

@@ -111,11 +111,11 @@ class PreferenceTask(PackedTask):
     def describe(self, dataset: Any) -> str:
         pairs: PairDataset = samples_of(dataset)
         rows = "" if pairs is dataset else f" in {len(dataset):,} rows"
-        tokens, labels = int(pairs.lengths.sum()), int(pairs.labels.sum())
+        tokens, share = self.share_of_epoch(dataset, pairs.labels.sum(axis=1))
         cut = [(pairs.num_cut_prompts, "prompts"), (pairs.num_truncated, "answers")]
         said = ", ".join(f"{count:,} {what} cut" for count, what in cut if count)
         return (
-            f"preference: {len(pairs):,} pairs{rows}, {tokens:,} tokens an epoch, {labels / tokens:.1%} of them answers"
+            f"preference: {len(pairs):,} pairs{rows}, {tokens:,} tokens an epoch, {share:.1%} of them answers"
             f"{f', {said}' if said else ''}; {self.describe_packing(dataset)}"
         )
 

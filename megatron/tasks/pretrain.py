@@ -14,7 +14,7 @@ from megatron.tasks.task import Microbatch, Task
 if TYPE_CHECKING:
     import numpy as np
 
-    from megatron.data.blend import TokenDataset
+    from megatron.data.blend import Drawn, TokenDataset
     from megatron.data.gpt import Datasets
     from megatron.parallel.context import ParallelContext
 
@@ -45,6 +45,11 @@ class PretrainTask(Task):
 
     def documents_of(self, dataset: Any, sample: int) -> tuple[str, list[int]]:
         return dataset.documents_of(sample)  # type: ignore[no-any-return]
+
+    def drawn(self, dataset: Any, consumed_samples: int) -> list[Drawn]:
+        from megatron.data.blend import BlendedDataset
+
+        return dataset.drawn(consumed_samples) if isinstance(dataset, BlendedDataset) else []
 
     def read(self, dataset: TokenDataset, key: range) -> Microbatch:
         import torch

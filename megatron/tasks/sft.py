@@ -49,10 +49,10 @@ class SFTTask(PackedTask):
 
     def describe(self, dataset: Any) -> str:
         chats: ChatDataset = samples_of(dataset)
-        tokens, trained = int(chats.lengths.sum()), int(chats.loss_tokens.sum())
+        tokens, share = self.share_of_epoch(dataset, chats.loss_tokens)
         rows = "" if chats is dataset else f" in {len(dataset):,} rows"
         return (
-            f"sft: {len(chats):,} chats{rows}, {tokens:,} tokens an epoch, {trained / tokens:.1%} of them trained; "
+            f"sft: {len(chats):,} chats{rows}, {tokens:,} tokens an epoch, {share:.1%} of them trained; "
             f"{self.describe_packing(dataset)}"
         )
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.data.batches import BatchPlan
+    from megatron.data.blend import Drawn
     from megatron.parallel.context import ParallelContext
     from megatron.tasks.objective import Objective
 
@@ -253,6 +254,10 @@ class Task(ABC):
     def documents_of(self, dataset: Any, sample: int) -> tuple[str, list[int]] | None:
         """Return the prefix and the document numbers that a sample is from; None if there are none."""
         return None
+
+    def drawn(self, dataset: Any, consumed_samples: int) -> list[Drawn]:
+        """Return what the first `consumed_samples` samples of a run are of each dataset of a mix; empty: no mix."""
+        return []
 
     def describe(self, dataset: Any) -> str | None:
         """Return a line on the training data, printed before the first step; None: nothing."""

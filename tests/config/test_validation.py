@@ -230,7 +230,6 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "rampup_batch_size is for task=pretrain",
         "leave it out",
     ),
-    "weighted chats": ("--task sft --data-path 1 a 2 b", 1, "1 a 2 b' has weights", "give prefixes alone"),
     "short training": ("--train-iters none --train-samples 7", 1, "train_samples=7 is less than", "train longer"),
     "warm-up twice": ("--lr-warmup-samples 8 --lr-warmup-iters 1", 1, "lr_warmup_samples=8 and", "keep one"),
     "decay twice": ("--lr-decay-samples 80 --lr-decay-iters 10", 1, "lr_decay_samples=80 and", "keep one"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.command_names import command_name
-from megatron.config.data import parse_data_path
 from megatron.config.options import Config
 from megatron.data.blend import digest
-from megatron.data.chat.dataset import SampleDataset, rows_of_split
 from megatron.data.gpt import SPLITS, check_vocabulary
 from megatron.data.indexed import DataError, IndexedDataset, Tokens
 from megatron.data.preference.preprocessing import SEQUENCES
+from megatron.data.samples import SampleDataset, open_splits, rows_of_split
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +71,19 @@ class PairFile:
         return self.tokens.lengths.reshape(-1, SEQUENCES)[self.rows].astype(np.int64)
 
 
-class PairDataset(SampleDataset):
+class PairDataset(SampleDataset[PairFile]):
     """Pairs of several files, numbered consecutively."""
 
-    def __init__(self, files: Sequence[PairFile], limits: PairLimits, *, seed: int, vocab_size: int):
-        self.files, self.limits, self.seed, self._vocab_size = files, limits, seed, vocab_size
-        self._firsts = np.cumsum([0, *(len(file.rows) for file in files)])
+    def __init__(
+        self,
+        files: Sequence[PairFile],
+        weights: Sequence[float] | None,
+        limits: PairLimits,
+        *,
+        seed: int,
+        vocab_size: int,
+    ):
+        self.limits, self._vocab_size = limits, vocab_size
         stored = np.concatenate([file.lengths() for file in files])
         prompts, answers = limits.prompt_lengths(stored[:, :1]), stored[:, CHOSEN:]
         wholes = np.minimum(prompts + answers, limits.max_length)
@@ -87,21 +93,21 @@ class PairDataset(SampleDataset):
             limits.truncation == "keep_start", wholes - prompts, np.minimum(answers, limits.max_length - 1)
         ) * (answers > 0)
         """[pairs, 2] Tokens of each answer in the loss."""
-        self.lengths = self.answer_lengths.sum(axis=1)
+        super().__init__(files, self.answer_lengths.sum(axis=1), weights, seed)
         self.reference: NDArray[np.float32] | None = None
         """[pairs, 2] Log-probabilities of the answers under a stored reference, once that is complete."""
         self.num_cut_prompts = int((prompts < stored[:, :1]).sum())
         self.num_truncated = int((prompts + answers > limits.max_length).sum())
         """Sides that are longer than max_length."""
         identity = [(file.tokens.fingerprint, digest(file.rows.tobytes().hex())) for file in files]
-        self.fingerprint = digest("pairs", 1, identity, seed, *vars(limits).values())
+        self.fingerprint = self.identity("pairs", 1, identity, seed, *vars(limits).values())
 
     def read(self, pair: int) -> tuple[Answer, Answer]:
         """Return the chosen and the rejected side, of no ids where a row lacks it.
 
         Raises DataError for an id outside the vocabulary.
         """
-        file, row = self._place(pair)
+        file, row = self.place(pair)
         prompt, *answers = (file.tokens.read(SEQUENCES * row + part) for part in range(SEQUENCES))
         if self.limits.max_prompt_length is not None:
             prompt = prompt[-self.limits.max_prompt_length :]
@@ -122,20 +128,6 @@ class PairDataset(SampleDataset):
             return Answer(ids[:limit], len(prompt))
         return Answer(ids[-limit:], max(1, len(prompt) - max(0, len(ids) - limit)))
 
-    def by_file(self) -> Iterator[tuple[PairFile, slice]]:
-        """Yield the files, and which pairs are theirs."""
-        for number, file in enumerate(self.files):
-            yield file, slice(int(self._firsts[number]), int(self._firsts[number + 1]))
-
-    def documents_of(self, sample: int) -> tuple[str, list[int]]:
-        file, row = self._place(sample)
-        return file.tokens.prefix, [row]
-
-    def _place(self, pair: int) -> tuple[PairFile, int]:
-        number = int(np.searchsorted(self._firsts, pair, side="right")) - 1
-        file = self.files[number]
-        return file, int(file.rows[pair - self._firsts[number]])
-
 
 def open_pairs(config: Config, *, needs_both: bool) -> tuple[PairDataset, PairDataset | None, PairDataset | None]:
     """Return pairs for training, validation and test; the last two None if the config leaves none.
@@ -143,29 +135,19 @@ def open_pairs(config: Config, *, needs_both: bool) -> tuple[PairDataset, PairDa
     `needs_both`: refuse rows with one answer. Raises DataError.
     """
     opened: dict[str, IndexedDataset] = {}
-    found: list[PairDataset | None] = []
     limits = PairLimits.of(config)
-    for split, (option, words) in enumerate(config.data.paths):
-        files = []
-        for prefix in parse_data_path(words)[0] if words else []:
-            if prefix not in opened:
-                opened[prefix] = _open(prefix, config.model.vocab_size, needs_both=needs_both)
-            tokens = opened[prefix]
-            count = len(tokens) // SEQUENCES
-            rows = rows_of_split(count, config, None if config.data.per_split else split)
-            rows = _usable(PairFile(tokens, rows, split), limits)
-            if len(rows):
-                files.append(PairFile(tokens, rows, split))
-        if not files and split == 0:
-            said = f"{option}={' '.join(words)}" + ("" if config.data.per_split else f", split={config.data.split}")
-            raise DataError(
-                f"{said} leaves no pairs to train on; give more pairs, raise the first share of split, or seq_length"
-            )
-        seed, vocab_size = config.training.seed, config.model.vocab_size
-        found.append(PairDataset(files, limits, seed=seed, vocab_size=vocab_size) if files else None)
-    train, valid, test = found
-    assert train is not None
-    return train, valid, test
+
+    def open_file(prefix: str, split: int) -> PairFile:
+        if prefix not in opened:
+            opened[prefix] = _open(prefix, config.model.vocab_size, needs_both=needs_both)
+        tokens = opened[prefix]
+        rows = rows_of_split(len(tokens) // SEQUENCES, config, None if config.data.per_split else split)
+        return PairFile(tokens, _usable(PairFile(tokens, rows, split), limits), split)
+
+    def build(files: Sequence[PairFile], weights: Sequence[float] | None, said: str) -> PairDataset:
+        return PairDataset(files, weights, limits, seed=config.training.seed, vocab_size=config.model.vocab_size)
+
+    return open_splits(config, "pairs", open_file, build)
 
 
 def _open(prefix: str, vocab_size: int, *, needs_both: bool) -> IndexedDataset:
