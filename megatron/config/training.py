@@ -113,6 +113,9 @@ class TrainingConfig:
     """fp16: steps without overflow before the loss scale doubles."""
     hysteresis: Positive = 2
     """fp16: overflows before the loss scale is halved."""
+    neftune_noise_alpha: PositiveFloat | None = None
+    """NEFTune: add uniform noise of ±alpha / sqrt(L x hidden_size) to the word embeddings of each training sequence of
+    L tokens; 5 is usual. Unset: none."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass: none, those of `recompute_modules`, or whole transformer
     layers."""

@@ -219,6 +219,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     _number("HL_NUM_EPOCHS", "--num-epochs", "times to go through the data", scripts=FINE_TUNING),
     _text("HL_LR", "--lr", "peak learning rate", FINE_TUNING),
+    _text("HL_NEFTUNE_NOISE_ALPHA", "--neftune-noise-alpha", "size of NEFTune's noise; unset: none", FINE_TUNING),
     # preferences
     _text(
         "HL_PREFERENCE_LOSS", "--preference-loss", "objective: sigmoid (DPO), hinge, ipo, robust, orpo or simpo", DPO

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.models.attention import Packing, SelfAttention, Shared
+from megatron.models.neftune import add_noise
 from megatron.parallel.layers import LayerNorm, RMSNorm, VocabParallelEmbedding
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.low_rank_vocabulary import output_weight, vocabulary_adapters
@@ -44,11 +45,16 @@ class WordEmbedding(VocabParallelEmbedding):
 
     def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__(shards, shared.ctx)
+        self.noise_alpha = shared.config.training.neftune_noise_alpha
 
     def forward(self, stream: Stream, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
-        inside, _ = unpack(stream)
+        inside, packing = unpack(stream)
         result = super().forward(inside, project)
-        return result if project is not None else repack(result, stream)
+        if project is not None:
+            return result
+        if self.noise_alpha is not None and self.training:
+            result = add_noise(result, inside, packing, self.noise_alpha, self.ctx)
+        return repack(result, stream)
 
 
 class OutputProjection(nn.Module):

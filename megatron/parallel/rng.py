@@ -32,9 +32,12 @@ class RandomStreams:
 
     def __init__(self) -> None:
         self._states: dict[str, Tensor] = {}
+        self.step_key = 0
+        """Key of the step, equal on all ranks: for what is drawn without a generator."""
 
     def seed_step(self, seed: int, consumed_samples: int, stage: int, grad_rank: int, tensor_rank: int) -> None:
         """Start the streams for one step. Stages and data-parallel ranks always draw apart."""
+        self.step_key = derive_seed(seed, consumed_samples, "step")
         generator = _accelerator()
         own = {"sharded": (tensor_rank,), "adapters": (), "adapters sharded": (tensor_rank,)}
         for name, ranks in own.items():

@@ -81,7 +81,7 @@ class Engine(ABC):
         self._passes = 0
         """Microbatches of the step or evaluation under way."""
         dropouts = config.model.hidden_dropout, config.model.attention_dropout, config.lora.lora_dropout
-        self._draws = max(dropouts) > 0
+        self._draws = max(dropouts) > 0 or config.training.neftune_noise_alpha is not None
         self.dropout_seed = config.training.seed
         """Seed of the random streams. A resumed run keeps that of its checkpoint."""
         self.base: dict[str, Any] | None = None

@@ -13,8 +13,9 @@ from megatron.config.validation import check
 from megatron.data.chat.dataset import ChatDataset
 from megatron.data.indexed import LOSS_MASK_SUFFIX
 from megatron.data.indexed_builder import IndexedDatasetBuilder
-from megatron.models.transformer import unpack
+from megatron.models.transformer import WordEmbedding, unpack
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.rng import derive_seed
 from megatron.parallel.shards import named_parameters
 from megatron.planning.progress import Progress
 from megatron.tasks.pretrain import PretrainTask
@@ -23,6 +24,7 @@ from megatron.training.build import build_engine
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine
 from megatron.training.resume import find_start, restore_start
+from tests.models.noise import expected_noise
 from tests.training import layouts
 
 VOCABULARY = 250
@@ -98,11 +100,22 @@ def gradient_step(arguments: str, folder: str) -> float:
     return loss
 
 
-def dense_gradient(arguments: str) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def dense_gradient(
+    arguments: str, alpha: float | None = None
+) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Loss, weights before, and gradient of the first global batch: each chat alone, without padding or packing, in
-    float64, with torch's own cross-entropy, and divided once by the number of all loss tokens."""
+    float64, with torch's own cross-entropy, and divided once by the number of all loss tokens. `alpha`: with NEFTune's
+    noise of this size."""
     engine, task, dataset = build(f"{arguments} --no-pipeline-parallel")
     module = engine.module.double()
+
+    def add_noise(embedding: Any, inputs: Any, found: torch.Tensor) -> torch.Tensor:
+        tokens, key = inputs[0][0].numpy(), derive_seed(engine.dropout_seed, 0, "step")
+        return found + torch.from_numpy(expected_noise(tokens, key, found.shape[-1], alpha or 0)).unsqueeze(1)
+
+    if alpha is not None:
+        (embedding,) = {part for part in module.modules() if isinstance(part, WordEmbedding)}
+        embedding.register_forward_hook(lambda *call: add_noise(*call) if isinstance(call[2], torch.Tensor) else None)
     size = engine.config.training.global_batch_size
     total, count = torch.zeros((), dtype=torch.float64), 0
     _, keys = task.plan(dataset, lambda _: size, 0, 1)(0)

@@ -68,9 +68,41 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(
     ranks: RankPools, data: Path, tmp_path: Path, model: str, layout: str, packing: str
 ) -> None:
-    world_size, flags = LAYOUTS[layout]
-    common = f"{MODELS[model]} --data-path {data} --split 1,0,0 --global-batch-size 13 {PACKINGS[packing]}"
-    ((expected, before, gradients),) = ranks(1)(chats.dense_gradient, common)
+    check_gradients(ranks, data, tmp_path, MODELS[model], LAYOUTS[layout], PACKINGS[packing])
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "packing"),
+    [
+        ("bloom_alibi", "tp2 sp", "step"),
+        ("llama_gqa_tied", "pp2 dp2", "none"),
+        pytest.param("bloom_learned", "dp2", "dataset", marks=pytest.mark.slow),
+        pytest.param("llama_gqa", "pp2 interleaved", "step", marks=pytest.mark.slow),
+        pytest.param("llama_gqa", "zero3", "edges", marks=pytest.mark.slow),
+    ],
+)
+def test_neftune_draws_alike_on_every_layout_and_packing(
+    ranks: RankPools, data: Path, tmp_path: Path, model: str, layout: str, packing: str
+) -> None:
+    check_gradients(ranks, data, tmp_path, MODELS[model], LAYOUTS[layout], PACKINGS[packing], alpha=5.0)
+
+
+def check_gradients(
+    ranks: RankPools,
+    data: Path,
+    tmp_path: Path,
+    model: str,
+    layout: tuple[int, str],
+    packing: str,
+    alpha: float | None = None,
+) -> None:
+    """Compare loss and gradient of the first step with those of each chat alone."""
+    world_size, flags = layout
+    common = f"{model} --data-path {data} --split 1,0,0 --global-batch-size 13 {packing}"
+    ((expected, before, gradients),) = ranks(1)(chats.dense_gradient, common, alpha)
+    if alpha is not None:
+        assert abs(ranks(1)(chats.dense_gradient, common)[0][0] - expected) > 1e-4
+        flags += f" --neftune-noise-alpha {alpha}"
     found = ranks(world_size)(chats.gradient_step, f"{common} {flags}", str(tmp_path / "saved"))
     assert max(abs(loss - expected) for loss in found) < 1e-5
     saved = Checkpoint(tmp_path / "saved" / "global_step1")
@@ -101,12 +133,15 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize(("first", "then"), [(1, "dp2"), (2, ""), (2, "pp2"), (1, "tp2")])
+@pytest.mark.parametrize(
+    ("first", "then", "noise"),
+    [(1, "dp2", ""), (2, "", ""), (2, "pp2", "--neftune-noise-alpha 5"), (1, "tp2", "--neftune-noise-alpha 5")],
+)
 def test_a_resumed_run_goes_on_with_the_next_chats(
-    ranks: RankPools, data: Path, tmp_path: Path, first: int, then: str
+    ranks: RankPools, data: Path, tmp_path: Path, first: int, then: str, noise: str
 ) -> None:
     """Stopped within the second of three epochs, and gone on with on another layout."""
-    common = f"{RUN} --data-path {data}"
+    common = f"{RUN} --data-path {data} {noise}"
     assert ranks(1)(runs.train, f"{common} --results-dir {tmp_path / 'whole'}") == [""]
     whole = {row["iteration"]: row for row in runs.rows(tmp_path / "whole")}
     assert [row["global_batch_size"] for row in whole.values()] == [7, 7, 7, 7, 5] * 3  # 33 chats to train on
