@@ -48,6 +48,10 @@ class Tokenizer(Protocol):
         """Id that ends a document; None if the tokenizer has none."""
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text, such as those that begin or end one."""
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Everything that decides the ids, as JSON: `type`, `vocab_size`, `eod`, `sha256` of its files and options,
         `before` and `after`, the ids put around each text.
@@ -64,6 +68,9 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         """Return the ids of all texts. Raises DataError if one cannot be encoded. Thread-safe."""
+
+    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
+        """Return the ids of all texts, with nothing added. Raises DataError. Thread-safe."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are left out or a DataError."""
@@ -104,6 +111,10 @@ class IdentifiedTokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text. See Tokenizer."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(() if self.eod is None else [self.eod])
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -53,6 +53,11 @@ class LibraryTokenizer(IdentifiedTokenizer):
         found: int | None = self._inner.token_to_id(token)
         return found
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        added = self._inner.get_added_tokens_decoder()
+        return super().special_ids.union(number for number, token in added.items() if token.special)
+
     def to_json(self) -> str:
         """Return the content of its tokenizer.json."""
         content: str = self._inner.to_str()

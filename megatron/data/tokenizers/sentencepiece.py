@@ -82,6 +82,10 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
             raise unknown_id(ids, self.vocab_size) from None
         return text
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return super().special_ids.union(filter(self._inner.is_control, range(self.vocab_size)))
+
     def token_id(self, token: str) -> int | None:
         # an unknown piece has the id of <unk>
         found: int = self._inner.piece_to_id(token)

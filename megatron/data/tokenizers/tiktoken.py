@@ -170,6 +170,10 @@ class TikTokenizer(IdentifiedTokenizer):
         except (KeyError, OverflowError):
             raise unknown_id(ids, self.vocab_size) from None
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return super().special_ids.union(map(self._inner.encode_single_token, self._inner.special_tokens_set))
+
     def token_id(self, token: str) -> int | None:
         try:
             return self._inner.encode_single_token(token)

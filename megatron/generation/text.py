@@ -1,0 +1,123 @@
+"""Text of ids as they arrive: whole characters, and the stop strings that end it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.data.indexed import DataError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.generation.options import GenerationOptions
+
+REPLACEMENT = "\ufffd"
+"""Written by decoders for bytes that are not a character, or not yet."""
+CONTEXT = 6
+"""Ids before the new ones that are decoded with them: decoders leave out a space at the start."""
+LONGEST_WINDOW = 32
+"""Ids that are decoded together, unless they hold no whole character."""
+
+
+class TextDecoder:
+    """Decoder of one id after the other. The strings that `add` and `finish` return make up the text.
+
+    Args:
+        prompt: the ids before the first one.
+        keep_special: special tokens are written as text, too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, keep_special: bool = False):
+        self._tokenizer = tokenizer
+        self._hidden = frozenset[int]() if keep_special else tokenizer.special_ids
+        self._window = [token for token in prompt if self._is_shown(token)][-CONTEXT:]
+        while tokenizer.decode(self._window).startswith(REPLACEMENT):  # it begins within a character
+            del self._window[0]
+        self._num_written = len(tokenizer.decode(self._window))  # characters of the window's text
+        self._whole = [len(self._window)]  # sizes of the window at which it ended with a whole character
+
+    def add(self, token: int) -> str:
+        """Return the text that this id completes; "" while a character lacks bytes."""
+        if not self._is_shown(token):
+            return ""
+        try:
+            text = self._tokenizer.decode([*self._window, token])
+        except DataError:  # a gap in the vocabulary
+            return ""
+        self._window.append(token)
+        is_whole = not text.endswith(REPLACEMENT)
+        certain = text if is_whole else text.rstrip(REPLACEMENT)
+        new = certain[self._num_written :]
+        self._num_written = max(self._num_written, len(certain))
+        if is_whole:
+            self._whole.append(len(self._window))
+        if len(self._window) > LONGEST_WINDOW:
+            self._shorten()
+        return new
+
+    def finish(self) -> str:
+        """Return what is left: the replacement of a character that was not completed."""
+        return self._tokenizer.decode(self._window)[self._num_written :]
+
+    def _shorten(self) -> None:
+        """Forget the ids before a whole character, as decoders need a few of the last ones only."""
+        starts = [size for size in self._whole if size <= len(self._window) - CONTEXT]
+        if starts and self._whole[-1] == len(self._window):
+            self._window = self._window[starts[-1] :]
+            self._whole = [len(self._window)]
+            self._num_written = len(self._tokenizer.decode(self._window))
+
+    def _is_shown(self, token: int) -> bool:
+        return token not in self._hidden and token < self._tokenizer.vocab_size
+
+
+class GeneratedText:
+    """Text of one sequence, up to a stop string.
+
+    `add` and `finish` return the text to print next, which is never taken back: what may be the beginning of a stop
+    string is kept until that is known.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], options: GenerationOptions, *, keep_special: bool = False
+    ):
+        self._decoder = TextDecoder(tokenizer, prompt, keep_special=keep_special)
+        self._stop = options.stop
+        self._num_before_stop = options.min_new_tokens
+        self._kept = ""  # decoded, not yet returned
+        self._num_tokens = 0
+        self.is_stopped = False
+        """A stop string was found."""
+
+    def add(self, token: int) -> str:
+        """Return the text that this id makes certain."""
+        if self.is_stopped:
+            return ""
+        self._num_tokens += 1
+        new = self._decoder.add(token)
+        if self._num_tokens < self._num_before_stop:
+            return new
+        return self._released(self._kept + new)
+
+    def finish(self) -> str:
+        """Return the rest of a text that ends here."""
+        if self.is_stopped:
+            return ""
+        text = self._released(self._kept + self._decoder.finish())
+        rest, self._kept = self._kept, ""
+        return text + rest
+
+    def _released(self, text: str) -> str:
+        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if places:
+            self.is_stopped = True
+            self._kept = ""
+            return text[: min(places)]
+        longest = max(map(len, self._stop), default=1) - 1
+        held = next(
+            (
+                size
+                for size in range(min(longest, len(text)), 0, -1)
+                if any(stop.startswith(text[-size:]) for stop in self._stop)
+            ),
+            0,
+        )
+        self._kept = text[len(text) - held :]
+        return text[: len(text) - held]
