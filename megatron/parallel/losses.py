@@ -169,26 +169,39 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 class _TokenLogProbs(torch.autograd.Function):
     """Log-probability of each label. How much a token weighs in the gradient of the weight is known only in backward: a
-    single chunk keeps the gradient of its logits until then, several compute their logits a second time.
+    single chunk keeps the gradient of its logits until then, several compute their logits a second time. Of a frozen
+    weight they need no logits then: the gradient of each token's hidden state is computed in forward, and scaled later.
     """
 
     @staticmethod
     def forward(function: Any, hidden_NH: Tensor, weight: Tensor, head: _Head, with_gradients: bool) -> Tensor:
         slices, buffer, results = head.slices(), head.logits_buffer(), []
-        keeps = len(slices) == 1 and with_gradients and any(function.needs_input_grad[:2])
+        needs_hidden, needs_weight = (with_gradients and needed for needed in function.needs_input_grad[:2])
+        keeps = len(slices) == 1 and (needs_hidden or needs_weight)
+        grad_hidden = torch.empty_like(hidden_NH) if needs_hidden and not needs_weight and not keeps else None
         for part in slices:
-            results.append(head.log_probs(part, head.logits(part, buffer), to_softmax=keeps))
+            logits = head.logits(part, buffer)
+            results.append(head.log_probs(part, logits, to_softmax=keeps or grad_hidden is not None))
+            if grad_hidden is not None:
+                head.subtract_labels_(part, logits, results[-1][0])
+                head.hidden_gradient(logits, grad_hidden[part])
         log_probs_N = torch.cat([log_probs for log_probs, _ in results])
         peak, total = (torch.cat(parts) for parts in zip(*(sums for _, sums in results), strict=True))
         if keeps:
             head.subtract_labels_(slices[0], buffer, log_probs_N)
-        function.head = head
-        function.save_for_backward(hidden_NH, weight, log_probs_N, peak, total, buffer if keeps else None)
+        function.head, function.has_gradient = head, grad_hidden is not None
+        if grad_hidden is not None:
+            function.save_for_backward(grad_hidden)
+        else:
+            function.save_for_backward(hidden_NH, weight, log_probs_N, peak, total, buffer if keeps else None)
         return log_probs_N.clone()
 
     @staticmethod
     @once_differentiable
     def backward(function: Any, grad_N: Tensor) -> Any:
+        if function.has_gradient:
+            (grad_hidden,) = function.saved_tensors
+            return (grad_hidden * -grad_N.unsqueeze(-1)).to(grad_hidden.dtype), None, None, None
         hidden_NH, weight, log_probs_N, peak, total, kept = function.saved_tensors
         head: _Head = function.head
         slices, token_weights_N = head.slices(), -grad_N
@@ -245,7 +258,7 @@ def linear_cross_entropy(
         raise ValueError("token weights take no gradient here; multiply the result of token_log_probs by them instead")
     # not in float16, which could not hold hidden states times the weight of one token of a large batch
     adds = is_total and weight.dtype != torch.float16
-    head = _head(hidden, weight, labels_BS, ctx, getattr(weight, "gradient_sum", None) if adds else None)
+    head = _head(hidden, weight, labels_BS.t().flatten(), ctx, getattr(weight, "gradient_sum", None) if adds else None)
     token_weights_N = token_weights_BS.t().flatten().to(sum_dtype(hidden.dtype))
     arguments = head, torch.is_grad_enabled()
     if len(head.slices()) == 1:
@@ -257,18 +270,38 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: Para
     """Log-probability of each label [B, S], float32, equal on all ranks.
 
     hidden, weight and labels are those of `linear_cross_entropy`. A negative label has log-probability 0 and no
-    gradient, a label beyond the vocabulary -inf. Backward of several chunks computes their logits a second time: where
-    a weighted sum is all that is needed, `linear_cross_entropy` does three matrix products instead of four.
+    gradient, a label beyond the vocabulary -inf. Backward of several chunks computes their logits a second time if the
+    weight is trained: where a weighted sum is all that is needed, `linear_cross_entropy` does three matrix products
+    instead of four.
     """
-    head = _head(hidden, weight, labels_BS, ctx)
+    log_probs_N = _log_probs(_head(hidden, weight, labels_BS.t().flatten(), ctx))
+    return log_probs_N.view(labels_BS.shape[::-1]).t()
+
+
+def log_probs_of(places_K: Tensor, hidden: Tensor, weight: Tensor, labels_K: Tensor, ctx: ParallelContext) -> Tensor:
+    """Log-probability of the labels [K] of some tokens, as `token_log_probs`. The others take no matrix product.
+
+    places: s * B + b of each, int64; the caller makes them on the host, so that no device is waited for.
+    """
+    return _log_probs(_head(hidden, weight, labels_K, ctx, places_K=places_K))
+
+
+def _log_probs(head: _Head) -> Tensor:
     log_probs_N = _TokenLogProbs.apply(head.hidden_NH, head.weight, head, torch.is_grad_enabled())
-    return torch.where(head.labels_N < 0, 0.0, log_probs_N).view(labels_BS.shape[::-1]).t()
+    return torch.where(head.labels_N < 0, 0.0, log_probs_N)
 
 
 def _head(
-    hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext, into: GradientSum | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels_N: Tensor,
+    ctx: ParallelContext,
+    into: GradientSum | None = None,
+    places_K: Tensor | None = None,
 ) -> _Head:
-    hidden_NH, labels_N = enter_tensor_region(hidden, ctx).flatten(0, 1), labels_BS.t().flatten()
+    hidden_NH = enter_tensor_region(hidden, ctx).flatten(0, 1)
+    if places_K is not None:
+        hidden_NH = hidden_NH.index_select(0, places_K)
     trained, base = (weight, None) if (up := _up(weight)) is None else (up, weight)
     return _Head(hidden_NH, trained, labels_N, *own_vocabulary(weight, ctx), ctx, into, base)
 

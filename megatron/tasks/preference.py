@@ -129,10 +129,11 @@ class PreferenceTask(PackedTask):
         return super().samples_of(key.rows)
 
     def read(self, dataset: PackedDataset, key: PairRows) -> Microbatch:
-        """Return a microbatch of packed pairs. Its targets are:
+        """Return a microbatch of packed pairs. Its targets, of K tokens that are predicted, are:
 
-        - labels [B, S], -1 outside of answers
-        - for each label, the index of its answer [B, S]
+        - labels [K], -1 outside of answers
+        - for each label, the index of its answer [K]
+        - for each label, its place s * B + b [K]
         - numbers of tokens of the answers [P, 2]
         - factor of the supervised term [1]
         - log-probabilities of the answers under the reference [P, 2], if they are stored
@@ -150,9 +151,13 @@ class PreferenceTask(PackedTask):
             answer = row, slice(places.start + side.begin - 1, places.stop)
             labels[answer], numbers[answer] = rows.labels[answer], number
             lengths[divmod(number, 2)] = len(side.ids) - side.begin
+        of_labels = labels.T.ravel(), numbers.T.ravel()
+        # a number of labels that varies would be a further shape
+        kept = np.flatnonzero(of_labels[0] >= 0) if self.bucketing == "off" else np.arange(labels.size)
         factor = np.array([key.pairs_per_label], np.float32)
         stored = [] if pairs.reference is None else [pairs.reference[self.samples_of(key)]]
-        targets = tuple(torch.from_numpy(part) for part in (labels, numbers, lengths, factor, *stored))
+        parts = (*(part[kept] for part in of_labels), kept, lengths, factor, *stored)
+        targets = tuple(torch.from_numpy(part) for part in parts)
         return Microbatch(rows.inputs, targets, float(len(lengths)))
 
     # The loss
@@ -191,7 +196,7 @@ class PreferenceTask(PackedTask):
         from megatron.tasks.preference_losses import PAIR_LOSSES, PairScores, answer_logps
 
         options = self.config.preference
-        _, _, lengths_P2, factor, *reference = targets
+        _, _, _, lengths_P2, factor, *reference = targets
         sums_P2 = answer_logps(outputs, targets, ctx)
         scores = PairScores(sums_P2, reference[0], lengths_P2) if options.needs_reference else None
         if scores is None:

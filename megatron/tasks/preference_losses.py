@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.config.preference import PreferenceConfig
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import token_log_probs
+from megatron.parallel.losses import log_probs_of
 
 
 def answer_logps(outputs: tuple[Tensor, Tensor], targets: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
@@ -22,11 +22,11 @@ def answer_logps(outputs: tuple[Tensor, Tensor], targets: Sequence[Tensor], ctx:
 
     `outputs` as in `Task.loss`; `targets` begin with those of `PreferenceTask.read`.
     """
-    labels_BS, numbers_BS, lengths_P2 = targets[:3]
-    logps_BS = token_log_probs(*outputs, labels_BS, ctx)
+    labels_K, numbers_K, places_K, lengths_P2 = targets[:4]
+    logps_K = log_probs_of(places_K, *outputs, labels_K, ctx)
     # one more for a microbatch without pairs, whose tokens are all padding
-    sums = torch.zeros(lengths_P2.numel() + 1, dtype=logps_BS.dtype, device=logps_BS.device)
-    return sums.index_add(0, numbers_BS.flatten(), logps_BS.flatten())[:-1].view(-1, 2)
+    sums = torch.zeros(lengths_P2.numel() + 1, dtype=logps_K.dtype, device=logps_K.device)
+    return sums.index_add(0, numbers_K, logps_K)[:-1].view(-1, 2)
 
 
 @dataclass(frozen=True)

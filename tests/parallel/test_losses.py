@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import loss as loss_benchmark
 from megatron.parallel import loss_chunks, softmax, weight_gradient
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import gather_logits, linear_cross_entropy, token_log_probs
+from megatron.parallel.losses import gather_logits, linear_cross_entropy, log_probs_of, token_log_probs
 from megatron.parallel.shards import Shard, alias, shard_of
 from megatron.parallel.weight_gradient import GradientSum
 from tests.parallel import on_ranks
@@ -438,6 +438,37 @@ def test_several_chunks_take_three_products_each_and_log_probs_four(monkeypatch:
         token_log_probs(hidden, weight, torch.from_numpy(batch.labels), SINGLE).sum().backward()
     assert sum("mm" in name for name in summed.operators) == 2 * 3
     assert sum("mm" in name for name in single.operators) == 2 * 4
+
+
+@pytest.mark.parametrize("least", [24, 2], ids=["whole", "chunks"])
+@pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "frozen"])
+def test_log_probs_of_some_tokens_take_no_product_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, least: int, is_trained: bool
+) -> None:
+    """In chunks too a frozen weight takes two products for each, one with the logits and one with their gradient."""
+    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    hidden, weight, _ = (batch := Batch()).ours()
+    weight.requires_grad_(is_trained)
+    places, factors = torch.tensor([11, 0, 3, 17, 8, 20]), torch.tensor([0.5, 0, 2, -1, 3, 0.1])
+    labels = torch.from_numpy(batch.labels).t().flatten()[places]
+    exact_hidden, exact_weight = (torch.from_numpy(x).double().requires_grad_() for x in (batch.hidden, batch.weight))
+    logits = exact_hidden.flatten(0, 1)[places] @ exact_weight.t()
+    exact = torch.where(torch.arange(len(places)) == 2, 0, -F.cross_entropy(logits, labels, reduction="none"))
+    (exact * factors).sum().backward()
+    with Recorder() as recorder:
+        found = log_probs_of(places, hidden, weight, labels.index_fill(0, torch.tensor(2), -1), SINGLE)
+        (found * factors).sum().backward()
+    assert sum("mm" in name for name in recorder.operators) == {24: 1, 2: 3}[least] * (
+        2 if not is_trained else 3 if least == 24 else 4
+    )
+    assert_near(found, exact)
+    assert hidden.grad is not None
+    assert exact_hidden.grad is not None
+    assert_near(hidden.grad, exact_hidden.grad)
+    if is_trained:
+        assert weight.grad is not None
+        assert exact_weight.grad is not None
+        assert_near(weight.grad, exact_weight.grad)
 
 
 def test_token_weights_with_a_gradient_are_refused() -> None:

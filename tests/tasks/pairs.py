@@ -79,6 +79,15 @@ def reference_files(arguments: str, data: str) -> int:
     return len(list(Path(f"{data}.bin").parent.glob("*.reference-*")))
 
 
+def labels_of_a_step(arguments: str) -> tuple[int, int, int]:
+    """Labels, places and tokens of answers in the first step."""
+    engine, task, dataset = build(arguments)
+    _, keys = task.plan(dataset, lambda _: engine.config.training.global_batch_size, 0, 1)(0)
+    batches = [task.read(dataset, key) for key in keys]
+    answers = sum(int(samples_of(dataset).labels[task.samples_of(key)].sum()) for key in keys)
+    return sum(len(batch.targets[0]) for batch in batches), sum(b.inputs[0].numel() for b in batches), answers
+
+
 def dense(arguments: str, steps: int) -> list[dict[str, float]]:
     """The same by DPO's formulas: every answer alone in float64, without packing, by torch's own log_softmax."""
     engine, task, dataset = build(f"{arguments} --no-pipeline-parallel")

@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("model", "layout", "packing"),
     [
         ("llama_gqa", "", "--max-batch-len 96"),
-        ("bloom_alibi", "tp2 sp", "--max-batch-len 96"),
+        ("bloom_alibi", "tp2 sp", "--max-batch-len 96 --bucketing octave --buckets-per-octave 2"),
         (
             "llama_gqa",
             "pp2",
@@ -55,6 +55,16 @@ def test_packed_pairs_are_trained_as_answers_alone(
             assert step == pytest.approx(there, rel=1e-6, abs=5e-6)
     assert expected[0]["rewards/margins"] == 0
     assert abs(expected[-1]["rewards/margins"]) > 0.01
+
+
+@pytest.mark.parametrize(("bucketing", "is_whole"), [("off", False), ("octave", True)])
+def test_only_the_tokens_of_answers_are_projected_unless_shapes_are_few(
+    ranks: RankPools, data: Path, bucketing: str, is_whole: bool
+) -> None:
+    flags = f"{MODELS['llama_gqa']} {LORA} --data-path {data} --max-batch-len 96 --bucketing {bucketing}"
+    ((num_labels, num_places, num_answers),) = ranks(1)(pairs.labels_of_a_step, flags)
+    assert num_labels == (num_places if is_whole else num_answers)
+    assert num_answers < 0.8 * num_places
 
 
 def test_a_stored_reference_is_that_of_the_start(ranks: RankPools, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def ours(folder: Path, case: str, objective: str, theirs: Any) -> Result:
     dataset.reference = reference_values().numpy()
     (key,) = task.keys_of_step(dataset, [[np.arange(len(some_pairs()))]])
     batch = task.read(dataset, key)
-    targets = batch.targets if config.preference.needs_reference else batch.targets[:4]
+    targets = batch.targets if config.preference.needs_reference else batch.targets[:5]
     model = build_model(config, ctx, {name: tensor.numpy() for name, tensor in weights.items()})
     result: Any = model(batch.inputs, project=lambda outputs: task.loss(outputs, targets, 1 / batch.normaliser, ctx))
     result.total.backward()
