@@ -90,7 +90,8 @@ def resume(arguments: str, folder: Path) -> Resumed:
     from megatron.accelerator import quiet
     from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
-    from megatron.training.resume import find_checkpoint, read_progress, restore
+    from megatron.training.resume import read_progress, restore
+    from megatron.weights.opening import find_checkpoint
 
     ours = not (folder / UNIVERSAL).is_dir()
     if ours:

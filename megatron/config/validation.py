@@ -47,6 +47,11 @@ def check(config: Config, world_size: int) -> list[str]:
     ]
 
 
+def check_layout(config: Config, world_size: int) -> list[str]:
+    """Return a message for every broken rule of a model and its layout, without those of a training."""
+    return [*_check_ranks(config, world_size), *_check_tensor_parallel(config), *_check_family(config)]
+
+
 def idle(config: Config) -> list[str]:
     """Return a message for every option that has no effect, given the others of a valid config.
 

@@ -119,15 +119,21 @@ class HuggingFaceStart(MappedWeights):
     same on every layout. Raises CheckpointError, naming each option in which the run's model is another.
     """
 
-    def __init__(self, folder: Path, config: Config) -> None:
-        self._model: ImportedModel = import_huggingface(folder, config.model.architecture)
-        if found := differences(config, self._model.config):
+    def __init__(self, folder: Path, config: Config | None = None) -> None:
+        """`config`: that of the run. None: the folder's own."""
+        self._model: ImportedModel = import_huggingface(folder, None if config is None else config.model.architecture)
+        if config is not None and (found := differences(config, self._model.config)):
             raise CheckpointError(
                 f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: "
                 f"{command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
             )
         super().__init__(folder, self._model.map, self._model.stored)
         self._means: dict[str, Tensor] = {}
+
+    @property
+    def config(self) -> Config:
+        """The model that the folder describes, and the precision that holds each of its weights exactly."""
+        return self._model.config
 
     @property
     def metadata(self) -> dict[str, Any]:

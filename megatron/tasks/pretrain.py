@@ -91,28 +91,12 @@ class PretrainTask(Task):
 def end_of_document(config: Config) -> int | None:
     """Return the id that ends a document, from the config or its tokenizer. Raises DataError if it is missing."""
     from megatron.data.indexed import DataError
-    from megatron.data.tokenizers.build import build_tokenizer
+    from megatron.data.tokenizers.build import tokenizer_of_run
 
     data = config.data
     if data.eod_token_id is not None or data.tokenizer_type is None:
         return data.eod_token_id
-    tokenizer = build_tokenizer(
-        data.tokenizer_type,
-        data.tokenizer_model,
-        data.vocab_file,
-        data.merge_file,
-        # the model's vocabulary includes the end of document, which follows NullTokenizer's
-        config.model.vocab_size - (data.tokenizer_type == "NullTokenizer"),
-        eod_token=data.eod_token,
-        prepend_bos=False,  # the data is tokenized
-        tiktoken_pattern=data.tiktoken_pattern,
-        tiktoken_num_special_tokens=data.tiktoken_num_special_tokens,
-    )
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={config.model.vocab_size}; "
-            f"set vocab_size to {tokenizer.vocab_size} or more"
-        )
+    tokenizer = tokenizer_of_run(config, prepend_bos=False)  # the data is tokenized
     needs = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
     if needs and tokenizer.eod is None:
         raise DataError(f"tokenizer_type={data.tokenizer_type} has no end-of-document token; give eod_token")

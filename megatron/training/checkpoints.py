@@ -27,8 +27,8 @@ from megatron.resilience.host_consistency import check_shared
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
 from megatron.training.exports import Exports, is_due
+from megatron.weights.opening import TAG
 
-TAG = "global_step"
 VERSIONS = ("torch", "deepspeed", "numpy")
 POLL_S = 1.0
 """Longest wait for a save between two collectives."""

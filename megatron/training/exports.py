@@ -37,19 +37,16 @@ from megatron.config.options import Config
 from megatron.files import appearing, write_durably
 from megatron.interop.folder_files import check_space, read_json
 from megatron.interop.huggingface import (
-    TOKENIZER_FILES,
     check_tokenizer,
     export_huggingface,
     name_map,
-    tokenizer_files,
 )
 from megatron.interop.huggingface_files import DTYPES
-from megatron.interop.huggingface_start import is_huggingface
 from megatron.interop.native import count, native_model
-from megatron.interop.peft import is_adapter_folder
 from megatron.interop.peft_export import check_exportable, export_adapter, native_adapter
 from megatron.parallel.context import ParallelContext
 from megatron.training.merged_model import MergedModel, merged_config
+from megatron.weights.opening import tokenizer_of
 
 LAST = "last_epoch"
 SAMPLES = "samples_"
@@ -284,22 +281,6 @@ class Exports:
                 os.rename(path, self._folder / left["tag"])
             else:
                 shutil.rmtree(path)
-
-
-def tokenizer_of(config: Config) -> Path | None:
-    """Return the folder of the tokenizer files to export; None: there are none.
-
-    It is that of `tokenizer_model`, or else of the Hugging Face model or adapters that the run started from, or of
-    their base.
-    """
-    given, folders = config.data.tokenizer_model, [config.checkpoint.load, config.lora.lora_base]
-    if given is not None:
-        path = Path(given)
-        found = [path] if path.is_dir() else [path.parent] if path.name in TOKENIZER_FILES else []
-    else:
-        paths = [Path(folder) for folder in folders if folder is not None]
-        found = [path for path in paths if is_huggingface(path) or is_adapter_folder(path)]
-    return next((folder for folder in found if tokenizer_files(folder)), None)
 
 
 def is_due(checkpoint: Path) -> bool:

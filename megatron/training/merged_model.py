@@ -24,7 +24,7 @@ from megatron.models.adapters import LowRank, VocabularyLowRank
 from megatron.models.family import family_of
 from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.shards import Shard
-from megatron.training.adapter_start import AdapterStart, base_config, bits_sum, joined_checksums, open_base
+from megatron.weights.adapter_start import AdapterStart, base_config, bits_sum, joined_checksums, open_base
 
 EMBEDDING, OUTPUT, OF_EMBEDDING = "embedding.word.", "output.", "lora_embedding_"
 

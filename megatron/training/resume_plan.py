@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.reader import Checkpoint
 from megatron.config.model import differing
 from megatron.config.options import CheckpointConfig, Config
 from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.interop.peft_start import PeftStart
 from megatron.planning.progress import Progress
-from megatron.training.adapter_start import AdapterStart, check_quantization
 from megatron.training.state import moments_of
-
-if TYPE_CHECKING:
-    from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
-
-Resumable = Union[Checkpoint, "DeepSpeedCheckpoint", HuggingFaceStart, PeftStart]
+from megatron.weights.adapter_start import AdapterStart, check_quantization
+from megatron.weights.opening import Resumable
 
 NO_TRAINING = {
     "device", "distributed_timeout_minutes", "exit_interval", "exit_duration_in_mins", "kill_switch_path",

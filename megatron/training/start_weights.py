@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron.data.blend import digest
 from megatron.tasks.task import StartWeights, Task
-from megatron.training.adapter_start import bits_sum, joined_checksums
 from megatron.training.engine import Engine
 from megatron.training.objective_check import check_objective
 from megatron.training.resume import Start
+from megatron.weights.adapter_start import bits_sum, joined_checksums
 
 
 def prepare_task(

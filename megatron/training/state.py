@@ -30,7 +30,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
-from megatron.training.adapter_start import bits_sum
+from megatron.weights.adapter_start import bits_sum
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 

@@ -18,7 +18,7 @@ from megatron.interop import foreign_files
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface import import_huggingface
 from megatron.parallel.context import ParallelContext
-from megatron.training.resume import find_checkpoint
+from megatron.weights.opening import find_checkpoint
 from tests.interop.test_deepspeed_origins import BLOOM, HEADS, megatron_layers, their_model, write_megatron
 from tests.interop.test_huggingface import as_bin, save
 from tests.models import outputs

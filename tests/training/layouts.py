@@ -20,7 +20,8 @@ from megatron.tasks.pretrain import PretrainTask
 from megatron.training.build import build_engine
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine
-from megatron.training.resume import find_checkpoint, read_progress, restore
+from megatron.training.resume import read_progress, restore
+from megatron.weights.opening import find_checkpoint
 
 EOD = 7
 

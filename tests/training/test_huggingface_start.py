@@ -18,7 +18,7 @@ from megatron.interop.huggingface_config import their_config
 from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
-from megatron.training.resume import find_checkpoint
+from megatron.weights.opening import find_checkpoint
 from tests import runs
 from tests.ranks import RankPools
 from tests.training import layouts

@@ -21,7 +21,7 @@ from megatron.parallel.nf4 import QuantizedWeight, quantized_weights
 from megatron.parallel.shards import declared_shards, named_parameters
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
-from megatron.training.resume import find_checkpoint
+from megatron.weights.opening import find_checkpoint
 from tests.config.faults import faults_of
 from tests.ranks import RankPools
 from tests.training import layouts

@@ -22,8 +22,9 @@ from megatron.config.options import Config
 from megatron.interop.megatron_options import model_options
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
-from megatron.training.resume import Start, checkpoint_before, find_checkpoint, find_start, read_progress
+from megatron.training.resume import Start, checkpoint_before, find_start, read_progress
 from megatron.training.resume_plan import RestorePlan, plan_restore
+from megatron.weights.opening import find_checkpoint
 from tests.checkpoint.states import fragments_of, saver
 from tests.training import layouts
 

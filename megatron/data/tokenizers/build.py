@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from megatron.config.options import Config
 from megatron.data.indexed import DataError
 from megatron.data.tokenizers.base import Added, Tokenizer
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
@@ -97,6 +98,32 @@ def build_tokenizer(
         if tokenizer.eod is None:
             raise DataError(f"eod_token {eod_token!r} is not a token of this {tokenizer_type}; name one that is")
     tokenizer.added = _added(tokenizer, tokenizer_type, prepends if prepend_bos is None else prepend_bos)
+    return tokenizer
+
+
+def tokenizer_of_run(config: Config, *, prepend_bos: bool | None = None) -> Tokenizer:
+    """Return the tokenizer that a run's options name, which must not have more tokens than its model.
+
+    `prepend_bos`: as in `build_tokenizer`. Raises DataError.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    tokenizer = build_tokenizer(
+        data.tokenizer_type or "",
+        data.tokenizer_model,
+        data.vocab_file,
+        data.merge_file,
+        # the model's vocabulary includes the end of document, which follows NullTokenizer's
+        vocab_size - (data.tokenizer_type == "NullTokenizer"),
+        eod_token=data.eod_token,
+        prepend_bos=prepend_bos,
+        tiktoken_pattern=data.tiktoken_pattern,
+        tiktoken_num_special_tokens=data.tiktoken_num_special_tokens,
+    )
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={vocab_size}; set vocab_size to "
+            f"{tokenizer.vocab_size} or more"
+        )
     return tokenizer
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
@@ -225,7 +226,10 @@ def _verified(ctx: ParallelContext, folder: str, opened: Callable[[], Base]) -> 
     """Open a base, which must be the same on all hosts, and compare its checksums. Collective."""
     base = raise_on_all_ranks(ctx, opened)
     check_same_start(ctx, Path(folder), base.folder)
-    raise_on_all_ranks(ctx, lambda: base.verify((ctx.rank, ctx.world_size)))
+    share = (ctx.rank, ctx.world_size)
+    # of a base, weights alone are read
+    verify = partial(base.verify, kinds=("weight",)) if isinstance(base, Checkpoint) else base.verify
+    raise_on_all_ranks(ctx, lambda: verify(share))
     return base
 
 

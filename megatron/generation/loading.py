@@ -1,0 +1,282 @@
+"""Load a model to generate with or to evaluate: from a run's checkpoint of any layout, or a Hugging Face folder, with
+or without adapters, onto the layout of now.
+
+Each rank reads the slices that it holds, and nothing of an optimizer's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.accelerator import check_precision, is_lazy
+from megatron.checkpoint.format import MANIFEST, CheckpointError
+from megatron.checkpoint.reader import Checkpoint, newest_checkpoint, open_checkpoint
+from megatron.config.data import DataConfig
+from megatron.config.model import NOT_COMPUTED, ModelConfig
+from megatron.config.options import CheckpointConfig, Config, ConfigError, TrainingConfig, on_device
+from megatron.config.training import ParallelConfig
+from megatron.config.validation import check_layout
+from megatron.data.indexed import DataError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
+from megatron.generation.load_options import LoadOptions
+from megatron.generation.model import InferenceModel, ModelOrigin, build_stage
+from megatron.interop.foreign_files import ForeignFiles
+from megatron.interop.huggingface import TOKENIZER_FILES, tokenizer_files
+from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
+from megatron.interop.native import config_of_run, source_of
+from megatron.interop.peft import is_adapter_folder, open_adapter
+from megatron.interop.peft_start import PeftStart, with_options_of
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.nf4 import quantized_weights
+from megatron.parallel.shards import Shard, named_parameters, shard_of
+from megatron.planning.sizes import declared_layers
+from megatron.resilience.errors import raise_on_all_ranks
+from megatron.resilience.host_consistency import check_same_start
+from megatron.weights.adapter_start import (
+    AdapterStart,
+    bits_sum,
+    check_quantization,
+    holds_adapters,
+    joined_checksums,
+    open_adapters,
+)
+from megatron.weights.opening import TAG, Resumable, first_whole, tokenizer_of
+
+WEIGHTS = ("weight",)
+
+log = logging.getLogger(__name__)
+
+
+def parallel_options(options: LoadOptions) -> ParallelConfig:
+    """Return the layout that the options describe, for ParallelContext.build."""
+    return ParallelConfig(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        device=options.device,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
+    )
+
+
+def load_model(
+    options: LoadOptions, ctx: ParallelContext, say: Callable[[str], object] = lambda line: None
+) -> InferenceModel:
+    """Load the model onto this rank, with its tokenizer if one is found. Collective.
+
+    `say` receives lines for the user. Raises CheckpointError, ConfigError, DataError or DeviceError.
+    """
+    found, saved = _open(options, ctx)
+    config = raise_on_all_ranks(ctx, lambda: _config(options, saved, ctx))
+    source: Resumable | AdapterStart = found
+    if config.lora.lora_rank is not None:
+        source = open_adapters(found, config, ctx)
+        if isinstance(found, Checkpoint):
+            for line in check_quantization(found, config, resumes=False):
+                say(line)
+    layers, module = raise_on_all_ranks(ctx, lambda: build_stage(config, ctx, ctx.device))
+    sums = raise_on_all_ranks(ctx, lambda: _fill(module, source, config, ctx))
+    for _, weight in quantized_weights(module):
+        weight.finish()
+    if isinstance(source, AdapterStart):
+        source.check_base(joined_checksums(ctx.gather_objects(sums)))
+    origin = _origin(options, source, saved)
+    tokenizer = raise_on_all_ranks(ctx, lambda: _tokenizer(options, config, origin))
+    return InferenceModel(config, ctx, layers, module, tokenizer=tokenizer, origin=origin)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the folder holds
+
+
+def _open(options: LoadOptions, ctx: ParallelContext) -> tuple[Resumable, Config]:
+    """Return what the folder holds, its weights verified, and the options of the model in it. Collective."""
+    folder = Path(options.load)
+    kind = ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: None if ctx.rank else _kind(folder, options)))
+    if kind == "run":
+        checkpoint = _open_checkpoint(folder, options, ctx)
+        return checkpoint, raise_on_all_ranks(ctx, lambda: config_of_run(checkpoint))
+    check_same_start(ctx, folder, folder)
+    found: HuggingFaceStart | PeftStart
+    if kind == "huggingface":
+        found = raise_on_all_ranks(ctx, lambda: HuggingFaceStart(folder))
+        saved = found.config
+    else:
+        saved = raise_on_all_ranks(ctx, lambda: _with_adapters(folder, options))
+        found = raise_on_all_ranks(ctx, lambda: PeftStart(folder, saved))
+    raise_on_all_ranks(ctx, lambda: found.verify((ctx.rank, ctx.world_size)))
+    return found, saved
+
+
+def _kind(folder: Path, options: LoadOptions) -> str:
+    if not folder.is_dir():
+        there = "is a file" if folder.exists() else "is not there"
+        raise CheckpointError(f"load={folder} {there}; give the folder of a run's checkpoints, or of a model")
+    kind = "huggingface" if is_huggingface(folder) else "adapters" if is_adapter_folder(folder) else "run"
+    if kind != "run" and options.ckpt_step is not None:
+        raise CheckpointError(f"load={folder} holds one model, not the steps of a run; leave ckpt_step out")
+    if kind == "huggingface" and options.lora_base is not None:
+        raise CheckpointError(
+            f"load={folder} and lora_base={options.lora_base} are both whole models; leave lora_base out, or give "
+            "the folder of adapters as load"
+        )
+    return kind
+
+
+def _open_checkpoint(folder: Path, options: LoadOptions, ctx: ParallelContext) -> Checkpoint:
+    """Open a run's checkpoint: the folder itself, the one of `ckpt_step`, or the newest that is whole. Collective."""
+    step, alone = options.ckpt_step, ctx.broadcast_object((folder / MANIFEST).exists())
+    if alone and step is not None:
+        raise CheckpointError(f"load={folder} is one checkpoint; leave ckpt_step out, or give {folder.parent}")
+
+    def choose(damaged: set[Path]) -> Path | None:
+        if alone:
+            return folder
+        tag = None if step is None else f"{TAG}{step}"
+        found = newest_checkpoint(folder, tag=tag, excluding=[path.name for path in damaged])
+        return None if found is None else found.folder
+
+    may_fall_back = step is None and not alone
+    found = first_whole(ctx, choose, load=folder, may_fall_back=may_fall_back, kinds=WEIGHTS)
+    if found is None:
+        raise CheckpointError(f"load={folder} is empty; give the folder of a run's checkpoints, or of a model")
+    return found
+
+
+def _with_adapters(folder: Path, options: LoadOptions) -> Config:
+    """Return the options of PEFT's adapters on their base."""
+    base = options.lora_base or open_adapter(folder, ForeignFiles()).base_name
+    if base is None or not Path(base).is_dir():
+        raise CheckpointError(
+            f"{folder} holds adapters of the base model {base or '(no name)'}, which is not a folder on this machine; "
+            "give the base's folder as --lora-base"
+        )
+    if is_huggingface(Path(base)):
+        config = HuggingFaceStart(Path(base)).config
+    else:
+        checkpoint = open_checkpoint(Path(base))
+        if checkpoint is None or holds_adapters(checkpoint):
+            raise CheckpointError(f"lora_base={base} holds no whole model; give the folder of the base model")
+        config = config_of_run(checkpoint)
+    return with_options_of(config, folder, ())
+
+
+def _config(options: LoadOptions, saved: Config, ctx: ParallelContext) -> Config:
+    """Return the config to compute with: the saved model, and the layout, precision and kernels of now."""
+    if options.lora_base is not None and saved.lora.lora_rank is None:
+        raise CheckpointError(f"load={options.load} is a whole model; lora_base={options.lora_base} is for adapters")
+    of_machine = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _OF_MACHINE}
+    quantized = saved.model.quantize_base if saved.lora.lora_rank is not None else "none"
+    quantize_base: Any = quantized if options.quantize_base == "auto" else options.quantize_base
+    precision = saved.training.precision if options.precision == "auto" else options.precision
+    config = Config(
+        model=dataclasses.replace(
+            saved.model,
+            **{**of_machine, "quantize_base": quantize_base, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        ),
+        parallel=parallel_options(options),
+        training=TrainingConfig(
+            seq_length=saved.training.seq_length,
+            bf16=precision == "bf16",
+            fp16=precision == "fp16",
+            skip_train=saved.lora.lora_rank is None,  # with adapters, what they train whole stays as it is
+        ),
+        data=_tokenizer_options(options, saved.data),
+        checkpoint=CheckpointConfig(load=options.load),
+        lora=dataclasses.replace(saved.lora, lora_dropout=0.0, lora_base=options.lora_base),
+    )
+    config = on_device(config, ctx.device.type, lazy=is_lazy(ctx.device.type))
+    if faults := check_layout(config, ctx.world_size):
+        raise ConfigError(faults)
+    check_precision(ctx.device.type, config.training.precision)
+    return config
+
+
+_OF_MACHINE = NOT_COMPUTED - {"make_vocab_size_divisible_by", "init_method_std"}
+"""Options of a run's model that another machine may set otherwise: they leave its function as it is."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+def _fill(module: torch.nn.Module, source: Any, config: Config, ctx: ParallelContext) -> dict[str, int]:
+    """Read this rank's weights. With adapters return the sums of the base's bits, of the parts that no other counts."""
+    names = [layer.name for layer in declared_layers(config)]
+    tied = {name for name in names if names.count(name) > 1} if not ctx.is_first_stage else set()
+    sums: dict[str, int] = {}
+
+    def place(shard: Shard) -> tuple[int, int]:
+        return (0, 1) if shard.dim is None else (ctx.tensor_rank, ctx.tensor_size)
+
+    def read(name: str, shard: Shard, start: int, numel: int) -> Tensor:
+        values: Tensor = source.read(name, "weight", shard, *place(shard), start, numel)
+        is_base = isinstance(source, AdapterStart) and not (shard.added or shard.trained)
+        is_first = ctx.batch_rank == 0 and (shard.dim is not None or ctx.tensor_rank == 0)
+        if is_base and is_first and name.rpartition(".")[0] not in tied:
+            sums[name] = sums.get(name, 0) + bits_sum(values)
+        return values
+
+    with torch.no_grad():
+        for name, parameter in named_parameters(module):
+            parameter.copy_(read(name, shard_of(parameter), 0, parameter.numel()).view(parameter.shape))
+        for name, weight in quantized_weights(module):
+            weight.fill(partial(read, name, weight.shard))
+    return sums
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
+
+_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "eod_token")
+
+
+def _tokenizer_options(options: LoadOptions, saved: DataConfig) -> DataConfig:
+    """Return the options of the tokenizer: the given ones, or else those of the run."""
+    given = {name: value for name in _TOKENIZER if (value := getattr(options, name)) is not None}
+    if "tokenizer_model" in given and "tokenizer_type" not in given:
+        given["tokenizer_type"] = "HFTokenizer"
+    if "tokenizer_type" in given:
+        return DataConfig(**given)
+    own = {name: getattr(saved, name) for name in (*_TOKENIZER, "tiktoken_num_special_tokens")}
+    return DataConfig(**(own | given))
+
+
+def _origin(options: LoadOptions, source: Any, saved: Config) -> ModelOrigin:
+    """Find what lies beside the weights. `source`: the base too, where the model has adapters."""
+    folder, parts = Path(options.load), [source]
+    if isinstance(source, AdapterStart):
+        folder, parts = source.folder, [source.trained, source.base]
+    folders = [part.folder for part in parts if isinstance(part, HuggingFaceStart | PeftStart)]
+    sources = [source_of(part.metadata) for part in parts if part is not None]
+    found = [path for path in folders if tokenizer_files(path)]
+    if not found and (of_run := tokenizer_of(saved)) is not None:
+        found = [of_run]
+    return ModelOrigin(
+        folder=folder,
+        tokenizer=next(iter(found), None),
+        generation_config=next((each.get("generation_config") for each in sources if each is not None), None),
+    )
+
+
+def _tokenizer(options: LoadOptions, config: Config, origin: ModelOrigin) -> Tokenizer | None:
+    """Return the tokenizer of the options, of the folder, or of the run that saved the checkpoint."""
+    is_given = options.tokenizer_type is not None or options.tokenizer_model is not None
+    if not is_given and origin.tokenizer is not None and (origin.tokenizer / TOKENIZER_FILES[0]).is_file():
+        return build_tokenizer("HFTokenizer", str(origin.tokenizer), eod_token=options.eod_token)
+    if config.data.tokenizer_type is None:
+        return None
+    try:
+        return tokenizer_of_run(config)
+    except DataError as error:
+        if is_given:
+            raise
+        log.warning("%s names a tokenizer that is not to be had: %s", origin.folder, error)
+        return None

@@ -1,0 +1,173 @@
+"""A model that computes without training: this rank's stage of its layers, and nothing of an engine.
+
+Shapes: S tokens of a row, B rows, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from torch import Tensor, nn
+
+from megatron.config.options import Config, ConfigError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.models.sequential import build_layers, compute_dtype, default_dtype
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.losses import gather_logits
+from megatron.parallel.nf4 import QuantizedWeight, quantized_weights
+from megatron.parallel.shards import named_parameters
+from megatron.planning.pipeline import stage_bounds
+from megatron.planning.sizes import declared_layers
+
+Layer = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class ModelOrigin:
+    """Origin of a model, and the files beside its weights."""
+
+    folder: Path
+    """The checkpoint, or the folder of the model or adapter."""
+    tokenizer: Path | None = None
+    """Folder with tokenizer files and chat templates."""
+    generation_config: dict[str, Any] | None = None
+    """Content of Hugging Face's generation_config.json."""
+
+
+class InferenceModel:
+    """This rank's stage of a model, in evaluation mode.
+
+    Every rank of `ctx.model_group` calls `forward_stage` in turn, from the first stage to the last; what one returns
+    is what the next one takes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ctx: ParallelContext,
+        layers: Sequence[Layer],
+        module: nn.Module,
+        *,
+        tokenizer: Tokenizer | None = None,
+        origin: ModelOrigin | None = None,
+    ) -> None:
+        """`layers`: those of this stage, in order. `module`: the modules behind them, each once."""
+        self.config, self.ctx, self.module = config, ctx, module.eval()
+        self._layers = list(layers)
+        self.tokenizer, self.origin = tokenizer, origin
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights and of what flows between stages."""
+        return compute_dtype(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.model.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence that learned positions allow; None: any."""
+        model = self.config.model
+        if model.position_embedding_type != "learned":
+            return None
+        return model.max_position_embeddings or self.config.training.seq_length
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        quantized = (weight.packed for _, weight in quantized_weights(self.module))
+        tensors = [*(parameter for _, parameter in named_parameters(self.module)), *quantized]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @torch.no_grad()  # not inference mode: a training run's rotary table may grow here
+    def forward_stage(self, stream: Any) -> Any:
+        """Run this stage's layers, without gradients.
+
+        The first stage takes tokens [B, S] int64, or the tuple (tokens, positions, starts) of models/attention.py's
+        Packing, each [B, S]; the others take what the stage before returned: hidden states [S, B, H], or the tuple with
+        them first. The last stage returns (hidden [S, B, H], output weight), for `logits` and parallel/losses.py.
+        """
+        for layer in self._layers:
+            stream = layer(stream)
+        return stream
+
+    def logits(self, outputs: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the logits [S, B, V] of what the last stage returned, whole on each of its ranks. Collective there."""
+        return gather_logits(*outputs, self.ctx)
+
+
+def build_stage(config: Config, ctx: ParallelContext, device: torch.device) -> tuple[list[Layer], nn.ModuleList]:
+    """Return this rank's layers, and their modules, each once, with uninitialised weights on `device`.
+
+    Raises ConfigError for a pipeline schedule whose stages hold several ranges of layers.
+    """
+    if config.parallel.num_virtual_stages_per_pipeline_rank > 1:
+        chunks = config.parallel.num_virtual_stages_per_pipeline_rank
+        raise ConfigError(
+            [
+                f"num_virtual_stages_per_pipeline_rank={chunks} spreads each stage over {chunks} ranges of layers, "
+                "which text cannot be generated with while the run trains; leave it out, or generate from its "
+                "checkpoints"
+            ]
+        )
+    specs, bounds = build_layers(config, ctx), stage_bounds(config, declared_layers(config))
+    layers, modules, tied = [], nn.ModuleList(), dict[str, nn.Module]()
+    with default_dtype(compute_dtype(config)), device:
+        for spec in specs[bounds[ctx.stage] : bounds[ctx.stage + 1]]:
+            module = tied.get(spec.layer.name) or spec.build()
+            is_output = spec is specs[-1] and isinstance(spec, TiedLayerSpec)
+            if spec.layer.name not in tied:
+                modules.append(module)
+            tied[spec.layer.name] = module
+            layers.append(_projection(spec.forward_fn, module) if is_output else module)
+    return layers, modules
+
+
+def _projection(project: Callable[[Any, Any], Any], module: nn.Module) -> Layer:
+    """The tied output projection of a weight that is the embedding too."""
+    return lambda stream: project(module, stream)
+
+
+@contextlib.contextmanager
+def training_model(
+    module: nn.Module, config: Config, ctx: ParallelContext, tokenizer: Tokenizer | None = None
+) -> Iterator[InferenceModel]:
+    """Yield a model with the weights of a run under way, which are not copied. Collective.
+
+    `module`, `config`: those of its engine. Under ZeRO-3 the weights are gathered meanwhile, whole on every rank of
+    the data-parallel group. Its layers are new ones: without sequence parallelism, which single tokens cannot be cut
+    by, and without an engine's hooks. Raises ConfigError for an interleaved pipeline.
+    """
+    alone = dataclasses.replace(ctx, sequence_parallel=False)
+    config = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, sequence_parallel=False),
+        training=dataclasses.replace(config.training, torch_compile=False),
+    )
+    layers, modules = build_stage(config, alone, torch.device("meta"))
+    held = dict(named_parameters(module))
+    packed = dict(quantized_weights(module))
+    for each in modules.modules():
+        for name, parameter in list(each.named_parameters(recurse=False)):
+            each._parameters[name] = held[parameter.full_name]  # type: ignore[attr-defined]
+        for name, child in list(each.named_children()):
+            if isinstance(child, QuantizedWeight):
+                each._modules[name] = packed[child.full_name]
+    with _gathered(list(held.values()), config):
+        yield InferenceModel(config, alone, layers, modules, tokenizer=tokenizer)
+
+
+def _gathered(parameters: list[nn.Parameter], config: Config) -> contextlib.AbstractContextManager[Any]:
+    if config.optimizer.zero_stage != 3:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)

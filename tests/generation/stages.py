@@ -1,0 +1,55 @@
+"""Logits of a loaded model on any layout. Runs inside the ranks of tests/ranks.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.generation.load_options import LoadOptions
+from megatron.generation.loading import load_model, parallel_options
+from megatron.generation.model import InferenceModel, training_model
+from megatron.models.transformer import unpack
+from megatron.parallel.context import ParallelContext
+from tests.training import layouts
+
+Array = np.ndarray[Any, Any]
+
+
+def loaded(options: dict[str, Any]) -> InferenceModel:
+    """The model that these options load, on the world of these ranks."""
+    chosen = LoadOptions(**{"device": "cpu", **options})
+    return load_model(chosen, ParallelContext.build(parallel_options(chosen), "cpu"))
+
+
+def logits_of(model: InferenceModel, tokens_BS: Array) -> Array | None:
+    """[S, B, V] on the ranks of the last stage, None elsewhere."""
+    ctx, tokens = model.ctx, torch.from_numpy(tokens_BS)
+    stream: Any = tokens
+    if not ctx.is_first_stage:
+        rows, length = tokens.shape
+        stream = torch.empty(length, rows, model.config.model.hidden_size, dtype=model.dtype)
+        dist.recv(stream, ctx.rank - ctx.world_size // ctx.num_stages)
+    outputs = model.forward_stage(stream)
+    if not ctx.is_last_stage:
+        hidden: Tensor = unpack(outputs)[0]
+        dist.send(hidden.contiguous(), ctx.rank + ctx.world_size // ctx.num_stages)
+        return None
+    return model.logits(outputs).float().numpy()
+
+
+def loaded_logits(options: dict[str, Any], tokens_BS: Array) -> Array | None:
+    return logits_of(loaded(options), tokens_BS)
+
+
+def logits_in_training(arguments: str, tokens_BS: Array) -> tuple[Array | None, float]:
+    """Logits of a run after its first step, and the loss of the next one."""
+    engine, task = layouts.build(arguments)
+    layouts.loss_of_step(engine, task, 0)
+    with training_model(engine.module, engine.config, engine.ctx) as model:
+        logits = logits_of(model, tokens_BS)
+    assert engine.module.training
+    return logits, layouts.loss_of_step(engine, task, 1)
