@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.cli.launch import parse_command_line
-from megatron.config.options import flag, options
+from megatron.config.flags import flag
+from megatron.config.options import options
 from megatron.launch.hl_variables import VARIABLES
 from megatron.launch.plan import LaunchPlan
 from megatron.launch.preflight import preflight

@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config.command_line import from_dict, read_preset
-from megatron.config.options import flag, option_doc, sections
-from megatron.config.parser import PRESETS_DIR, shown
+from megatron.config.flags import flag, shown
+from megatron.config.options import option_doc, sections
+from megatron.config.parser import PRESETS_DIR
 from megatron.config.training import ParallelConfig
 from megatron.planning.sizes import count_parameters
 

@@ -24,7 +24,8 @@ from typing import Any
 from megatron.cli.command import command
 from megatron.command_names import command_name
 from megatron.config.command_line import presets_of, read_command_line, to_yaml
-from megatron.config.options import ConfigError, flag
+from megatron.config.flags import flag
+from megatron.config.options import ConfigError
 from megatron.config.parser import build_parser, help_text, help_topic
 from megatron.config.plugins import load_task
 from megatron.exit_codes import REFUSED

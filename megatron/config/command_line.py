@@ -14,8 +14,9 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatron.config.options import Config, ConfigError, flag, options, sections
-from megatron.config.parser import PRESETS_DIR, build_parser, help_text, help_topic, sequence
+from megatron.config.flags import dashed, flag, sequence, unset
+from megatron.config.options import Config, ConfigError, options, sections
+from megatron.config.parser import PRESETS_DIR, build_parser, help_text, help_topic
 from megatron.config.plugins import with_loaded_adapters
 from megatron.config.stand_ins import with_stand_ins
 from megatron.config.validation import check
@@ -249,12 +250,13 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
             missing.add("config")
     flags: dict[str, Any] = {}
     for section, cls in sections().items():
-        given = {name: getattr(namespace, name) for name in get_type_hints(cls)}
+        hints = get_type_hints(cls)
+        given = {name: getattr(namespace, name) for name in hints}
         given = {name: value for name, value in given.items() if value is not None}
         empty = [name for name, value in given.items() if value in ("", [])]
         faults += [f"{flag(name)} needs a value" for name in empty]
         missing |= set(empty)
-        flags[section] = {name: _unset(cls, name, value) for name, value in given.items() if name not in empty}
+        flags[section] = {name: unset(hints[name], value) for name, value in given.items() if name not in empty}
     tree = merged(tree, flags, notes)
     known, wrong, unusable = _known_values(tree)
     named = {name for values in known.values() for name in values}
@@ -280,21 +282,6 @@ def presets_of(namespace: argparse.Namespace) -> list[str]:
     """Return the presets of a command line, in order of increasing precedence."""
     names: list[str] = namespace.config or []
     return list(dict.fromkeys(reversed(names)))[::-1]
-
-
-def dashed(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with each flag spelled in dashes; Megatron's users also write underscores."""
-    words = []
-    for word in arguments:
-        name, equals, value = word.partition("=")
-        words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
-    return words
-
-
-def _unset(cls: type, name: str, value: Any) -> Any:
-    """Return None for `none` if the option can be unset; otherwise `none` is an ordinary value."""
-    is_none = value in ("none", "None", "null", ["none"], ["None"], ["null"])
-    return None if is_none and type(None) in get_args(get_type_hints(cls)[name]) else value
 
 
 def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron.config.adapters import LoraConfig
 from megatron.config.data import DataConfig
+from megatron.config.flags import doc_of_option
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.config.preference import PreferenceConfig
@@ -144,13 +145,7 @@ def options() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
 
 def option_doc(section: str, name: str) -> str:
     """Return the documentation of an option, on one line."""
-    info = sections()[section].__pydantic_fields__[name]  # type: ignore[attr-defined]
-    return " ".join((info.description or "").split())
-
-
-def flag(name: str) -> str:
-    """Convert a name to its flag: `num_layers` -> `--num-layers`."""
-    return "--" + name.replace("_", "-")
+    return doc_of_option(sections()[section], name)
 
 
 def batch_sizes(training: TrainingConfig) -> list[int]:

@@ -7,10 +7,11 @@ import difflib
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import get_type_hints
 
 from megatron.command_names import train_name
-from megatron.config.options import ConfigError, flag, option_doc, options, sections
+from megatron.config.flags import HelpFormatter, add_flags, flag, help_of_option, metavar
+from megatron.config.options import ConfigError, options, sections
 from megatron.files import IMPORT_ROOT
 
 ABOUT = (
@@ -18,16 +19,6 @@ ABOUT = (
     "the defaults. A BOOL flag alone means true, --no-FLAG means false; `none` unsets an option."
 )
 PRESETS_DIR = IMPORT_ROOT / "megatron" / "presets"
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """Print each metavar as written: argparse would put optional values in brackets."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        return str(action.metavar or default_metavar)
 
 
 def build_parser(*only: str) -> argparse.ArgumentParser:
@@ -41,7 +32,7 @@ def build_parser(*only: str) -> argparse.ArgumentParser:
         description=None if only else ABOUT,
         allow_abbrev=False,
         add_help=False,
-        formatter_class=_HelpFormatter,
+        formatter_class=HelpFormatter,
     )
     if not only:
         parser.add_argument("--help", "-h", nargs="?", const="", metavar="TOPIC", help="a section, a flag, or all")
@@ -57,62 +48,8 @@ def build_parser(*only: str) -> argparse.ArgumentParser:
     for section, cls in sections().items():
         if only and section not in only:
             continue
-        group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
-        for name, hint in get_type_hints(cls).items():
-            text = _help_text(section, name, getattr(cls, name), hint).replace("%", "%%")
-            if _is_bool(hint):
-                group.add_argument(flag(name), dest=name, nargs="?", const="true", help=text, metavar=_metavar(hint))
-                if not name.startswith("no_"):
-                    negative = flag("no_" + name)
-                    group.add_argument(negative, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
-            elif sequence(hint):
-                group.add_argument(flag(name), dest=name, nargs="*", help=text, metavar=_metavar(hint))
-            else:
-                group.add_argument(flag(name), dest=name, nargs="?", const="", help=text, metavar=_metavar(hint))
+        add_flags(parser.add_argument_group(section, (cls.__doc__ or "").strip()), cls)
     return parser
-
-
-def _help_text(section: str, name: str, default: Any, hint: Any) -> str:
-    text = option_doc(section, name)
-    if _metavar(hint) == "NAME":
-        text += f" One of {', '.join(_choices(hint))}."
-    says_unset = shown(default) == "unset" and "Unset:" in text
-    return text if says_unset else f"{text} (default: {shown(default)})"
-
-
-def shown(default: Any) -> str:
-    """Format a default as a user would write it."""
-    if default is None or default == ():
-        return "unset"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-
-
-def _is_bool(hint: Any) -> bool:
-    return bool in (hint, *get_args(hint))
-
-
-def sequence(hint: Any) -> Any:
-    """Return the tuple type in `tuple[...]` or `tuple[...] | None`; None for a single value."""
-    return next((part for part in (hint, *get_args(hint)) if get_origin(part) is tuple), None)
-
-
-def _choices(hint: Any) -> list[str]:
-    """Return the values of `Literal[...]` or `Literal[...] | None`; empty for other types."""
-    return [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
-
-
-def _metavar(hint: Any) -> str:
-    """Return the placeholder of the value in --help: {a,b}, INT, INT INT INT, STR ..."""
-    if _is_bool(hint):
-        return "[BOOL]"
-    if choices := _choices(hint):
-        braced = "{" + ",".join(choices) + "}"
-        return braced if len(braced) <= 48 else "NAME"
-    if parts := get_args(sequence(hint)):
-        return " ".join("..." if part is Ellipsis else part.__name__.upper() for part in parts)
-    return next(part.__name__.upper() for part in (hint, *get_args(hint)) if part in (int, float, str))
 
 
 def help_topic(arguments: Sequence[str]) -> str | None:
@@ -140,8 +77,8 @@ def help_text(topic: str) -> str:
     if name in options():
         section, field = options()[name]
         hint = get_type_hints(sections()[section])[name]
-        text = f"{flag(name)} {_metavar(hint)}    (section {section})"
-        return text + "\n\n" + _wrapped(_help_text(section, name, field.default, hint), "  ")
+        text = f"{flag(name)} {metavar(hint)}    (section {section})"
+        return text + "\n\n" + _wrapped(help_of_option(sections()[section], name, field.default, hint), "  ")
     near = difflib.get_close_matches(name, [*sections(), *options()], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError([f"no help on {topic!r}{hint} Use a section ({', '.join(sections())}), a flag, or all"])

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.config.command_line import ALTERNATIVES, UNSET, dashed, read_preset
-from megatron.config.options import ConfigError, flag
+from megatron.config.command_line import ALTERNATIVES, UNSET, read_preset
+from megatron.config.flags import dashed, flag
+from megatron.config.options import ConfigError
 from megatron.config.parser import build_parser
 from megatron.interop.huggingface_config import find_model, preset_of
 from megatron.launch.finetune_file import read_finetune_file

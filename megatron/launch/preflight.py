@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megatron.accelerator import detect_device
 from megatron.config.command_line import CommandLine, faults_in_all, read_command_line
-from megatron.config.options import Config, flag, on_device
+from megatron.config.flags import flag
+from megatron.config.options import Config, on_device
 from megatron.config.validation import check, idle
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank

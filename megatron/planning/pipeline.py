@@ -9,7 +9,8 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron.config.options import Config, flag
+from megatron.config.flags import flag
+from megatron.config.options import Config
 from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.activations import deferred_bytes, layer_memory
 from megatron.planning.flops import layer_flops

@@ -14,13 +14,13 @@ import yaml
 
 from megatron.config.command_line import from_dict, load_config, parse_arguments, read_preset, to_yaml
 from megatron.config.data import parse_split
+from megatron.config.flags import flag
 from megatron.config.options import (
     Config,
     ConfigError,
     ModelConfig,
     TrainingConfig,
     batch_sizes,
-    flag,
     option_doc,
     options,
     sections,

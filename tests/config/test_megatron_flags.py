@@ -13,8 +13,9 @@ from collections import Counter
 from pathlib import Path
 
 from megatron.config.command_line import parse_arguments
-from megatron.config.options import Config, flag, options, sections
-from megatron.config.parser import build_parser, shown
+from megatron.config.flags import flag, shown
+from megatron.config.options import Config, options, sections
+from megatron.config.parser import build_parser
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_flags.md"
 
