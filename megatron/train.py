@@ -251,8 +251,8 @@ def build_schedule(config: Config, ctx: ParallelContext, start: Start, task: Tas
     from megatron.training.schedule_check import resumed_schedule
 
     schedule = Schedule(config.training, config.optimizer, task.samples_per_epoch(dataset))
-    for line in raise_on_all_ranks(ctx, lambda: describe_mix(task.drawn(dataset, schedule.total_samples))):
-        announce(ctx, f"mix: {line}")
+    for each in raise_on_all_ranks(ctx, lambda: describe_mix(task.drawn(dataset, schedule.total_samples))):
+        announce(ctx, f"mix: {each}")
     checkpoint = start.checkpoint
     if checkpoint is None or start.progress.iteration == 0 or start.options.no_load_optim:
         return schedule

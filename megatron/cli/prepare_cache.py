@@ -21,6 +21,7 @@ from megatron.config.options import Config, ConfigError
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import SPLITS, build_datasets, cache_folder, open_datasets, samples_needed
 from megatron.data.indexed import DataError
+from megatron.data.separate_sets import sets_of
 
 COLUMNS = "{:<6} {:>14} {:>18} {:>7} {:>14} {:>20} {:>8}"
 
@@ -33,7 +34,7 @@ def read_config(flags: Sequence[str]) -> Config:
 
 def describe(split: str, dataset: Any, found_before: set[Path], seconds: float) -> str:
     """Return a row of the table."""
-    members: list[Any] = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    members: list[Any] = dataset.datasets if isinstance(dataset, BlendedDataset) else sets_of(dataset)
     paths = cache_files(dataset)
     epochs = sorted({member.num_epochs for member in members})
     found = len(paths & found_before)
@@ -51,7 +52,7 @@ def describe(split: str, dataset: Any, found_before: set[Path], seconds: float) 
 def cache_files(dataset: Any) -> set[Path]:
     """Return every file of a dataset and of its members."""
     members: list[Any] = dataset.datasets if isinstance(dataset, BlendedDataset) else []
-    return {*dataset.cache_paths, *(path for member in members for path in member.cache_paths)}
+    return {path for each in (*sets_of(dataset), *members) for path in each.cache_paths}
 
 
 def prepare(config: Config) -> None:

@@ -73,6 +73,10 @@ class DataConfig:
     """Steps between two validations."""
     eval_iters: NonNegative = 10
     """Global batches per validation. 0: no validation."""
+    multiple_validation_sets: bool = False
+    """Evaluate each dataset of the validation and test data by itself, over eval_iters global batches of its own. The
+    loss of the validation is their mean by the weights of the path, without weights by what their losses are divided
+    by, such as tokens."""
 
     @property
     def per_split(self) -> bool:
@@ -89,6 +93,11 @@ class DataConfig:
             ("valid_data_path", self.valid_data_path),
             ("test_data_path", self.test_data_path),
         ]
+
+    @property
+    def num_held_out_sets(self) -> int:
+        """Datasets of the longer one of the validation and test paths. Raises ValueError if a path is malformed."""
+        return max(len(parse_data_path(words)[0]) if words else 0 for _, words in self.paths[1:])
 
     @property
     def prefixes(self) -> list[str]:

@@ -62,6 +62,12 @@ def idle_without(config: Config) -> Iterator[str]:
     exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
+        (
+            config.data.num_held_out_sets > 1 and config.data.eval_iters,
+            "several datasets to validate on",
+            "give them",
+            ("multiple_validation_sets",),
+        ),
         (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_merged")),
         (exports, "exports in folders of their own", "give save_hf alone", ("save_hf_keep_last",)),
         (checkpoint.load, "load", "give the folder to resume from", LOADING),

@@ -28,11 +28,13 @@ from megatron.data.blend import TokenDataset, blend_by_size, blend_by_weight, di
 from megatron.data.extension import helpers
 from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
 from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.separate_sets import SeparateSets, sets_of
 from megatron.planning.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
-Datasets = tuple[TokenDataset | None, TokenDataset | None, TokenDataset | None]
+HeldOut = TokenDataset | SeparateSets | None
+Datasets = tuple[TokenDataset | None, HeldOut, HeldOut]
 """Training, validation and test samples."""
 SPLITS = ("train", "valid", "test")
 SEPARATE_BELOW = 0.80
@@ -242,8 +244,8 @@ def open_datasets(config: Config) -> Datasets:
                 f"{count} are needed; give weights, which repeat the data as needed, or lower {length}"
             )
     for dataset in datasets[:1] if datasets[0] is not None else datasets[1:]:
-        if dataset is not None:
-            dataset[0]  # ids of another tokenizer fail here, before anything is built or written
+        for each in sets_of(dataset):
+            each[0]  # ids of another tokenizer fail here, before anything is built or written
     return datasets
 
 
@@ -260,7 +262,8 @@ def build_datasets(
 ) -> Datasets:
     """Return training, validation and test samples: at least num_samples of each, repeating documents as needed.
 
-    Several prefixes without weights are not repeated: they give at most one epoch. A split is None if num_samples is 0,
+    Several prefixes without weights are not repeated: they give at most one epoch. Those of validation and test are
+    with multiple_validation_sets, which keeps all datasets of a split apart. A split is None if num_samples is 0,
     or without documents for validation or test. Training documents must hold at least one sample. Raises DataError.
     """
     opened: dict[str, IndexedDataset] = {}
@@ -272,7 +275,7 @@ def build_datasets(
             warn_of_sentences(opened[prefix])
         return opened[prefix]
 
-    def build_split(split: int) -> TokenDataset | None:
+    def build_split(split: int) -> Any:
         members, blended = split_members(data, split, open_dataset)
         if num_samples[split] == 0 or not members:
             return None
@@ -300,10 +303,13 @@ def build_datasets(
 
         if not blended:
             return build(0, num_samples[split])
+        weights = [member.weight for member in kept if member.weight is not None]
+        if split > 0 and data.multiple_validation_sets and len(kept) > 1:
+            datasets = [build(i, num_samples[split]) for i in range(len(kept))]
+            return SeparateSets([member.data.prefix for member in kept], datasets, weights or None)
         cache_dir = cache_folder(data, members[0].data.prefix)
         if by_size:
             return blend_by_size([build(i, None) for i in range(len(kept))], num_samples[split], cache_dir)
-        weights = [member.weight for member in kept if member.weight is not None]
         return blend_by_weight(weights, num_samples[split], build, cache_dir)
 
     return build_split(0), build_split(1), build_split(2)

@@ -6,7 +6,7 @@ import logging
 from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from megatron.data.epochs import EpochOrder, seed_of, shuffled
 from megatron.data.gpt import SPLITS
 from megatron.data.indexed import DataError, IndexedDataset
 from megatron.data.packing import Packs, pack_dataset
+from megatron.data.separate_sets import SeparateSets
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class SampleFile(Protocol):
 
 F = TypeVar("F", bound=SampleFile)
 D = TypeVar("D")
+Splits = tuple[D, D | SeparateSets | None, D | SeparateSets | None]
+"""Training, validation and test samples."""
 
 
 class SampleDataset(ABC, Generic[F]):
@@ -187,13 +190,14 @@ def open_splits(
     noun: str,
     open_file: Callable[[str, int], F],
     build: Callable[[Sequence[F], Sequence[float] | None, str], D],
-) -> tuple[D, D | None, D | None]:
+) -> Splits[D]:
     """Return the datasets for training, validation and test; the last two None if the config leaves none.
 
-    `open_file(prefix, split)` returns a file with its samples of a split, `build(files, weights, said)` the dataset of
-    several; `said` names them in an error. `noun`: the word for several samples. Raises DataError.
+    With multiple_validation_sets the held-out files are kept apart. `open_file(prefix, split)` returns a file with its
+    samples of a split, `build(files, weights, said)` the dataset of several; `said` names them in an error. `noun`: the
+    word for several samples. Raises DataError.
     """
-    found: list[D | None] = []
+    found: list[Any] = []
     for split, (option, words) in enumerate(config.data.paths):
         prefixes, weights = parse_data_path(words) if words else ([], None)
         said = f"{option}={' '.join(words)}" + ("" if config.data.per_split else f", split={config.data.split}")
@@ -209,7 +213,12 @@ def open_splits(
                 logger.warning("no %s %s in %s; left out", SPLITS[split], noun, prefix)
         if not files and split == 0:
             raise DataError(f"{said} leaves no {noun} to train on; give more {noun}, or raise the first share of split")
-        found.append(build(files, None if weights is None else kept_weights, said) if files else None)
+        shares = None if weights is None else kept_weights
+        if split > 0 and config.data.multiple_validation_sets and len(files) > 1:
+            names = [file.tokens.prefix for file in files]
+            apart = [build([file], None, f"{said}: {file.tokens.prefix}") for file in files]
+            found.append(SeparateSets(names, apart, shares))
+        else:
+            found.append(build(files, shares, said) if files else None)
     train, valid, test = found
-    assert train is not None
     return train, valid, test

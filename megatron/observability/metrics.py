@@ -123,10 +123,12 @@ class MetricsLog:
         count: int,
         split: Literal["valid", "test"] = "valid",
         metrics: Mapping[str, float] | None = None,
+        dataset: str | None = None,
     ) -> None:
         """Log the loss over `count` held-out tokens, its perplexity exp(min(20, loss)), and the task's metrics.
 
-        There is no perplexity if the loss is not divided by tokens, or is a function of the user's (`--loss`).
+        `dataset`: the one of several that these are of; None: all. There is no perplexity if the loss is not divided by
+        tokens, or is a function of the user's (`--loss`).
         """
         if not self._writes:
             return
@@ -141,8 +143,9 @@ class MetricsLog:
             **({} if perplexity is None else {"perplexity": perplexity}),
             f"num_{found.unit}": count,
         }
-        self._write_row(split, {**row, "metrics": metrics} if metrics else row)
-        name = "validation" if split == "valid" else "test"
+        kind, named = (split, {}) if dataset is None else (f"{split}_set", {"set": dataset})
+        self._write_row(kind, {**named, **row, **({"metrics": metrics} if metrics else {})})
+        name = ("validation" if split == "valid" else "test") + (f" {dataset}" if dataset else "")
         tag = f"lm-loss-validation/lm loss {name}"
         scalars = {tag: lm_loss, **({} if perplexity is None else {f"{tag} ppl": perplexity})}
         scalars |= {f"metrics-validation/{metric} {name}": value for metric, value in found.metrics.items()}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron.data.batches import BatchPlan
     from megatron.data.blend import Drawn
     from megatron.data.samples import PackedSamples, SampleDataset
+    from megatron.data.separate_sets import SeparateSets
     from megatron.parallel.context import ParallelContext
 
     PackedDataset = SampleDataset[Any] | PackedSamples
@@ -163,30 +164,39 @@ class PackedTask(Task):
     # The data
 
     @abstractmethod
-    def open_samples(self) -> Sequence[SampleDataset[Any] | None]:
+    def open_samples(self) -> Sequence[Any]:
         """Return the samples for training, validation and test; the last two may be None. Raises DataError."""
 
-    def open_data(self, ctx: ParallelContext) -> Sequence[PackedDataset | None]:
+    def open_data(self, ctx: ParallelContext) -> Sequence[PackedDataset | SeparateSets | None]:
         import numpy as np
 
         from megatron.data.packing import bucket_edges
-        from megatron.data.samples import PackedSamples, check_weights
+        from megatron.data.samples import check_weights
+        from megatron.data.separate_sets import sets_of
 
         self._device, self._num_batch_ranks = ctx.device.type, ctx.num_batch_ranks
         config = self.config
         datasets: list[Any] = list(self.open_samples())
         if config.sft.packing == "dataset":
-            datasets = [None if samples is None else PackedSamples(samples, self.sample_length) for samples in datasets]
+            datasets = [self._packed(samples) for samples in datasets]
         for split, dataset in enumerate(datasets):
-            if dataset is not None:
-                check_weights(dataset, split)
+            for each in sets_of(dataset):
+                check_weights(each, split)
         if self.bucketing == "optimal" and self.varies_shapes:
             filled = [length for cells in self._first_steps(datasets[0]) for length in cells if length]
-            longest = max(int(samples.lengths.max()) for samples in datasets if samples is not None)
+            longest = max(int(samples.lengths.max()) for each in datasets for samples in sets_of(each))
             if config.sft.packing == "step":
                 longest = self.row_length
             self._edges = bucket_edges(np.array([*filled, longest]), config.sft.num_buckets)
         return datasets
+
+    def _packed(self, samples: Any) -> Any:
+        from megatron.data.samples import PackedSamples
+        from megatron.data.separate_sets import SeparateSets
+
+        if isinstance(samples, SeparateSets):
+            return samples.map(self._packed)
+        return None if samples is None else PackedSamples(samples, self.sample_length)
 
     def samples_per_epoch(self, dataset: PackedDataset) -> int:
         return len(dataset)

@@ -103,7 +103,7 @@ class PreferenceTask(PackedTask):
 
     # The data
 
-    def open_samples(self) -> Sequence[PairDataset | None]:
+    def open_samples(self) -> Sequence[Any]:
         from megatron.data.preference.dataset import open_pairs
 
         return open_pairs(self.config, needs_both=True)
@@ -179,15 +179,16 @@ class PreferenceTask(PackedTask):
         ]
 
     def before_training(
-        self, datasets: Sequence[PackedDataset | None], forward: Forward, start: StartWeights, ctx: ParallelContext
+        self, datasets: Sequence[Any], forward: Forward, start: StartWeights, ctx: ParallelContext
     ) -> list[str]:
         """Compute the reference of all pairs that lack it, and give it to the datasets. Raises DataError."""
         if not self.stores_reference:
             return []
+        from megatron.data.separate_sets import sets_of
         from megatron.tasks.stored_reference import StoredReference
 
         references = [
-            StoredReference(self, samples_of(dataset), start, ctx) for dataset in datasets if dataset is not None
+            StoredReference(self, samples_of(dataset), start, ctx) for each in datasets for dataset in sets_of(each)
         ]
         return [line for reference in references for line in reference.complete(forward)]
 

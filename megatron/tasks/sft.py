@@ -23,7 +23,7 @@ class SFTTask(PackedTask):
     sample_name = "chat"
     preprocessor = "preprocess_chat"
 
-    def open_samples(self) -> Sequence[ChatDataset | None]:
+    def open_samples(self) -> Sequence[Any]:
         from megatron.data.chat.dataset import open_chats
 
         return open_chats(self.config)

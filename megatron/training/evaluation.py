@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from megatron.data.separate_sets import SeparateSets
 from megatron.observability.metrics import MetricsLog
 from megatron.planning.progress import Progress
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.task import Task
 from megatron.training.engine import Engine
+
+
+class Evaluated(NamedTuple):
+    """Result of an evaluation. Loss and normaliser are right on ranks that read data, rank 0 among them."""
+
+    loss: float
+    normaliser: float
+    metrics: dict[str, float]
 
 
 @dataclass
@@ -30,8 +39,9 @@ class Evaluator:
     def run(self, split: Literal["valid", "test"]) -> tuple[float, int, dict[str, float]] | None:
         """Log and return loss, normaliser and metrics over the first eval_iters global batches: the same each time.
 
-        None, and nothing is logged, once a shutdown is requested, which is queried before each batch: an evaluation may
-        take longer than the time that a signal leaves.
+        Of `SeparateSets`, each is logged, then their mean; `lm_loss/NAME` of each is among the metrics that are
+        returned. None, and nothing is logged, once a shutdown is requested, which is queried before each batch: an
+        evaluation may take longer than the time that a signal leaves.
         """
         dataset = self.datasets[("train", "valid", "test").index(split)]
         num_batches = self.engine.config.data.eval_iters
@@ -43,23 +53,51 @@ class Evaluator:
             return self.shutdown.decide(self.progress)
 
         self.watchdog.phase("evaluation", self.progress.iteration)
+        sets = dataset if isinstance(dataset, SeparateSets) else SeparateSets([""], [dataset], None)
+        found = dict[str, Evaluated]()
         with self.engine.timers.on_host("evaluate"):
-            evaluated = evaluate(self.engine, num_batches, self.task, dataset, stops)
-        if evaluated is None:
-            return None
-        loss, normaliser, metrics = evaluated
+            for name, each in zip(sets.names, sets.datasets, strict=True):
+                evaluated = evaluate(self.engine, num_batches, self.task, each, stops)
+                if evaluated is None:
+                    return None
+                found[name] = evaluated
+        whole = mean_of(list(found.values()), sets.weights)
+        losses = {f"lm_loss/{name}": each.loss for name, each in found.items()} if sets is dataset else {}
+        if sets is dataset:
+            for name, each in found.items():
+                self._log(split, each, name)
+        self._log(split, whole)
+        return whole.loss, int(whole.normaliser), {**whole.metrics, **losses}
+
+    def _log(self, split: Literal["valid", "test"], found: Evaluated, name: str | None = None) -> None:
         iteration, consumed_samples = self.progress.iteration, self.progress.consumed_samples
-        self.log.log_validation(iteration, consumed_samples, loss, int(normaliser), split, metrics)
-        return loss, int(normaliser), metrics
+        loss, normaliser, metrics = found
+        self.log.log_validation(iteration, consumed_samples, loss, int(normaliser), split, metrics, name)
+
+
+def mean_of(found: Sequence[Evaluated], weights: Sequence[float] | None) -> Evaluated:
+    """Return the mean of evaluations by their weights, or else by their normalisers; of those that count something."""
+    normaliser = sum(each.normaliser for each in found)
+    if len(found) == 1 or normaliser == 0:
+        return found[0]._replace(normaliser=normaliser)
+    shares = [
+        each.normaliser if weights is None else weights[i] * (each.normaliser > 0) for i, each in enumerate(found)
+    ]
+
+    def mean(values: Sequence[float]) -> float:
+        kept = [(share, value) for share, value in zip(shares, values, strict=True) if share]
+        return sum(share * value for share, value in kept) / sum(share for share, _ in kept)
+
+    metrics = {name: mean([each.metrics[name] for each in found]) for name in found[0].metrics}
+    return Evaluated(mean([each.loss for each in found]), normaliser, metrics)
 
 
 def evaluate(
     engine: Engine, num_batches: int, task: Task, dataset: Any, stops: Callable[[], bool] = lambda: False
-) -> tuple[float, float, dict[str, float]] | None:
+) -> Evaluated | None:
     """Return loss, normaliser and metrics over `num_batches` global batches, or what there is of them. Collective.
 
-    The first two are right on ranks that read data, rank 0 among them. None if `stops`, which returns the same on all
-    ranks, is true before one of the batches.
+    None if `stops`, which returns the same on all ranks, is true before one of the batches.
     """
     training, ctx = engine.config.training, engine.ctx
     per_epoch = task.samples_per_epoch(dataset)
@@ -83,4 +121,4 @@ def evaluate(
         consumed_samples += size
         if batch.metrics is not None:
             metrics = batch.metrics if metrics is None else metrics + batch.metrics
-    return total / (normaliser if normaliser > 0 else 1.0), normaliser, engine.read_metrics(metrics)
+    return Evaluated(total / (normaliser if normaliser > 0 else 1.0), normaliser, engine.read_metrics(metrics))

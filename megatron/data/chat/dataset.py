@@ -18,7 +18,7 @@ from megatron.command_names import command_name
 from megatron.config.options import Config
 from megatron.data.gpt import SPLITS, check_vocabulary
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, Tokens
-from megatron.data.samples import SampleDataset, open_splits, rows_of_split
+from megatron.data.samples import SampleDataset, Splits, open_splits, rows_of_split
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _loss_tokens(file: ChatFile) -> NDArray[np.int64]:
     return np.asarray(sums[file.rows], dtype=np.int64)
 
 
-def open_chats(config: Config) -> tuple[ChatDataset, ChatDataset | None, ChatDataset | None]:
+def open_chats(config: Config) -> Splits[ChatDataset]:
     """Return chats for training, validation and test; the last two None if the config leaves none.
 
     Raises DataError.

@@ -21,7 +21,7 @@ from megatron.data.blend import digest
 from megatron.data.gpt import SPLITS, check_vocabulary
 from megatron.data.indexed import DataError, IndexedDataset, Tokens
 from megatron.data.preference.preprocessing import SEQUENCES
-from megatron.data.samples import SampleDataset, open_splits, rows_of_split
+from megatron.data.samples import SampleDataset, Splits, open_splits, rows_of_split
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class PairDataset(SampleDataset[PairFile]):
         return Answer(ids[-limit:], max(1, len(prompt) - max(0, len(ids) - limit)))
 
 
-def open_pairs(config: Config, *, needs_both: bool) -> tuple[PairDataset, PairDataset | None, PairDataset | None]:
+def open_pairs(config: Config, *, needs_both: bool) -> Splits[PairDataset]:
     """Return pairs for training, validation and test; the last two None if the config leaves none.
 
     `needs_both`: refuse rows with one answer. Raises DataError.
