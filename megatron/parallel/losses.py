@@ -23,13 +23,14 @@ from megatron.parallel.weight_gradient import GradientSum, WeightGradient, scale
 
 
 @dataclass(frozen=True)
-class _Head:
-    """The inputs of a loss: hidden states, this rank's rows of the vocabulary, and the labels."""
+class Head:
+    """The inputs of a loss: hidden states, this rank's rows of the vocabulary, and K token ids for each token."""
 
     hidden_NH: Tensor
     weight: Tensor
     """Rows with padding. It is the only one that may be trained."""
-    labels_N: Tensor
+    labels_NK: Tensor
+    """The losses have one id for each token, its label; chosen_log_probs.py any number."""
     first_row: int
     num_rows: int
     ctx: ParallelContext
@@ -73,13 +74,13 @@ class _Head:
         return into
 
     def local_labels(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Return the row [C, 1] of each label on this rank, 0 where it has none, and where it has none [C, 1]."""
-        local = (self.labels_N[part] - self.first_row).unsqueeze(-1)
+        """Return the row [C, K] of each label on this rank, 0 where it has none, and where it has none [C, K]."""
+        local = self.labels_NK[part] - self.first_row
         elsewhere = (local < 0) | (local >= self.num_rows)
         return local.masked_fill_(elsewhere, 0), elsewhere
 
     def log_probs(self, part: slice, logits: Tensor, *, to_softmax: bool) -> tuple[Tensor, RowSums]:
-        """Return the log-probability of each label [C], -inf of one outside the vocabulary, and the sums of the rows.
+        """Return the log-probability of each label [C, K], -inf of one outside the vocabulary, and the rows' sums.
 
         `to_softmax`: replace the logits by this rank's part of their softmax.
         """
@@ -90,19 +91,19 @@ class _Head:
             label_logits = torch.full_like(local, -torch.inf, dtype=sum_dtype(logits.dtype))
         if self.ctx.tensor_size == 1:
             sums = softmax_(logits) if to_softmax else row_sums(logits)
-            return sums.log_prob(label_logits.squeeze(-1)), sums
-        sums, label_logits = _over_ranks(row_sums(logits), label_logits.squeeze(-1), self.ctx)
+            return sums.log_probs(label_logits), sums
+        sums, label_logits = _over_ranks(row_sums(logits), label_logits, self.ctx)
         if to_softmax:
             normalise_(logits, sums)
-        return sums.log_prob(label_logits), sums
+        return sums.log_probs(label_logits), sums
 
     def subtract_labels_(self, part: slice, softmax: Tensor, log_probs: Tensor) -> None:
-        """Turn the softmax of a chunk into the gradient of -log_probs with respect to the logits, in place."""
+        """Turn the softmax of a chunk into the gradient of -log_probs [C, 1] with respect to the logits, in place."""
         if not self.num_rows:
             return
         local, elsewhere = self.local_labels(part)
         # written rather than subtracted: 1 - the rounded softmax would lose the digits of a confident model
-        value = torch.expm1(log_probs).unsqueeze(-1).to(softmax.dtype)
+        value = torch.expm1(log_probs).to(softmax.dtype)
         value = torch.where(elsewhere, softmax.gather(-1, local), value)
         # not scatter_, which takes 0.3 s for 1,024 x 131,072 numbers on a CPU
         softmax[torch.arange(len(local), device=local.device), local.squeeze(-1)] = value.squeeze(-1)
@@ -110,12 +111,19 @@ class _Head:
 
 def _over_ranks(own: RowSums, label_logits: Tensor, ctx: ParallelContext) -> tuple[RowSums, Tensor]:
     """Join the parts of rows that the tensor-parallel ranks hold, and find each label's logit, in one collective."""
-    mine = torch.stack([*own, label_logits])
+    sums, parts = join_rows(own, label_logits, ctx)
+    return sums, parts.amax(0)
+
+
+def join_rows(own: RowSums, columns_CK: Tensor, ctx: ParallelContext) -> tuple[RowSums, Tensor]:
+    """Join the sums of rows that the tensor-parallel ranks hold; return them and each rank's columns, [ranks, C, K]."""
+    mine = torch.cat([torch.stack([*own]), columns_CK.t()])
     parts = [torch.empty_like(mine) for _ in range(ctx.tensor_size)]
     dist.all_gather(parts, mine, group=ctx.tensor_group)
-    peaks, totals, labels = torch.stack(parts, dim=1)
+    gathered = torch.stack(parts)
+    peaks, totals = gathered[:, 0], gathered[:, 1]
     peak = peaks.amax(0)
-    return RowSums(peak, (totals * (peaks - peak).exp()).sum(0)), labels.amax(0)
+    return RowSums(peak, (totals * (peaks - peak).exp()).sum(0)), gathered[:, 2:].transpose(1, 2)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -126,7 +134,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        function: Any, hidden_NH: Tensor, weight: Tensor, token_weights_N: Tensor, head: _Head, with_gradients: bool
+        function: Any, hidden_NH: Tensor, weight: Tensor, token_weights_N: Tensor, head: Head, with_gradients: bool
     ) -> Tensor:
         needs_hidden, needs_weight = (with_gradients and needed for needed in function.needs_input_grad[:2])
         slices, buffer = head.slices(), head.logits_buffer()
@@ -138,9 +146,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         log_probs_N = torch.empty_like(token_weights_N)
         for part in slices:
             logits = head.logits(part, buffer)
-            log_probs_N[part], _ = head.log_probs(part, logits, to_softmax=needs_hidden or needs_weight)
+            log_probs, _ = head.log_probs(part, logits, to_softmax=needs_hidden or needs_weight)
+            log_probs_N[part] = log_probs.squeeze(-1)
             if needs_hidden or needs_weight:
-                head.subtract_labels_(part, logits, log_probs_N[part])
+                head.subtract_labels_(part, logits, log_probs)
             if grad_hidden is not None:
                 head.hidden_gradient(logits, grad_hidden[part])
             if grad_weight is not None:
@@ -174,7 +183,7 @@ class _TokenLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(function: Any, hidden_NH: Tensor, weight: Tensor, head: _Head, with_gradients: bool) -> Tensor:
+    def forward(function: Any, hidden_NH: Tensor, weight: Tensor, head: Head, with_gradients: bool) -> Tensor:
         slices, buffer, results = head.slices(), head.logits_buffer(), []
         needs_hidden, needs_weight = (with_gradients and needed for needed in function.needs_input_grad[:2])
         keeps = len(slices) == 1 and (needs_hidden or needs_weight)
@@ -185,16 +194,16 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 head.subtract_labels_(part, logits, results[-1][0])
                 head.hidden_gradient(logits, grad_hidden[part])
-        log_probs_N = torch.cat([log_probs for log_probs, _ in results])
+        log_probs_N1 = torch.cat([log_probs for log_probs, _ in results])
         peak, total = (torch.cat(parts) for parts in zip(*(sums for _, sums in results), strict=True))
         if keeps:
-            head.subtract_labels_(slices[0], buffer, log_probs_N)
+            head.subtract_labels_(slices[0], buffer, log_probs_N1)
         function.head, function.has_gradient = head, grad_hidden is not None
         if grad_hidden is not None:
             function.save_for_backward(grad_hidden)
         else:
-            function.save_for_backward(hidden_NH, weight, log_probs_N, peak, total, buffer if keeps else None)
-        return log_probs_N.clone()
+            function.save_for_backward(hidden_NH, weight, log_probs_N1, peak, total, buffer if keeps else None)
+        return log_probs_N1.squeeze(-1).clone()
 
     @staticmethod
     @once_differentiable
@@ -202,8 +211,8 @@ class _TokenLogProbs(torch.autograd.Function):
         if function.has_gradient:
             (grad_hidden,) = function.saved_tensors
             return (grad_hidden * -grad_N.unsqueeze(-1)).to(grad_hidden.dtype), None, None, None
-        hidden_NH, weight, log_probs_N, peak, total, kept = function.saved_tensors
-        head: _Head = function.head
+        hidden_NH, weight, log_probs_N1, peak, total, kept = function.saved_tensors
+        head: Head = function.head
         slices, token_weights_N = head.slices(), -grad_N
         needs_hidden, needs_weight = function.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
@@ -215,7 +224,7 @@ class _TokenLogProbs(torch.autograd.Function):
             logits = buffer[: part.stop - part.start]
             if kept is None:
                 normalise_(head.logits(part, buffer), RowSums(peak[part], total[part]))
-                head.subtract_labels_(part, logits, log_probs_N[part])
+                head.subtract_labels_(part, logits, log_probs_N1[part])
             if grad_hidden is not None:
                 head.hidden_gradient(logits, grad_hidden[part]).mul_(token_weights_N[part].unsqueeze(-1))
             if grad_weight is not None:
@@ -258,7 +267,8 @@ def linear_cross_entropy(
         raise ValueError("token weights take no gradient here; multiply the result of token_log_probs by them instead")
     # not in float16, which could not hold hidden states times the weight of one token of a large batch
     adds = is_total and weight.dtype != torch.float16
-    head = _head(hidden, weight, labels_BS.t().flatten(), ctx, getattr(weight, "gradient_sum", None) if adds else None)
+    into = getattr(weight, "gradient_sum", None) if adds else None
+    head = head_of(hidden, weight, labels_BS.t().reshape(-1, 1), ctx, into)
     token_weights_N = token_weights_BS.t().flatten().to(sum_dtype(hidden.dtype))
     arguments = head, torch.is_grad_enabled()
     if len(head.slices()) == 1:
@@ -274,7 +284,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: Para
     weight is trained: where a weighted sum is all that is needed, `linear_cross_entropy` does three matrix products
     instead of four.
     """
-    log_probs_N = _log_probs(_head(hidden, weight, labels_BS.t().flatten(), ctx))
+    log_probs_N = _log_probs(head_of(hidden, weight, labels_BS.t().reshape(-1, 1), ctx))
     return log_probs_N.view(labels_BS.shape[::-1]).t()
 
 
@@ -283,27 +293,28 @@ def log_probs_of(places_K: Tensor, hidden: Tensor, weight: Tensor, labels_K: Ten
 
     places: s * B + b of each, int64; the caller makes them on the host, so that no device is waited for.
     """
-    return _log_probs(_head(hidden, weight, labels_K, ctx, places_K=places_K))
+    return _log_probs(head_of(hidden, weight, labels_K.unsqueeze(-1), ctx, places_K=places_K))
 
 
-def _log_probs(head: _Head) -> Tensor:
+def _log_probs(head: Head) -> Tensor:
     log_probs_N = _TokenLogProbs.apply(head.hidden_NH, head.weight, head, torch.is_grad_enabled())
-    return torch.where(head.labels_N < 0, 0.0, log_probs_N)
+    return torch.where(head.labels_NK.squeeze(-1) < 0, 0.0, log_probs_N)
 
 
-def _head(
+def head_of(
     hidden: Tensor,
     weight: Tensor,
-    labels_N: Tensor,
+    labels_NK: Tensor,
     ctx: ParallelContext,
     into: GradientSum | None = None,
     places_K: Tensor | None = None,
-) -> _Head:
+) -> Head:
+    """Return the inputs of a loss: what the output layer passes on, and K ids for each token (`places_K`: of these)."""
     hidden_NH = enter_tensor_region(hidden, ctx).flatten(0, 1)
     if places_K is not None:
         hidden_NH = hidden_NH.index_select(0, places_K)
     trained, base = (weight, None) if (up := _up(weight)) is None else (up, weight)
-    return _Head(hidden_NH, trained, labels_N, *own_vocabulary(weight, ctx), ctx, into, base)
+    return Head(hidden_NH, trained, labels_NK, *own_vocabulary(weight, ctx), ctx, into, base)
 
 
 def own_vocabulary(weight: Tensor, ctx: ParallelContext) -> tuple[int, int]:

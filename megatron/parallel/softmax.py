@@ -22,9 +22,9 @@ class RowSums(NamedTuple):
     peak: Tensor
     total: Tensor
 
-    def log_prob(self, logit: Tensor) -> Tensor:
-        """Return the logarithm of the probability of a logit of each row [C]."""
-        return (logit - self.peak) - self.total.log()
+    def log_probs(self, logits_CK: Tensor) -> Tensor:
+        """Return the logarithm of the probability of some logits of each row, [C, K]."""
+        return (logits_CK - self.peak.unsqueeze(-1)) - self.total.log().unsqueeze(-1)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

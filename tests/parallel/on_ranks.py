@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.options import ParallelConfig
-from megatron.parallel import layers, linear, loss_chunks, losses
+from megatron.parallel import chosen_log_probs, layers, linear, loss_chunks, losses
 from megatron.parallel import mappings as regions
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards, allocate, shard_of
@@ -175,6 +175,22 @@ def cross_entropy(
         "logits": losses.gather_logits(rows, own, ctx).float().numpy(),
         "own_tokens": losses.own_vocabulary(own, ctx)[1],
     }
+
+
+def chosen(
+    tp: int, sequence_parallel: bool, weight: Array, hidden: Array, ids_BSK: Array, grads_BSK: Array, dtype: str
+) -> dict[str, Array]:
+    """Log-probabilities of these ids and their gradients, in chunks of 5 tokens, and the 4 likeliest tokens."""
+    ctx = context(tp, sequence_parallel)
+    rows, own = own_rows(hidden, ctx), vocabulary_weight(weight, 32, ctx)
+    rows.data, own.data = rows.data.to(getattr(torch, dtype)), own.data.to(getattr(torch, dtype))
+    with mock.patch.object(loss_chunks, "least_tokens", return_value=5):
+        log_probs = chosen_log_probs.chosen_log_probs(rows, own, torch.from_numpy(ids_BSK), ctx)
+        gradients = torch.autograd.grad((log_probs * torch.from_numpy(grads_BSK)).sum(), (rows, own))
+        top, ids = chosen_log_probs.top_log_probs(rows, own, 4, ctx)
+    numbers = (log_probs.detach(), *gradients, top, ids)
+    names = ("log_probs", "hidden", "weight", "top", "ids")
+    return {name: number.double().numpy() for name, number in zip(names, numbers, strict=True)}
 
 
 def dropped(tp: int, step_seeds: list[int]) -> list[tuple[Array, Array]]:
