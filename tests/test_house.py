@@ -186,7 +186,7 @@ def circles(graph: dict[Path, set[Path]]) -> list[list[Path]]:
 
 
 def test_files_import_each_other_in_no_circle() -> None:
-    graph = {path: imported_files(path) for path in sources("megatron", "tools", "benchmarks")}
+    graph = {path: imported_files(path) for path in sources("megatron", "tools", "benchmarks", "examples")}
     assert len(graph) > 100
     assert [[str(path.relative_to(ROOT)) for path in group] for group in circles(graph)] == []
 
@@ -202,7 +202,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 500, 60
 def test_files_and_functions_are_short_or_say_why() -> None:
     """A longer one has a comment `# Long: <reason>` in the line above its definition, or a file in its first lines."""
     found = []
-    for path in [*sources("megatron", "tools", "benchmarks"), *sorted((ROOT / "megatron").rglob("*.cpp"))]:
+    for path in [*sources("megatron", "tools", "benchmarks", "examples"), *sorted((ROOT / "megatron").rglob("*.cpp"))]:
         lines = path.read_text(encoding="utf-8").splitlines()
         if len(lines) > LONGEST_FILE and not any("Long: " in line for line in lines[:40]):
             found.append(f"{path.relative_to(ROOT)}: {len(lines)} lines")
@@ -231,12 +231,12 @@ def test_one_class_one_name() -> None:
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
-def test_nobody_imports_tools() -> None:
+def test_nobody_imports_tools_and_examples() -> None:
     importers = [
         at(path, line)
-        for path in sources("megatron", "benchmarks")
+        for path in sources("megatron", "benchmarks", "examples", "tools")
         for module, line in imports(tree(path), package_of(path))
-        if module.split(".")[0] == "tools"
+        if module.split(".")[0] in ("tools", "examples")
     ]
     assert importers == []
 
@@ -351,7 +351,7 @@ def forbidden(module: ast.Module) -> Iterator[tuple[int, str]]:
 def test_nothing_forbidden_is_called() -> None:
     found = [
         f"{at(path, line)} {what}"
-        for path in [*sources("megatron", "tools", "benchmarks", "scripts"), ROOT / "setup.py"]
+        for path in [*sources("megatron", "tools", "benchmarks", "examples", "scripts"), ROOT / "setup.py"]
         for line, what in forbidden(tree(path))
     ]
     assert found == []
@@ -386,7 +386,7 @@ def test_nothing_is_left_to_do() -> None:
     pattern = re.compile(r"#\s*(TODO|FIXME|XXX|HACK)\b|\bNotImplementedError\b|\bbreakpoint\(\)")
     found = [
         f"{at(path, number)} {line.strip()}"
-        for path in sources("megatron", "tools", "benchmarks")
+        for path in sources("megatron", "tools", "benchmarks", "examples")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if pattern.search(line)
     ]
@@ -416,7 +416,7 @@ def imported() -> set[str]:
     """Import names, dotted ones with each of their prefixes, of everything that is installed with the requirements."""
     modules = {
         module
-        for path in sources("megatron", "tools", "benchmarks", "scripts")
+        for path in sources("megatron", "tools", "benchmarks", "examples", "scripts")
         for module, _ in imports(tree(path), package_of(path))
     }
     return {module.rsplit(".", cut)[0] for module in modules for cut in range(module.count(".") + 1)}

@@ -117,7 +117,9 @@ def fragments(path: Path) -> Iterator[Place]:
 
 def files() -> list[Path]:
     """Files that a user or an engineer reads: code, scripts, presets, documentation."""
-    found = [path for name in ("megatron", "tools", "benchmarks", "scripts") for path in (ROOT / name).rglob("*")]
+    found = [
+        path for name in ("megatron", "tools", "benchmarks", "examples", "scripts") for path in (ROOT / name).rglob("*")
+    ]
     found += [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "setup.py"]
     kinds = (".py", ".sh", ".sbatch", ".md", ".yaml", ".cpp", ".h", ".hpp")
     return sorted(path for path in found if path.is_file() and path.suffix in kinds)

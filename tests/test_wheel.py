@@ -128,7 +128,7 @@ def test_the_sdist_holds_what_a_build_needs_and_no_tests(builds: Builds) -> None
         names = {name.partition("/")[2] for name in archive.getnames()}
     native = {f"megatron/data/native/{path.name}" for path in (ROOT / "megatron" / "data" / "native").iterdir()}
     assert {*SOURCES, *native} - {"MANIFEST.in"} <= names
-    assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks"))]
+    assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks", "examples"))]
 
 
 def test_both_wheels_hold_every_module_and_preset(builds: Builds) -> None:

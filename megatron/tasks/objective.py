@@ -36,9 +36,21 @@ class LossBatch:
     """Weight of each label in the loss, [B, S] float32; 0: the label does not count."""
     sources: Tensor
     """Place in `data_path` of the dataset that each label is from, [B, S] int64, from 0."""
+    begins: Tensor
+    """Place in its row at which the sample of each label begins, [B, S] int64: a chat, or in pretraining the row."""
     output_weight: Tensor
     """This rank's rows of the vocabulary: input of `megatron.parallel.losses`."""
     ctx: ParallelContext
+
+    def sample_sums(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` [B, S] over all labels of the same sample that are in the loss, [B, S].
+
+        So a loss of a whole chat is given to each of its labels.
+        """
+        import torch
+
+        counted = torch.where(self.weights == 0, 0.0, values)
+        return torch.zeros_like(counted).scatter_add(1, self.begins, counted).gather(1, self.begins)
 
 
 class Objective:
@@ -67,9 +79,9 @@ class Objective:
         """Return the sum of the weighted losses of a microbatch. Raises LossError."""
         import torch
 
-        labels, weights, sources, *reference = with_sources(targets)
+        labels, weights, sources, begins, *reference = completed(targets)
         hidden, output_weight = outputs
-        batch = LossBatch(labels, weights, sources, output_weight, ctx)
+        batch = LossBatch(labels, weights, sources, begins, output_weight, ctx)
         first = hidden if self._takes_hidden else self.log_probs(outputs, targets, ctx)
         try:
             losses = self._function(first, batch, *reference)
@@ -135,10 +147,11 @@ def source_numbers(config: Config) -> dict[str, int]:
     return found
 
 
-def with_sources(targets: Any) -> Any:
-    """Return the targets with source 0 for all labels where a task gives labels and weights alone."""
+def completed(targets: Any) -> Any:
+    """Return the targets, with one source and one sample a row where a task gives labels and weights alone."""
     labels, weights, *rest = targets
-    return (labels, weights, *rest) if rest else (labels, weights, labels.new_zeros(labels.shape))
+    nothing = labels.new_zeros(labels.shape)
+    return (labels, weights, *(rest or (nothing, nothing)))
 
 
 @cache

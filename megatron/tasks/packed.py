@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron.config.dependents import idle_options
 from megatron.config.options import Config
 from megatron.config.validation import DOCUMENT_ENDS, divisors, parallel_batch_size
-from megatron.tasks.task import Task
+from megatron.tasks.task import LabelPlace, Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -211,6 +211,16 @@ class PackedTask(Task):
 
     def samples_of(self, key: Any) -> list[int]:
         return [int(sample) for row in key for sample in row]
+
+    def label_places(self, dataset: PackedDataset, key: Rows) -> list[LabelPlace]:
+        lengths, found = samples_of(dataset).lengths, []
+        for number, row in enumerate(key):
+            begin = 0
+            for sample in row:
+                end = begin + int(lengths[sample])
+                found.append(LabelPlace(int(sample), number, slice(begin, end)))
+                begin = end
+        return found
 
     def documents_of(self, dataset: PackedDataset, sample: int) -> tuple[str, list[int]]:
         return dataset.documents_of(sample)

@@ -5,7 +5,6 @@ B samples of a microbatch, S tokens of a sample.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.options import Config
@@ -52,14 +51,7 @@ class PretrainTask(Task):
         return dataset.drawn(consumed_samples) if isinstance(dataset, BlendedDataset) else []
 
     def read(self, dataset: TokenDataset, key: range) -> Microbatch:
-        import torch
-
-        batch = self.collate(dataset.get_batch(key))
-        if self.objective is None:
-            return batch
-        labels, weights = batch.targets
-        sources = torch.tensor(self.sources_of(dataset, key)).unsqueeze(1).repeat(1, labels.shape[1])
-        return dataclasses.replace(batch, targets=(labels, weights, sources))
+        return self.with_label_origins(dataset, key, self.collate(dataset.get_batch(key)))
 
     def collate(self, samples: np.ndarray) -> Microbatch:
         """Return the microbatch of [B, S + 1] int64 tokens."""

@@ -39,13 +39,8 @@ class SFTTask(PackedTask):
         mask = np.zeros(rows.tokens.shape, dtype=np.float32)
         for place, (_, trained) in zip(rows.places, (chat for row in read for chat in row), strict=True):
             mask[place] = trained[1:]
-        targets: tuple[Any, ...] = torch.from_numpy(rows.labels), torch.from_numpy(mask)
-        if self.objective is not None:
-            sources = np.zeros_like(rows.labels)
-            for place, source in zip(rows.places, self.sources_of(dataset, self.samples_of(key)), strict=True):
-                sources[place] = source
-            targets = *targets, torch.from_numpy(sources)
-        return Microbatch(rows.inputs, targets, float(mask.sum()))
+        targets = torch.from_numpy(rows.labels), torch.from_numpy(mask)
+        return self.with_label_origins(dataset, key, Microbatch(rows.inputs, targets, float(mask.sum())))
 
     def describe(self, dataset: Any) -> str:
         chats: ChatDataset = samples_of(dataset)

@@ -43,6 +43,15 @@ class Microbatch:
     """Divides the summed loss; added up over the global batch. The number of loss tokens in the built-in tasks."""
 
 
+class LabelPlace(NamedTuple):
+    """Labels of one sample in a microbatch."""
+
+    sample: int
+    row: int
+    places: slice
+    """Those of the row; `slice(None)`: all."""
+
+
 OfOutputs = Callable[[tuple["Tensor", "Tensor"], Any], "Tensor"]
 """Function of (hidden, output weight), as `Task.loss` gets them, and the targets of a microbatch."""
 
@@ -245,11 +254,27 @@ class Task(ABC):
         """Return the numbers of the samples in a microbatch."""
         return list(key)
 
-    def sources_of(self, dataset: Any, samples: Sequence[int]) -> list[int]:
-        """Return the place in `data_path` of the dataset of each sample, for the user's loss function."""
-        assert self.objective is not None
-        found = [self.documents_of(dataset, int(sample)) for sample in samples]
-        return [0 if documents is None else self.objective.source_of(documents[0]) for documents in found]
+    def label_places(self, dataset: Any, key: Any) -> list[LabelPlace]:
+        """Return where the labels of each sample of a microbatch are."""
+        return [LabelPlace(sample, row, slice(None)) for row, sample in enumerate(self.samples_of(key))]
+
+    def with_label_origins(self, dataset: Any, key: Any, batch: Microbatch) -> Microbatch:
+        """Return a microbatch of (labels, weights) with the origins of its labels, if a user's loss function is given.
+
+        These are, each [B, S]: the place in `data_path` of a label's dataset, and the place in its row at which its
+        sample begins.
+        """
+        if self.objective is None:
+            return batch
+        import torch
+
+        labels, weights = batch.targets
+        sources, begins = torch.zeros_like(labels), torch.arange(labels.shape[1]).repeat(len(labels), 1)
+        for sample, row, places in self.label_places(dataset, key):
+            documents = self.documents_of(dataset, sample)
+            sources[row, places] = 0 if documents is None else self.objective.source_of(documents[0])
+            begins[row, places] = places.start or 0
+        return dataclasses.replace(batch, targets=(labels, weights, sources, begins))
 
     def documents_of(self, dataset: Any, sample: int) -> tuple[str, list[int]] | None:
         """Return the prefix and the document numbers that a sample is from; None if there are none."""
@@ -273,13 +298,13 @@ class Task(ABC):
         """
         if self.objective is None or not self.objective.needs_reference:
             return list(microbatches)
-        from megatron.tasks.objective import with_sources
+        from megatron.tasks.objective import completed
 
         found = forward(microbatches, partial(self.objective.log_probs, ctx=ctx), adapters=False)
         if not ctx.is_last_stage:
             return list(microbatches)
         return [
-            dataclasses.replace(batch, targets=(*with_sources(batch.targets), reference))
+            dataclasses.replace(batch, targets=(*completed(batch.targets), reference))
             for batch, reference in zip(microbatches, found, strict=True)
         ]
 

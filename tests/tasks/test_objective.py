@@ -183,5 +183,6 @@ def test_chats_have_the_number_of_their_dataset(tmp_path: Path) -> None:
     config = load_config([*runs.TINY.split(), *words.split(), "--micro-batch-size", "1", "--vocab-size", "250"])
     task = SFTTask(config)
     dataset: Any = task.open_data(ParallelContext.single())[0]
-    _, _, sources = task.read(dataset, [np.array([2, 0])]).targets  # chats of 6 and 4 tokens in the loss
+    _, _, sources, begins = task.read(dataset, [np.array([2, 0])]).targets  # chats of 6 and 4 tokens in the loss
     assert sources[0].tolist() == [1] * 6 + [0] * 6
+    assert begins[0].tolist() == [0] * 6 + [6] * 6
