@@ -16,8 +16,9 @@ from megatron.config.options import Config
 from megatron.data.blend import Drawn, digest, normalize
 from megatron.data.epochs import EpochOrder, seed_of, shuffled
 from megatron.data.gpt import SPLITS
-from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.indexed import DataError
 from megatron.data.packing import Packs, pack_dataset
+from megatron.data.repeats import Documents, repeats
 from megatron.data.separate_sets import SeparateSets
 
 logger = logging.getLogger(__name__)
@@ -26,14 +27,14 @@ SPLIT_SEED = 0
 """Seed of the split, which depends on the data and `split` only, not on the run."""
 
 
-class SampleFile(Protocol):
+S = TypeVar("S")
+
+
+class SampleFile(Documents, Protocol):
     """An indexed dataset, and the samples in use."""
 
-    @property
-    def tokens(self) -> IndexedDataset: ...
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """Numbers of the samples in use."""
+    def keep(self: S, kept: NDArray[np.bool_]) -> S:
+        """Return the file with some of its samples, [rows]."""
 
 
 F = TypeVar("F", bound=SampleFile)
@@ -197,28 +198,59 @@ def open_splits(
     samples of a split, `build(files, weights, said)` the dataset of several; `said` names them in an error. `noun`: the
     word for several samples. Raises DataError.
     """
+    parsed = [parse_data_path(words) if words else ([], None) for _, words in config.data.paths]
+    files = [[open_file(prefix, split) for prefix in prefixes] for split, (prefixes, _) in enumerate(parsed)]
+    for split in (1, 2):
+        earlier = [file for before in files[:split] for file in before]
+        files[split] = [_without_repeats(file, earlier, config, split, noun) for file in files[split]]
     found: list[Any] = []
     for split, (option, words) in enumerate(config.data.paths):
-        prefixes, weights = parse_data_path(words) if words else ([], None)
         said = f"{option}={' '.join(words)}" + ("" if config.data.per_split else f", split={config.data.split}")
-        files, kept_weights = [], []
-        for number, prefix in enumerate(prefixes):
-            file = open_file(prefix, split)
-            if len(file.rows):
-                files.append(file)
-                kept_weights += [] if weights is None else [weights[number]]
-            elif len(prefixes) > 1 and split == 0:
-                raise DataError(f"{said}: {prefix} leaves no {noun} to train on; leave it out, or give it more {noun}")
-            elif len(prefixes) > 1 and (config.data.per_split or parse_split(config.data.split)[split]):
-                logger.warning("no %s %s in %s; left out", SPLITS[split], noun, prefix)
-        if not files and split == 0:
-            raise DataError(f"{said} leaves no {noun} to train on; give more {noun}, or raise the first share of split")
-        shares = None if weights is None else kept_weights
-        if split > 0 and config.data.multiple_validation_sets and len(files) > 1:
-            names = [file.tokens.prefix for file in files]
-            apart = [build([file], None, f"{said}: {file.tokens.prefix}") for file in files]
+        kept = [number for number, file in enumerate(files[split]) if len(file.rows)]
+        if len(kept) < len(files[split]) > 1 or (not kept and split == 0):
+            _report_empty(config, split, noun, said, files[split])
+        weights = parsed[split][1]
+        shares = None if weights is None else [weights[number] for number in kept]
+        chosen = [files[split][number] for number in kept]
+        if split > 0 and config.data.multiple_validation_sets and len(kept) > 1:
+            names = [file.tokens.prefix for file in chosen]
+            apart = [build([file], None, f"{said}: {file.tokens.prefix}") for file in chosen]
             found.append(SeparateSets(names, apart, shares))
         else:
-            found.append(build(files, shares, said) if files else None)
+            found.append(build(chosen, shares, said) if chosen else None)
     train, valid, test = found
     return train, valid, test
+
+
+def _report_empty(config: Config, split: int, noun: str, said: str, files: Sequence[SampleFile]) -> None:
+    """Raise DataError for files without training samples; warn of files without held-out ones, if there should be."""
+    empty = [file.tokens.prefix for file in files if not len(file.rows)]
+    if split == 0:
+        what = f"{said}: {empty[0]}" if 0 < len(empty) < len(files) else said
+        raise DataError(f"{what} leaves no {noun} to train on; give more {noun}, or raise the first share of split")
+    if config.data.per_split or parse_split(config.data.split)[split]:
+        logger.warning("no %s %s in %s; left out", SPLITS[split], noun, ", ".join(empty))
+
+
+def _without_repeats(file: F, earlier: Sequence[F], config: Config, split: int, noun: str) -> F:
+    """Leave out held-out samples that are in the data before them, and count them in a warning.
+
+    Files that the user gave as validation or test data are left as they are.
+    """
+    if not len(file.rows):
+        return file
+    repeated = repeats(file, earlier)
+    if not repeated.any():
+        return file
+    where = "training" if split == 1 else "training or validation"
+    logger.warning(
+        "%s: %d of %d %s of %s are in the %s data too; %s",
+        SPLITS[split],
+        int(repeated.sum()),
+        len(repeated),
+        noun,
+        file.tokens.prefix,
+        where,
+        "the loss over them is not one of unseen data" if config.data.per_split else "left out",
+    )
+    return file if config.data.per_split else file.keep(~repeated)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,13 @@ class ChatFile:
     tokens: IndexedDataset
     mask: IndexedDataset
     rows: NDArray[np.int64]
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the tokens of each chat, [rows, 1]."""
+        return self.tokens.lengths[self.rows, np.newaxis].astype(np.int64)
+
+    def keep(self, kept: NDArray[np.bool_]) -> ChatFile:
+        return replace(self, rows=self.rows[kept])
 
 
 class ChatDataset(SampleDataset[ChatFile]):

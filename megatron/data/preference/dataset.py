@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -69,6 +69,9 @@ class PairFile:
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens [rows, 3] of prompt, chosen and rejected, as they are stored."""
         return self.tokens.lengths.reshape(-1, SEQUENCES)[self.rows].astype(np.int64)
+
+    def keep(self, kept: NDArray[np.bool_]) -> PairFile:
+        return replace(self, rows=self.rows[kept])
 
 
 class PairDataset(SampleDataset[PairFile]):
