@@ -103,6 +103,23 @@ def top_log_probs(hidden: Tensor, weight: Tensor, count: int, ctx: ParallelConte
     return log_probs, ids
 
 
+@torch.no_grad()
+def label_scores(
+    places_K: Tensor, hidden: Tensor, weight: Tensor, labels_K: Tensor, ctx: ParallelContext
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of a label at each of these places, and whether it is the largest there: [K] each.
+
+    Arguments as those of losses.log_probs_of; labels are tokens.
+    """
+    head = head_of(hidden, weight, labels_K.unsqueeze(-1), ctx, places_K=places_K)
+    buffer, found = head.logits_buffer(), []
+    for part in head.slices():
+        log_probs, sums = head.log_probs(part, head.logits(part, buffer), to_softmax=False)
+        found.append((log_probs, log_probs >= sums.log_probs(sums.peak.unsqueeze(-1))))
+    log_probs_K1, is_largest_K1 = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return log_probs_K1.squeeze(-1), is_largest_K1.squeeze(-1)
+
+
 def _largest(logits_CV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the largest logits of each row and their columns, [C, count]; of equal ones the first columns.
 

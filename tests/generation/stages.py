@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.generation.load_options import LoadOptions
 from megatron.generation.loading import load_model, parallel_options
 from megatron.generation.model import InferenceModel, training_model
+from megatron.generation.scoring import Continuation, score
 from megatron.models.transformer import unpack
 from megatron.parallel.context import ParallelContext
 from tests.training import layouts
@@ -53,3 +54,18 @@ def logits_in_training(arguments: str, tokens_BS: Array) -> tuple[Array | None, 
         logits = logits_of(model, tokens_BS)
     assert engine.module.training
     return logits, layouts.loss_of_step(engine, task, 1)
+
+
+def scores(options: dict[str, Any], requests: list[tuple[tuple[int, ...], tuple[int, ...]]], **settings: Any) -> Any:
+    """Log-probabilities and greedy flag of each request, on every rank, and the tokens that this rank computed."""
+    model = loaded(options)
+    computed: list[int] = []
+    forward = model.forward_stage
+
+    def counted(stream: Any) -> Any:
+        computed.append(stream[0].shape[1] if model.ctx.is_first_stage else len(stream[0]))
+        return forward(stream)
+
+    model.forward_stage = counted  # type: ignore[method-assign]
+    found = score(model, [Continuation(*request) for request in requests], **settings)
+    return [(each.logprobs, each.is_greedy) for each in found], sum(computed)

@@ -7,33 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from megatron.checkpoint.reader import newest_checkpoint
 from megatron.interop.huggingface import export_huggingface
 from megatron.interop.native import native_model
 from tests.generation.stages import Array, loaded_logits, logits_in_training
-from tests.models.test_hf_logits import CASES, VOCABULARY
+from tests.generation.theirs import CASES, LAYOUTS, VOCABULARY, their_logits, write_folder
 from tests.ranks import RankPools
 from tests.training import layouts
 from tests.training.test_layouts import arguments
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 TOKENS = np.random.default_rng(3).integers(0, VOCABULARY, (2, 24))
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
-    "one": (1, {}),
-    "TP2": (2, {"tensor_model_parallel_size": 2}),
-    "PP2": (2, {"pipeline_model_parallel_size": 2}),
-    "PP2 TP2": (4, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
-}
-
-
-def their_logits(folder: Path | str, tokens_BS: Array) -> Array:
-    """[S, B, V] float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(torch.from_numpy(tokens_BS), use_cache=False).logits.transpose(0, 1).numpy()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def get(name: str) -> Path:
         if name not in made:
-            torch.manual_seed(5)
-            model = CASES[name]().theirs()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            made[name] = tmp_path_factory.mktemp(name.replace(".", "_"))
-            model.save_pretrained(made[name])
+            made[name] = write_folder(name, tmp_path_factory.mktemp(name.replace(".", "_")))
         return made[name]
 
     return get
