@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron.config.options import Config, ConfigError, ModelConfig
 from megatron.config.plugins import load_task
 from megatron.models.blockwise_attention import MAX_TOKENS, MIN_TOKENS, attend_blockwise, is_faster
+from megatron.models.kv_cache import CachedTokens
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.kernels import choose_kernels
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -318,12 +319,17 @@ class FusedHPUAttention:
         return self._kernel.apply(q, k, v, mask, dropout, causal, None, self._softmax_mode, self._recompute)
 
 
+def own_slopes(model: ModelConfig, ctx: ParallelContext) -> Tensor | None:
+    """Return the ALiBi slopes of this rank's heads, [n] float32; None: the model has other positions."""
+    if model.position_embedding_type != "alibi":
+        return None
+    own = ctx.slice_size(model.num_attention_heads)
+    return alibi_slopes(model.num_attention_heads)[ctx.tensor_rank * own : (ctx.tensor_rank + 1) * own]
+
+
 def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> Callable[..., Tensor]:
     """Return the attention kernel for the device, with this rank's ALiBi slopes."""
-    slopes = None
-    if model.position_embedding_type == "alibi":
-        own = ctx.slice_size(model.num_attention_heads)
-        slopes = alibi_slopes(model.num_attention_heads)[ctx.tensor_rank * own : (ctx.tensor_rank + 1) * own]
+    slopes = own_slopes(model, ctx)
     backend, device = model.attention_backend, ctx.device.type
     if backend == "auto" and model.kernels == "plain":
         backend = "sdpa"
@@ -366,6 +372,8 @@ class Shared:
         self.config, self.ctx = config, ctx
         self.kernels = choose_kernels(config, ctx.device)
         self.kernel = build_kernel(config.model, ctx, packed=load_task(config).packs_documents)
+        slopes = own_slopes(config.model, ctx)
+        self.slopes = None if slopes is None else slopes.to(ctx.device)
         self.rotary = RotaryEmbedding(config.model) if config.model.position_embedding_type == "rope" else None
 
 
@@ -387,12 +395,15 @@ class SelfAttention(nn.Module):
         self.own_kv_head = (
             ctx.tensor_rank * model.num_kv_heads // ctx.tensor_size if model.num_kv_heads < ctx.tensor_size else None
         )
+        self.num_kv_heads = max(1, model.num_kv_heads // ctx.tensor_size)
         self.sizes = [ctx.slice_size(piece) for piece in shards["qkv.weight"].pieces]
         self.qkv = ColumnParallelLinear(shards.below("qkv"), ctx)
         self.dense = RowParallelLinear(shards.below("dense"), ctx)
 
-    def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, packing: Packing | CachedTokens | None = None) -> Tensor:
         q, k, v = self.project(hidden)
+        if isinstance(packing, CachedTokens):
+            return self.dense(self._cached(q, k, v, packing))
         if self.recompute_core and self.training:
             context = self.ctx.streams.recomputed(self._core, q, k, v, packing)
         else:
@@ -407,6 +418,22 @@ class SelfAttention(nn.Module):
             k, v = (gather_channels(part, self.ctx)[..., begin : begin + self.head_size] for part in (k, v))
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
         return q, k, v
+
+    def _cached(self, q_SBnd: Tensor, k_SBkd: Tensor, v_SBkd: Tensor, tokens: CachedTokens) -> Tensor:
+        """`_core` over the cache of earlier tokens."""
+        if self.shared.rotary is not None:
+            angles = tokens.angles(self.shared.rotary.table)
+            q_SBnd, k_SBkd = self.shared.kernels.rotate(q_SBnd, k_SBkd, *angles)
+        return tokens.attend(self, q_SBnd, k_SBkd, v_SBkd)
+
+    @property
+    def slopes(self) -> Tensor | None:
+        """ALiBi slopes of this rank's heads."""
+        return self.shared.slopes
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, n, Q, d], [B, k, K, d] -> [B, n, Q, d] by the device's kernel; the queries are the last Q of K tokens."""
+        return self.shared.kernel(q, k, v, None, 0.0)
 
     def _core(self, q_SBnd: Tensor, k_SBkd: Tensor, v_SBkd: Tensor, packing: Packing | None) -> Tensor:
         """Heads in, context out: [S, B, n, d] -> [S, B, n d]."""

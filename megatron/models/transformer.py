@@ -1,8 +1,9 @@
 """The layers of decoder-only transformers.
 
 What flows between layers is the residual stream [rows, B, H], alone or, over packed documents, as the tuple
-(hidden, positions, starts) of `Packing`: DeepSpeed's pipeline passes tensors and tuples of tensors between stages.
-Every module is given its `Shards` and what the layers share, and allocates what is declared.
+(hidden, positions, starts) of `Packing`: DeepSpeed's pipeline passes tensors and tuples of tensors between stages. In
+generation it is (hidden, tokens), with the `CachedTokens` of the pass. Every module is given its `Shards` and what the
+layers share, and allocates what is declared.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.models.attention import Packing, SelfAttention, Shared
+from megatron.models.kv_cache import CachedTokens
 from megatron.models.neftune import add_noise
 from megatron.parallel.layers import LayerNorm, RMSNorm, VocabParallelEmbedding
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -23,14 +25,16 @@ from megatron.parallel.recompute import discard_output
 from megatron.parallel.rng import dropout
 from megatron.parallel.shards import Shards
 
-Stream = Tensor | tuple[Tensor, Tensor, Tensor]
+Stream = Tensor | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, CachedTokens]
 Build = Callable[[Shards, Shared], nn.Module]
 
 
-def unpack(stream: Stream) -> tuple[Tensor, Packing | None]:
-    """Return the hidden state (or tokens) and the packing of what flows between layers."""
+def unpack(stream: Stream) -> tuple[Tensor, Packing | CachedTokens | None]:
+    """Return the hidden state (or tokens) of what flows between layers, and the places of its tokens."""
     if isinstance(stream, Tensor):
         return stream, None
+    if len(stream) == 2:
+        return stream
     hidden, positions, starts = stream
     return hidden, Packing(positions, starts)
 
@@ -52,7 +56,7 @@ class WordEmbedding(VocabParallelEmbedding):
         result = super().forward(inside, project)
         if project is not None:
             return result
-        if self.noise_alpha is not None and self.training:
+        if self.noise_alpha is not None and self.training and not isinstance(packing, CachedTokens):
             result = add_noise(result, inside, packing, self.noise_alpha, self.ctx)
         return repack(result, stream)
 
@@ -78,7 +82,7 @@ class PositionEmbedding(nn.Module):
         self.ctx = shared.ctx
         self.weight = shards.allocate("weight", self.ctx)
 
-    def forward(self, num_rows: int, packing: Packing | None) -> Tensor:
+    def forward(self, num_rows: int, packing: Packing | CachedTokens | None) -> Tensor:
         first = self.ctx.tensor_rank * num_rows if self.ctx.sequence_parallel else 0
         if packing is None:
             return self.weight[first : first + num_rows].unsqueeze(1)
@@ -185,7 +189,7 @@ class TransformerLayer(nn.Module):
             return repack(self.ctx.streams.recomputed(self._layer, hidden, packing), stream)
         return repack(self._layer(hidden, packing), stream)
 
-    def _layer(self, hidden: Tensor, packing: Packing | None) -> Tensor:
+    def _layer(self, hidden: Tensor, packing: Packing | CachedTokens | None) -> Tensor:
         attention = partial(self.attention, packing=packing)
         hidden = self._add(hidden, self._branch(self.attention_norm, attention, hidden, recomputed=False))
         return self._add(hidden, self._branch(self.mlp_norm, self.mlp, hidden, recomputed=self.recompute_mlp))

@@ -42,7 +42,8 @@ class Outputs:
 
 def config_of(arguments: str) -> Config:
     config, _ = parse_arguments([*COMMON.split(), *arguments.split()])
-    faults = check(config, world_size=config.parallel.tensor_model_parallel_size)
+    parallel = config.parallel
+    faults = check(config, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     assert not faults, faults
     return config
 
