@@ -1,0 +1,378 @@
+"""Texts for a list of prompts, on any layout.
+
+Each data-parallel rank's copy of the model (a replica) has a batch of rows, and a text leaves its row as soon as it has
+ended. The rows are cut into a group for each pipeline stage, so that all stages have work. One rank, the first of the
+last stage, chooses the tokens and sends them to the others; from the same tokens all of them derive the same next pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.config.options import ConfigError
+from megatron.generation.batch import (
+    MostTokens,
+    RowGroup,
+    Unit,
+    Verdict,
+    units_of,
+)
+from megatron.generation.beam_search import BeamResult
+from megatron.generation.chooser import Chooser, IsFinished
+from megatron.generation.model import InferenceModel
+from megatron.generation.options import GenerationOptions
+from megatron.generation.passes import PromptPass, StagePasses, prompt_passes
+from megatron.generation.requests import Completion, Request
+from megatron.models.attention import SelfAttention
+from megatron.models.kv_cache import KVCache
+from megatron.parallel.distributed_waits import wait_for
+
+VERDICT_TAG = 5
+TURNS_BETWEEN_EXCHANGES = 32
+"""Passes of a replica between two collections of finished texts on rank 0."""
+
+OnToken = Callable[[int, int, int], None]
+"""(number of the request, sample, token)"""
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """Size of the batch, and how it runs."""
+
+    batch_size: int = 16
+    """Largest number of texts that a replica generates at once."""
+    use_graphs: bool = False
+    """Replay each token's pass as a graph of the device."""
+
+
+@dataclass
+class GenerationStatistics:
+    """Counts and times of this rank's replica."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_passes: int = 0
+    cache_bytes: int = 0
+    """Keys and values on this rank."""
+
+
+def generate(
+    model: InferenceModel,
+    requests: Sequence[Request],
+    options: GenerationOptions,
+    *,
+    eos_ids: Collection[int] = (),
+    settings: BatchSettings | None = None,
+    is_finished: IsFinished | None = None,
+    on_token: OnToken | None = None,
+    statistics: GenerationStatistics | None = None,
+) -> Iterator[Completion]:
+    """Yield the texts of all requests on rank 0, in their order and that of their samples; nothing on other ranks.
+
+    Collective: every rank passes the same arguments, and takes all that is yielded. `is_finished` is called on the
+    rank that decides, `on_token` on every rank of a replica. `statistics` is added to.
+
+    Raises ConfigError for requests that the model cannot take, before anything runs.
+    """
+    settings, statistics = settings or BatchSettings(), statistics or GenerationStatistics()
+    if faults := list(request_faults(model, requests, options, settings)):
+        raise ConfigError(faults)
+    ctx = model.ctx
+    own = requests[ctx.batch_rank :: ctx.num_batch_ranks]
+    chooser = Chooser(options, model.vocab_size, eos_ids, is_finished) if _decides(model) else None
+    replica = _Replica(model, own, options, settings, chooser, statistics)
+    order = [(request.number, sample) for request in requests for sample in _samples(options)]
+    finished: dict[tuple[int, int], Completion] = {}
+    turns = replica.run(on_token or (lambda *token: None))
+    is_done = False
+    yielded = 0
+    while not is_done:
+        count = 1 if ctx.num_batch_ranks == 1 else TURNS_BETWEEN_EXCHANGES
+        taken = list(itertools.islice(turns, count))
+        found, is_done = _exchange(model, [each for turn in taken for each in turn], len(taken) < count)
+        finished |= {(each.request, each.sample): each for each in found}
+        while yielded < len(order) and order[yielded] in finished:
+            completion = finished.pop(order[yielded])
+            yielded += 1
+            yield completion
+
+
+def request_faults(
+    model: InferenceModel, requests: Sequence[Request], options: GenerationOptions, settings: BatchSettings
+) -> Iterator[str]:
+    """Yield what is wrong with the requests, each by its number, and with the batch."""
+    vocab_size, positions = model.vocab_size, model.max_positions
+    for request in requests:
+        prompt = f"prompt {request.number}"
+        if not request.prompt:
+            yield f"{prompt} has no tokens; give at least one, such as the tokenizer's begin-of-text token"
+            continue
+        wrong = next((token for token in request.prompt if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            yield f"{prompt} has the id {wrong}, but the model's vocabulary has the ids 0 to {vocab_size - 1}"
+        # a beam search compares texts of one largest length
+        needed = len(request.prompt) + (options.max_new_tokens - 1 if options.num_beams > 1 else 0)
+        if positions is not None and needed > positions:
+            yield f"{prompt} needs {needed} positions, but the model has {positions} learned ones; shorten the prompt"
+    if settings.batch_size < options.num_beams:
+        yield (
+            f"batch_size={settings.batch_size} is too small for num_beams={options.num_beams}, whose beams are in one "
+            f"batch; set batch_size to {options.num_beams} or more"
+        )
+
+
+def _samples(options: GenerationOptions) -> range:
+    return range(1 if options.num_beams > 1 else options.num_samples)
+
+
+def _decides(model: InferenceModel) -> bool:
+    return model.ctx.is_last_stage and model.ctx.tensor_rank == 0
+
+
+def _exchange(model: InferenceModel, found: list[Completion], is_done: bool) -> tuple[list[Completion], bool]:
+    """Return the texts that ended in all replicas, on rank 0, and whether all replicas are done. Collective."""
+    ctx = model.ctx
+    if ctx.num_batch_ranks == 1:
+        return (found if ctx.rank == 0 else []), is_done
+    sends = ctx.is_first_stage and ctx.tensor_rank == 0
+    mine = {"done": is_done, "found": [asdict(each) for each in found] if sends else []}
+    parts = ctx.gather_objects(mine)
+    everything = [_completion(each) for part in parts for each in part["found"]] if ctx.rank == 0 else []
+    return everything, all(part["done"] for part in parts)
+
+
+def _completion(fields: dict[str, Any]) -> Completion:
+    """Return a completion whose tuples have become lists on the way."""
+    return Completion(**{name: _tuples(value) for name, value in fields.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def attention_layers(module: nn.Module) -> list[SelfAttention]:
+    """Return the attention of every transformer layer of a stage. Raises ConfigError for a layer without one."""
+    found = []
+    for layer in module.children():
+        names = [getattr(parameter, "full_name", "") for parameter in layer.parameters()]
+        own = [each for each in layer.modules() if isinstance(each, SelfAttention)]
+        if names and names[0].startswith("layers.") and not own:
+            name = ".".join(names[0].split(".")[:2])
+            raise ConfigError(
+                [f"{name} has no SelfAttention of megatron/models/attention.py, whose keys and values can be kept"]
+            )
+        found += own
+    return found
+
+
+@dataclass
+class _Pending:
+    """Verdicts of a pass on some rows, to be applied at the group's next turn."""
+
+    rows: list[int]
+    verdicts: list[Verdict] | None = None
+    """None on ranks that still have to receive them."""
+    results: list[BeamResult] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    """(source, target, length): rows of the cache to copy before the next pass, of samples and beams of a prompt."""
+
+
+class _Replica:
+    """The batch of one copy of the model, as each of its ranks sees it."""
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        requests: Sequence[Request],
+        options: GenerationOptions,
+        settings: BatchSettings,
+        chooser: Chooser | None,
+        statistics: GenerationStatistics,
+    ) -> None:
+        self._model, self._options, self._chooser, self._statistics = model, options, chooser, statistics
+        ctx, beams = model.ctx, options.num_beams
+        self._most = MostTokens(options.max_new_tokens, model.max_positions)
+        num_rows = min(settings.batch_size, len(requests) * max(beams, options.num_samples))
+        num_groups = max(1, min(ctx.num_stages, num_rows // beams))
+        size = -(-num_rows // num_groups)
+        size = max(beams, size // beams * beams)
+        self._groups = [RowGroup(index * size, size) for index in range(num_groups)]
+        self._waiting: deque[Unit] = units_of(requests, options, size)
+        self._pending: dict[int, list[_Pending]] = {group.first: [] for group in self._groups}
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        length = max((len(request.prompt) + self._most(request) for request in requests), default=1)
+        cache = KVCache(attention_layers(model.module), num_groups * size, length, model.dtype, ctx.device)
+        statistics.cache_bytes = cache.num_bytes
+        self._cache = cache
+        self._passes = StagePasses(model, cache, use_graphs=settings.use_graphs)
+        self._others = [] if ctx.world_size == 1 else self._model_ranks()
+
+    def run(self, on_token: OnToken) -> Iterator[list[Completion]]:
+        """Yield the texts that ended, turn by turn of the groups."""
+        with torch.no_grad():
+            while self._waiting or any(group.active for group in self._groups):
+                for group in self._groups:
+                    yield self._turn(group, on_token)
+        self._passes.end_sends()
+        while self._sent:
+            wait_for([self._sent.popleft()[0]])
+
+    def _turn(self, group: RowGroup, on_token: OnToken) -> list[Completion]:
+        finished = self._apply(group, on_token)
+        began = time.perf_counter()
+        placed = group.place(self._waiting, self._most, self._options.num_beams)
+        if placed:
+            self._prefill(group, placed)
+            self._statistics.prefill_s += time.perf_counter() - began
+        elif group.active:
+            self._decode(group)
+            self._statistics.decode_s += time.perf_counter() - began
+        return finished
+
+    def _prefill(self, group: RowGroup, placed: list[tuple[Unit, list[int]]]) -> None:
+        by_first = {rows[0]: (unit, rows) for unit, rows in placed}
+        if self._chooser is not None:
+            for unit, rows in placed:
+                self._chooser.add(unit, rows, self._model.ctx.device)
+        prompts = [unit.request.prompt for unit, _ in placed]
+        few_shapes = self._model.ctx.device.type == "hpu"
+        for chunk in prompt_passes(list(by_first), prompts, few_shapes=few_shapes):
+            logits = self._passes.prefill(chunk)
+            self._statistics.prompt_tokens += chunk.num_tokens
+            if chunk.ends:
+                self._judge_prompts(group, chunk, by_first, logits)
+
+    def _judge_prompts(
+        self,
+        group: RowGroup,
+        chunk: PromptPass,
+        by_first: dict[int, tuple[Unit, list[int]]],
+        logits: Tensor | None,
+    ) -> None:
+        """Choose the first tokens of all texts of the prompts that end in this chunk."""
+        ended = [by_first[chunk.rows[index]] for index, _ in chunk.ends]
+        rows = [row for _, own in ended for row in own]
+        copies = [(own[0], row, len(unit.request.prompt)) for unit, own in ended for row in own[1:]]
+        if logits is not None and self._chooser is not None and copies:
+            logits = logits.repeat_interleave(torch.tensor([len(own) for _, own in ended]).to(logits.device), dim=0)
+        self._judge(group, rows, logits, copies)
+
+    def _decode(self, group: RowGroup) -> None:
+        rows = list(group.rows)
+        active = [group.active.get(row) for row in rows]
+        ids = [0 if each is None else each.ids[-1] for each in active]
+        positions = [0 if each is None else each.position for each in active]
+        self._statistics.decode_passes += 1
+        self._judge(group, rows, self._passes.decode(group.first, ids, positions), [])
+
+    def _judge(
+        self, group: RowGroup, rows: list[int], logits: Tensor | None, copies: list[tuple[int, int, int]]
+    ) -> None:
+        """Decide, or expect the decision."""
+        pending = _Pending(rows, copies=copies)
+        if self._chooser is not None:
+            assert logits is not None
+            pending.verdicts, pending.results = self._chooser.choose(logits, rows, group.active)
+            self._send(pending)
+        self._pending[group.first].append(pending)
+
+    def _apply(self, group: RowGroup, on_token: OnToken) -> list[Completion]:
+        """Take over the tokens of the group's last turn. Returns the texts that ended with them."""
+        finished = []
+        for pending in self._pending[group.first]:
+            verdicts = self._receive(pending) if pending.verdicts is None else pending.verdicts
+            self._copy_rows(group, pending, verdicts)
+            results = iter(pending.results)
+            for row, verdict in group.apply(pending.rows, verdicts):
+                self._statistics.new_tokens += 1
+                if self._options.num_beams == 1:
+                    on_token(row.request.number, row.sample, verdict.token)
+                    if verdict.reason is not None:
+                        finished.append(row.completion(verdict.reason))
+                elif verdict.reason is not None and row.sample == 0:
+                    result = next(results)
+                    finished.append(Completion(row.request.number, 0, result.ids, verdict.reason, result.score))
+        self._pending[group.first].clear()
+        return finished
+
+    def _copy_rows(self, group: RowGroup, pending: _Pending, verdicts: list[Verdict]) -> None:
+        """Give the rows of samples and beams the keys and values of the row that they continue."""
+        copies = list(pending.copies)
+        # beams of one prompt that has just been read are all the same
+        if not copies:
+            copies = [
+                (verdict.source, row, group.active[row].position + 1)
+                for row, verdict in zip(pending.rows, verdicts, strict=True)
+                if verdict.source != row and row in group.active
+            ]
+        if copies:
+            sources, targets, lengths = zip(*copies, strict=True)
+            device = self._model.ctx.device
+            self._cache.copy_rows(
+                torch.tensor(sources, device=device), torch.tensor(targets, device=device), max(lengths)
+            )
+
+    # Messages
+
+    def _model_ranks(self) -> list[int]:
+        """Return the other ranks of this replica, or the deciding one alone on those that do not decide."""
+        ctx = self._model.ctx
+        coordinates = [(ctx.num_stages - 1, 0)]
+        if self._chooser is not None:
+            coordinates = list(itertools.product(range(ctx.num_stages), range(ctx.tensor_size)))
+        ranks = [int(ctx.topology.get_rank(pipe=pipe, data=ctx.batch_rank, model=model)) for pipe, model in coordinates]
+        return [rank for rank in ranks if rank != ctx.rank]
+
+    def _send(self, pending: _Pending) -> None:
+        if not self._others:
+            return
+        assert pending.verdicts is not None
+        messages = [torch.tensor([verdict.encode() for verdict in pending.verdicts])]
+        if pending.results:
+            padded = [[len(each.ids), *_double_bits(each.score), *each.ids] for each in pending.results]
+            width = 3 + self._options.max_new_tokens
+            messages.append(torch.tensor([row + [0] * (width - len(row)) for row in padded]))
+        group = self._model.ctx.control_group
+        for rank in self._others:
+            self._sent += [(dist.isend(each, rank, group=group, tag=VERDICT_TAG), each) for each in messages]
+        # the oldest have been received: their rows have had a turn since
+        while len(self._sent) > 8 * len(self._groups) * len(self._others) * 2:
+            wait_for([self._sent.popleft()[0]])
+
+    def _receive(self, pending: _Pending) -> list[Verdict]:
+        verdicts = [Verdict.decode(row) for row in self._received(len(pending.rows), 4 + 2 * self._num_alternatives)]
+        beams = self._options.num_beams
+        count = sum(1 for verdict in verdicts if verdict.reason) // beams if beams > 1 else 0
+        if count:
+            for length, high, low, *ids in self._received(count, 3 + self._options.max_new_tokens):
+                pending.results.append(BeamResult(tuple(ids[:length]), _double(high, low)))
+        return verdicts
+
+    def _received(self, rows: int, columns: int) -> list[list[int]]:
+        message = torch.empty(rows, columns, dtype=torch.int64)
+        dist.recv(message, self._others[0], group=self._model.ctx.control_group, tag=VERDICT_TAG)
+        return message.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def _num_alternatives(self) -> int:
+        return min(self._options.logprobs or 0, self._model.vocab_size)
+
+
+def _double_bits(value: float) -> tuple[int, int]:
+    return struct.unpack("<II", struct.pack("<d", value))
+
+
+def _double(*halves: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<II", *halves))[0])

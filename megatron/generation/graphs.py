@@ -1,0 +1,69 @@
+"""Replay of a pass as one graph of the device: CUDA graphs and HPU graphs, by DeepSpeed's accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.options import ConfigError
+
+DEVICES = ("cuda", "hpu")
+"""Devices with graphs."""
+
+
+def check_graphs(device: torch.device) -> None:
+    """Raise ConfigError where a device has no graphs."""
+    if device.type not in DEVICES:
+        raise ConfigError([f"use_graphs is for {' and '.join(DEVICES)} devices, not {device.type}; leave it out"])
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: Any
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+class PassGraphs:
+    """A captured graph for each key, replayed with new values of its inputs. All share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        check_graphs(device)
+        from deepspeed.accelerator import get_accelerator
+
+        self._accelerator: Any = get_accelerator()
+        self._captured: dict[Hashable, _Captured] = {}
+        self._pool: Any = None
+
+    def run(self, key: Hashable, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+        """Return function(*inputs), captured at the first call with this key, which stands for the shapes.
+
+        The next call of any key may overwrite what is returned.
+        """
+        if key not in self._captured:
+            self._captured[key] = self._capture(function, inputs)
+        captured = self._captured[key]
+        for static, value in zip(captured.inputs, inputs, strict=True):
+            static.copy_(value)
+        self._accelerator.replay_graph(captured.graph)
+        return captured.output
+
+    def _capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> _Captured:
+        accelerator = self._accelerator
+        static = tuple(value.clone() for value in inputs)
+        stream = accelerator.Stream()
+        stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(stream):
+            function(*static)  # compiles kernels, and fills what is kept from call to call
+        accelerator.current_stream().wait_stream(stream)
+        accelerator.synchronize()
+        graph = accelerator.create_graph()
+        with accelerator.capture_to_graph(graph, pool=self._pool):
+            output = function(*static)
+        if self._pool is None and hasattr(graph, "pool"):  # HPU graphs have none
+            self._pool = graph.pool()
+        return _Captured(graph, static, output)

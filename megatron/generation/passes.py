@@ -1,0 +1,147 @@
+"""Passes of tokens through this rank's stage: prompts in chunks, then a token of each row at a time.
+
+Shapes: S tokens, B rows, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.generation.graphs import PassGraphs
+from megatron.generation.model import InferenceModel
+from megatron.models.kv_cache import BUCKET, CachedTokens, DecodeStep, KVCache, PrefillChunk, bucketed
+from megatron.parallel.distributed_waits import wait_for
+
+CHUNK = 512
+"""Largest number of tokens of a prompt that go through the stages at once."""
+TOKENS_AT_ONCE = 4096
+"""Largest number of tokens of all prompts in one pass, which bounds its activations."""
+
+
+@dataclass(frozen=True)
+class PromptPass:
+    """A chunk of some prompts. `ends`: index among the rows, and place in the chunk, of each prompt that ends here."""
+
+    rows: list[int]
+    prompts: list[Sequence[int]]
+    begin: int
+    width: int
+
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        stop = self.begin + self.width
+        return [
+            (index, len(prompt) - 1 - self.begin)
+            for index, prompt in enumerate(self.prompts)
+            if self.begin < len(prompt) <= stop
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(min(len(prompt) - self.begin, self.width) for prompt in self.prompts)
+
+    def ids(self) -> Tensor:
+        """int64 [B, S], 0 behind the end of a prompt."""
+        ids = torch.zeros(len(self.rows), self.width, dtype=torch.int64)
+        for row, prompt in zip(ids, self.prompts, strict=True):
+            part = torch.tensor(prompt[self.begin : self.begin + self.width])
+            row[: len(part)] = part
+        return ids
+
+
+def prompt_passes(rows: Sequence[int], prompts: Sequence[Sequence[int]], *, few_shapes: bool) -> list[PromptPass]:
+    """Cut prompts into passes, those of similar length together. `few_shapes`: round widths up, for compiled graphs."""
+    waiting = deque(sorted(zip(rows, prompts, strict=True), key=lambda pair: -len(pair[1])))
+    passes = []
+    while waiting:
+        most = max(1, TOKENS_AT_ONCE // min(CHUNK, len(waiting[0][1])))
+        batch = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+        longest = len(batch[0][1])
+        for begin in range(0, longest, CHUNK):
+            batch = [pair for pair in batch if len(pair[1]) > begin]
+            width = min(CHUNK, longest - begin)
+            if few_shapes:
+                width = min(CHUNK, max(BUCKET, 1 << (width - 1).bit_length()))
+            passes.append(PromptPass([row for row, _ in batch], [prompt for _, prompt in batch], begin, width))
+    return passes
+
+
+class StagePasses:
+    """Runs passes on this stage: receives what the stage before sends, computes, and sends on."""
+
+    def __init__(self, model: InferenceModel, cache: KVCache, *, use_graphs: bool) -> None:
+        self.model, self.cache = model, cache
+        self._ctx = model.ctx
+        self._sending: deque[tuple[Any, Tensor]] = deque()
+        self._graphs = PassGraphs(model.ctx.device) if use_graphs else None
+
+    def prefill(self, chunk: PromptPass) -> Tensor | None:
+        """Run a chunk of prompts. Returns the logits of their last tokens, [ends, V] float32, on the last stage."""
+        device = self._ctx.device
+        rows = torch.tensor(chunk.rows, device=device)
+        lengths = torch.tensor([len(prompt) for prompt in chunk.prompts], device=device)
+        tokens = PrefillChunk(self.cache, rows, lengths, chunk.begin, chunk.width)
+        inside = self._input(chunk.ids() if self._ctx.is_first_stage else None, chunk.width, len(chunk.rows))
+        outputs = self.model.forward_stage((inside, tokens))
+        if not self._ctx.is_last_stage:
+            self._send(outputs[0])
+            return None
+        if not chunk.ends:
+            return None
+        hidden, weight = outputs
+        index, place = torch.tensor(chunk.ends, device=device).t()
+        return self.model.logits((hidden[place, index].unsqueeze(0), weight))[0].float()
+
+    def decode(self, first_row: int, ids: Sequence[int], positions: Sequence[int]) -> Tensor | None:
+        """Run the newest token of each row from `first_row` on. Returns the logits [B, V] float32 on the last stage."""
+        num_places = min(bucketed(max(positions) + 1), self.cache.length)
+        inside = self._input(torch.tensor(ids).unsqueeze(1) if self._ctx.is_first_stage else None, 1, len(ids))
+        places = torch.tensor(positions).to(self._ctx.device, non_blocking=True)
+        if self._graphs is None:
+            outputs = self._decode(inside, places, first_row, num_places)
+        else:
+            decode = partial(self._decode, first_row=first_row, num_places=num_places)
+            outputs = self._graphs.run((first_row, num_places), decode, (inside, places))
+        if self._ctx.is_last_stage:
+            return outputs
+        self._send(outputs if self._graphs is None else outputs.clone())  # the next graph may overwrite it
+        return None
+
+    def _decode(self, inside: Tensor, positions: Tensor, first_row: int, num_places: int) -> Tensor:
+        """Return logits [B, V] float32 on the last stage, hidden states [1, B, H] on the others."""
+        tokens: CachedTokens = DecodeStep(self.cache, first_row, positions, num_places)
+        outputs = self.model.forward_stage((inside, tokens))
+        if not self._ctx.is_last_stage:
+            return outputs[0]  # type: ignore[no-any-return]
+        return self.model.logits(outputs)[0].float()
+
+    def end_sends(self) -> None:
+        """Wait until what was sent has been received."""
+        while self._sending:
+            wait_for([self._sending.popleft()[0]])
+
+    def _input(self, ids: Tensor | None, width: int, num_rows: int) -> Tensor:
+        """Return the ids [B, S] on this device, or receive the hidden states [S, B, H]."""
+        ctx = self._ctx
+        if ids is not None:
+            return ids.to(ctx.device, non_blocking=True)
+        shape = (width, num_rows, self.model.config.model.hidden_size)
+        hidden = torch.empty(shape, dtype=self.model.dtype, device=ctx.device)
+        dist.recv(hidden, self._neighbour(-1))
+        return hidden
+
+    def _send(self, hidden: Tensor) -> None:
+        hidden = hidden.contiguous()
+        self._sending.append((dist.isend(hidden, self._neighbour(1)), hidden))
+
+    def _neighbour(self, step: int) -> int:
+        ctx = self._ctx
+        return int(ctx.topology.get_rank(pipe=ctx.stage + step, data=ctx.batch_rank, model=ctx.tensor_rank))

@@ -1,0 +1,59 @@
+"""A model with given weights that generates on any layout. Runs in ranks too: it imports little."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.generation.generator import BatchSettings, generate
+from megatron.generation.model import InferenceModel, build_stage
+from megatron.generation.options import GenerationOptions
+from megatron.generation.requests import Completion, Request
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.nf4 import quantized_weights
+from megatron.parallel.shards import named_parameters, shard_of
+from tests.models.outputs import Array, config_of
+
+LAYOUT = "--tensor-model-parallel-size {} --pipeline-model-parallel-size {}"
+
+
+def inference_model(arguments: str, weights: Mapping[str, Array], *, is_alone: bool) -> InferenceModel:
+    """The model of these arguments with these full tensors by our names."""
+    config = config_of(arguments)
+    ctx = ParallelContext.single() if is_alone else ParallelContext.build(config.parallel, "cpu")
+    layers, modules = build_stage(config, ctx, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in named_parameters(modules):
+            full = torch.from_numpy(weights[name])
+            parameter.copy_(shard_of(parameter).take(full, ctx.tensor_rank, ctx.tensor_size))
+        for name, weight in quantized_weights(modules):
+            own = weight.shard.take(torch.from_numpy(weights[name]), ctx.tensor_rank, ctx.tensor_size).reshape(-1)
+            weight.fill(lambda begin, count, own=own: own[begin : begin + count])  # type: ignore[misc]
+            weight.finish()
+    return InferenceModel(config, ctx, layers, modules)
+
+
+def completions(
+    arguments: str,
+    weights: Mapping[str, Array],
+    prompts: Sequence[Sequence[int]],
+    options: Mapping[str, Any],
+    batch_size: int = 16,
+    eos_ids: Sequence[int] = (),
+    *,
+    is_alone: bool = False,
+) -> list[Completion]:
+    """Texts for these prompts, numbered from 10 on; empty on other ranks than the first."""
+    model = inference_model(arguments, weights, is_alone=is_alone)
+    requests = [Request(10 + number, tuple(prompt)) for number, prompt in enumerate(prompts)]
+    return list(
+        generate(
+            model,
+            requests,
+            GenerationOptions(**options),
+            eos_ids=eos_ids,
+            settings=BatchSettings(batch_size=batch_size),
+        )
+    )
