@@ -7,7 +7,6 @@ that one dataset serves runs of any length; of its n tokens, n - 1 take a place 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -175,29 +174,48 @@ def _usable(file: PairFile, limits: PairLimits) -> NDArray[np.int64]:
     """Return the rows of which enough is left when they are cut. Those that are left out are counted in a warning."""
     stored = file.lengths()
     prompts, answers = limits.prompt_lengths(stored[:, :1]), stored[:, CHOSEN:]
-    reasons: Counter[str] = Counter()
-    keeps = np.ones(len(stored), np.bool_)
-    if limits.truncation == "keep_start":
-        keeps = prompts[:, 0] < limits.max_length
-        reasons[f"whose prompt has {limits.max_length} tokens or more, so that no answer is left"] = int((~keeps).sum())
-    both = (answers > 0).all(axis=1)
-    cut = keeps & both & (prompts + answers > limits.max_length).all(axis=1)
-    for number in np.flatnonzero(cut):
-        keeps[number] = not _are_equal(file, int(number), int(prompts[number, 0]), limits)
-    reasons["whose answers are equal when they are cut"] = int((cut & ~keeps).sum())
-    for reason, count in reasons.items():
-        if count:
-            first = int(file.rows[np.flatnonzero(~keeps)[0]])
+    short = prompts[:, 0] >= limits.max_length if limits.truncation == "keep_start" else np.zeros(len(stored), np.bool_)
+    cut = ~short & (answers > 0).all(axis=1) & (prompts + answers > limits.max_length).all(axis=1)
+    equal = np.zeros(len(stored), np.bool_)
+    for number in _ending_alike(file, np.flatnonzero(cut), prompts[:, 0], answers, limits):
+        equal[number] = _are_equal(file, int(number), int(prompts[number, 0]), limits)
+    reasons = {
+        f"whose prompt has {limits.max_length} tokens or more, so that no answer is left": short,
+        "whose answers are equal when they are cut": equal,
+    }
+    for reason, left_out in reasons.items():
+        if left_out.any():
             logger.warning(
                 "%s: %d pairs of %s %s (the first left out is row %d); left out: raise seq_length, or lower "
                 "max_prompt_length",
                 SPLITS[file.split],
-                count,
+                int(left_out.sum()),
                 file.tokens.prefix,
                 reason,
-                first,
+                int(file.rows[left_out.argmax()]),
             )
-    return file.rows[keeps]
+    return file.rows[~short & ~equal]
+
+
+def _ending_alike(
+    file: PairFile,
+    numbers: NDArray[np.int64],
+    prompts: NDArray[np.int64],
+    answers: NDArray[np.int64],
+    limits: PairLimits,
+) -> NDArray[np.int64]:
+    """Return those of the pairs whose answers have the same token where they are cut. Few have, of a million too."""
+    tokens, lengths = file.tokens, answers[numbers]
+    tokens.files.check()
+    if limits.truncation == "keep_start":
+        offsets = np.repeat(limits.max_length - 1 - prompts[numbers, None], 2, axis=1)
+    else:
+        offsets = lengths - limits.max_length
+    sequences = SEQUENCES * file.rows[numbers, None] + np.array([CHOSEN, REJECTED])
+    places = tokens.pointers[sequences] // tokens.dtype.itemsize + offsets
+    inside = (places >= 0) & (places < len(tokens.tokens))  # what a damaged index says, `read` refuses
+    ids = tokens.tokens[np.where(inside, places, 0)]
+    return numbers[((ids[:, 0] == ids[:, 1]) | ~inside.all(axis=1)) & (offsets >= 0).all(axis=1)]
 
 
 def _are_equal(file: PairFile, number: int, prompt_length: int, limits: PairLimits) -> bool:
