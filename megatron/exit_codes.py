@@ -1,7 +1,7 @@
 """Exit statuses of a training process, read by the launcher and by restarts. docs/launching.md lists them for users."""
 
 DONE = 0
-"""Trained to the end, or stopped on request: the kill switch, a signal, a limit of time or iterations."""
+"""Trained to the end or stopped early, or stopped on request: by kill switch, signal, a limit of time or iterations."""
 FAILED = 1
 """Unexpected error, or a last save or export that failed. A restart may succeed."""
 REFUSED = 2

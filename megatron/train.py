@@ -147,8 +147,8 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
             RunFolder(config, ctx, log, progress, partial(task.drawn, datasets[0])) as folder,
         ):
             memory.open(log)
-            Loop(engine, task, datasets, schedule, progress, log, shutdown, checkpoints, memory, watchdog).train()
-            folder.stopped = shutdown.reason
+            loop = Loop(engine, task, datasets, schedule, progress, log, shutdown, checkpoints, memory, watchdog)
+            folder.stopped = loop.train()
 
 
 def read_start(config: Config, ctx: ParallelContext) -> Start:

@@ -66,7 +66,7 @@ def test_every_hook_is_called_with_the_state_of_the_run(ranks: int, tmp_path: Pa
         steps = [event for event in events if event["hook_name"] == "on_log"]
         minibatches = sum(event["batch_metrics"]["num_minibatches"] for event in steps)
         per_run = {"on_train_begin": 1, "on_train_end": 1, "on_epoch_begin": 2, "on_epoch_end": 2}
-        per_run |= {"on_evaluate": 2, "on_save": 2, "on_before_forward": minibatches, "on_after_backward": minibatches}
+        per_run |= {"on_evaluate": 2, "on_save": 4, "on_before_forward": minibatches, "on_after_backward": minibatches}
         assert counts == dict.fromkeys(HOOKS, 4) | per_run
         assert [event["hook_name"] for event in events if event["step"] == 1] == [
             *("on_epoch_begin", "on_step_begin"),
@@ -80,8 +80,15 @@ def test_every_hook_is_called_with_the_state_of_the_run(ranks: int, tmp_path: Pa
             assert (event["total_samples"], event["total_tokens"]) == (row["consumed_samples"], row["consumed_tokens"])
             assert event["batch_metrics"]["total_samples"] == 16
             assert 0 < event["batch_metrics"]["num_loss_counted_tokens"] < event["batch_metrics"]["total_length"]
-        saves = [event["checkpoint_path"] for event in events if event["hook_name"] == "on_save"]
-        assert saves == [f"out/hf_format/samples_{samples}" for samples in (32, 64)]
+        saves = [
+            (event["checkpoint_format"], event["checkpoint_path"]) for event in events if "save" in event["hook_name"]
+        ]
+        assert saves == [
+            ("native", "out/full_state/global_step2"),
+            ("huggingface", "out/hf_format/samples_32"),
+            ("native", "out/full_state/global_step4"),
+            ("huggingface", "out/hf_format/samples_64"),
+        ]
         assert {event["world_size"] for event in events} == {ranks}
         assert {event["is_world_process_zero"] for event in events} == {rank == 0}
         assert [event["epoch"] for event in steps] == [0, 0, 1, 1]
@@ -168,7 +175,7 @@ class FailsOnRankOne(TrainerCallback):
         if os.environ["RANK"] == "1" and context.hook_name == os.environ["FAILS_AT"]:
             raise ValueError("no such file")
 
-    on_log = on_train_end = _fail
+    on_train_begin = on_log = on_evaluate = on_save = on_train_end = _fail
 
 
 def train_with_failing_callback(hook: str, flags: str) -> str:
@@ -176,14 +183,27 @@ def train_with_failing_callback(hook: str, flags: str) -> str:
         return runs.train(f"--train-iters 4 --callbacks {__name__}:FailsOnRankOne {flags}")
 
 
-@pytest.mark.parametrize(("hook", "step"), [("on_log", 1), ("on_train_end", 4)])
+@pytest.mark.parametrize(
+    ("hook", "step", "more"),
+    [
+        ("on_train_begin", 0, ""),
+        ("on_log", 1, ""),
+        ("on_evaluate", 2, "--eval-interval 2"),
+        ("on_save", 2, "--save-interval 2 --no-async-save"),
+        ("on_train_end", 4, ""),
+        ("on_train_end", 2, "--exit-interval 2"),
+    ],
+)
 def test_a_hook_that_raises_on_one_rank_ends_the_run_on_all_with_its_name(
-    ranks: RankPools, tmp_path: Path, hook: str, step: int
+    ranks: RankPools, tmp_path: Path, hook: str, step: int, more: str
 ) -> None:
     data = runs.write_dataset(tmp_path / "text")
-    flags = f"--data-path {data} --save {tmp_path / 'save'} --results-dir {tmp_path / 'out'}"
+    flags = f"--data-path {data} --save {tmp_path / 'save'} --results-dir {tmp_path / 'out'} {more}"
     found = ranks(2)(train_with_failing_callback, hook, flags)
     expected = f"TrainingAborted: rank 1: FailsOnRankOne._fail failed at step {step}: ValueError: no such file"
     assert found == [expected] * 2
-    assert (tmp_path / "save" / "latest").exists()
-    assert ranks(2)(train_with_failing_callback, hook, f"{flags} --callback-errors log") == ["", ""]
+    assert hook == "on_train_begin" or (tmp_path / "save" / "latest").exists()
+    ended = json.loads((tmp_path / "out" / "run.json").read_text())["starts"][-1]["ended"]
+    assert f"FailsOnRankOne._fail failed at step {step}" in ended["reason"]
+    if hook == "on_log":
+        assert ranks(2)(train_with_failing_callback, hook, f"{flags} --callback-errors log") == ["", ""]

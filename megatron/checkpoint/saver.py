@@ -120,8 +120,12 @@ class Saver:
             make_folder(self.folder)
             self._lock, self._leftovers_are_dead = take_lock(self.folder)
 
-    def save(self, tag: str, token: str, fragments: Iterable[Fragment], metadata: Mapping[str, Any]) -> None:
+    def save(
+        self, tag: str, token: str, fragments: Iterable[Fragment], metadata: Mapping[str, Any], *, keep: str = ""
+    ) -> None:
         """Save what this rank owns. Every rank calls it, with the same tag and a token that no other save has had.
+
+        `keep`: tag of a checkpoint to keep beside those that `keep_last` keeps.
 
         Waits for the previous save. If asynchronous, returns when the tensors have been copied, otherwise at the end.
         Errors are raised by `wait` and reported by `finished`. Rank 0's metadata is saved.
@@ -131,7 +135,7 @@ class Saver:
         check_tag(tag)
         if not _TOKEN.fullmatch(token):
             raise CheckpointError(f"the token {token!r} of a save must be letters and digits")
-        job = _Job(self, tag, token, Run.of(metadata), began_s)
+        job = _Job(self, tag, token, Run.of(metadata), began_s, keep)
         self._is_attended = False
         try:
             text = json.dumps(metadata, allow_nan=False)
@@ -265,15 +269,15 @@ class Saver:
             hidden_path(self.folder, tag, "failed", token).unlink(missing_ok=True)
         self._failed.clear()
 
-    def _prune(self, tag: str, run: Run) -> None:
-        """Remove what `keep_last` does not keep of this run's checkpoints."""
+    def _prune(self, tags: tuple[str, str], run: Run) -> None:
+        """Remove what `keep_last` does not keep of this run's checkpoints, but never those of `tags`."""
         if self._keep_last is None:
             return
         paths = [path for path in checkpoint_folders(self.folder) if iteration_of(path.name) >= 0]
         numbered = [path for path in paths if not path.name.startswith(".") and not path.is_symlink()]
         for path in of_run(run, numbered, with_ancestors=False)[self._keep_last :]:
             retained = self._retain_interval and iteration_of(path.name) % self._retain_interval == 0
-            if path.name != tag and not retained:
+            if path.name not in tags and not retained:
                 remove_checkpoint(path, hidden_path(self.folder, path.name, "deleted", uuid.uuid4().hex[:12]))
 
 
@@ -308,8 +312,9 @@ def take_lock(folder: Path) -> tuple[int, bool]:
 class _Job:
     """Steps of one save on one rank."""
 
-    def __init__(self, saver: Saver, tag: str, token: str, run: Run, began_s: float):
+    def __init__(self, saver: Saver, tag: str, token: str, run: Run, began_s: float, keep: str):
         self._saver, self._tag, self._token, self._run, self._began_s = saver, tag, token, run, began_s
+        self._keep = keep
         self._rank, self._world_size = saver._rank, saver._world_size
         self._partial = hidden_path(saver.folder, tag, "partial", token)
         self._failure = hidden_path(saver.folder, tag, "failed", token)
@@ -341,7 +346,7 @@ class _Job:
             commit(saver.folder, self._tag, self._token, entries, metadata_text)
             try:
                 saver._remove_failed()
-                saver._prune(self._tag, self._run)
+                saver._prune((self._tag, self._keep), self._run)
             except OSError as error:  # the checkpoint is complete all the same
                 logger.warning("%s: old checkpoints could not be removed: %s", saver.folder, error)
         else:

@@ -12,6 +12,7 @@ SAVING = (
     "save_at_epoch",
     "async_save",
     "keep_last",
+    "keep_best",
     "save_retain_interval",
     "no_save_optim",
     "verify_checkpoint",
@@ -36,6 +37,7 @@ PROFILING = (
     "pytorch_profiler_collect_callstack",
 )
 TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
+PATIENCE = "early_stopping_patience"
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 ADAPTERS = (
     "lora_alpha",
@@ -71,6 +73,8 @@ def idle_without(config: Config) -> Iterator[str]:
         (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_merged")),
         (exports, "exports in folders of their own", "give save_hf alone", ("save_hf_keep_last",)),
         (checkpoint.load, "load", "give the folder to resume from", LOADING),
+        (config.training.early_stopping_patience, PATIENCE, "give one", ("early_stopping_min_delta",)),
+        (config.compares_validations, f"{PATIENCE} or keep_best", "give one", ("best_metric", "best_metric_mode")),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
         (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),

@@ -77,6 +77,11 @@ class Config:
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
     @property
+    def compares_validations(self) -> bool:
+        """True if the run looks for its best validation."""
+        return self.checkpoint.keep_best or self.training.early_stopping_patience is not None
+
+    @property
     def effective_watchdog_timeout_s(self) -> float:
         """Timeout of the watchdog in seconds. 0: no watchdog."""
         given = self.guard.watchdog_timeout_s

@@ -40,6 +40,9 @@ class CheckpointConfig:
     """Number of newest exports to keep. Unset: keep all."""
     keep_last: Positive | None = None
     """Number of newest checkpoints to keep. Unset: all, or 1 with save_retain_interval."""
+    keep_best: bool = False
+    """Save at each validation that is the best so far by best_metric, keep that checkpoint whatever keep_last says, and
+    export it at the end to `best` in save_hf."""
     save_retain_interval: Positive | None = None
     """Keep the checkpoints whose iteration is a multiple of this, besides the keep_last newest (unset: the newest), and
     remove the others. Unset: keep_last alone applies."""

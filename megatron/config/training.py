@@ -129,6 +129,15 @@ class TrainingConfig:
     mode."""
     deterministic: bool = False
     """Use deterministic algorithms of torch and of the HPU."""
+    early_stopping_patience: Positive | None = None
+    """End the training after this many validations in a row without an improvement of best_metric. Unset: never."""
+    early_stopping_min_delta: NonNegativeFloat = 0.0
+    """early_stopping_patience: smallest change that counts as an improvement, since the last one that did."""
+    best_metric: str = "loss"
+    """Value that early_stopping_patience and keep_best compare: the validation loss, a metric of the task,
+    such as rewards/accuracies, or lm_loss/NAME of one of multiple_validation_sets."""
+    best_metric_mode: Literal["min", "max"] | None = None
+    """Better direction of best_metric. Unset: min for a loss; a metric needs it."""
     deepspeed_config: str | None = None
     """JSON file to merge into the DeepSpeed configuration. A key that DeepSpeed does not read, or that contradicts this
     config, is an error; "auto" leaves a value to this config."""

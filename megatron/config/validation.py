@@ -5,6 +5,7 @@ Each `_check` yields a message for every broken rule: the values, the rule, the 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_schedule(config),
         *_check_data(config),
         *_check_task(config, world_size),
+        *_check_best(config),
         *_check_tokenizer(config),
         *_check_checkpoint(config),
         *_check_logging(config, world_size),
@@ -350,6 +352,25 @@ def _check_task(config: Config, world_size: int) -> Iterator[str]:
         yield from load_task(config).faults(world_size)
     except ConfigError as error:
         yield from error.faults
+
+
+def _check_best(config: Config) -> Iterator[str]:
+    training = config.training
+    patience, metric = training.early_stopping_patience, training.best_metric
+    wanted = "keep_best" if config.checkpoint.keep_best else f"early_stopping_patience={patience}" if patience else ""
+    if not wanted:
+        return
+    if training.skip_train:
+        yield f"{wanted} is for a training, but skip_train evaluates alone; leave one out"
+    elif config.data.eval_iters == 0:
+        yield f"{wanted} compares validations, but eval_iters=0; set the number of global batches"
+    with contextlib.suppress(ConfigError):  # reported by the check of the task
+        names = ("loss", *load_task(config).metrics)
+        is_loss = metric == "loss" or (config.data.multiple_validation_sets and metric.startswith("lm_loss/"))
+        if metric not in names and not is_loss:
+            yield f"best_metric={metric} is not a metric of task={training.task}; give one of {', '.join(names)}"
+        elif not is_loss and training.best_metric_mode is None:
+            yield f"best_metric={metric} does not say which direction is better; give best_metric_mode, min or max"
 
 
 def _check_tokenizer(config: Config) -> Iterator[str]:

@@ -372,6 +372,12 @@ VARIABLES: tuple[Variable, ...] = (
     _number(
         "HL_SAVE_SAMPLES", "--save-samples", "samples between two exports, beside each epoch's", scripts=FINE_TUNING
     ),
+    _switch("HL_KEEP_BEST", "--keep-best", "1: keep, and export to `best`, the checkpoint of the best validation"),
+    _number(
+        "HL_EARLY_STOPPING_PATIENCE",
+        "--early-stopping-patience",
+        "end after so many validations in a row without an improvement",
+    ),
     _number("HL_LOG_INTERVAL", "--log-interval", "steps between two log lines"),
     Variable(
         "HL_PROFILE",

@@ -40,6 +40,7 @@ from megatron.observability.run_totals import LossAt, RunTotals
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
 from megatron.resilience.errors import is_lost_peer
+from megatron.weights.opening import TAG
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -107,6 +108,7 @@ class RunFolder:
             "consumed_samples": self._progress.consumed_samples,
             "wall_s": round(time.time() - self._began_s, 3),
             **self._mix(),
+            **self._best(),
         }
         self._write_starts()
         tokens = self._log.tokens_of(self._progress.consumed_samples)
@@ -120,6 +122,15 @@ class RunFolder:
             if mix := self._drawn(self._progress.consumed_samples):
                 return {"mix": [vars(each) for each in mix]}
         return {}
+
+    def _best(self) -> dict[str, Any]:
+        """Return the best validation, where a run looks for it, and the checkpoint that is kept of it."""
+        best, config = self._progress.best, self._config
+        keeps = config.checkpoint.keep_best and config.checkpoint.save is not None
+        if best.value is None or not (keeps or config.training.early_stopping_patience):
+            return {}
+        found = {"metric": config.training.best_metric, "value": best.value, "iteration": best.iteration}
+        return {"best": found | ({"checkpoint": f"{TAG}{best.iteration}"} if keeps else {})}
 
     def _earlier_starts(self) -> list[dict[str, Any]]:
         """Return the starts in run.json for a run that resumes. Otherwise, or if it is damaged, the file is renamed."""
@@ -170,6 +181,7 @@ class Summary:
             *self._progress_lines(),
             *(("mix", line) for line in describe_mix([Drawn(**each) for each in start["ended"].get("mix", [])])),
             *self._loss_lines(),
+            *self._best_lines(),
             *self._speed_lines(),
             ("peak memory", self._memory()),
             ("checkpoints", self._checkpoints()),
@@ -186,6 +198,7 @@ class Summary:
             ("run ended", self._reason()),
             *self._progress_lines()[:1],
             *self._loss_lines(),
+            *self._best_lines(),
             *self._speed_lines(),
             ("peak memory", self._memory()),
         ]
@@ -224,6 +237,13 @@ class Summary:
             for kind, name in names.items()
             if kind in self._totals.last
         ]
+
+    def _best_lines(self) -> list[tuple[str, str]]:
+        best = self._starts[-1]["ended"].get("best")
+        if best is None:
+            return []
+        kept = f", kept as {best['checkpoint']}" if "checkpoint" in best else ""
+        return [("best", f"{best['metric']} {best['value']:.6g} at iteration {best['iteration']:,}{kept}")]
 
     def _speed_lines(self) -> list[tuple[str, str]]:
         totals = self._totals

@@ -36,6 +36,23 @@ class RunningEstimate:
 
 
 @dataclass
+class BestEvaluation:
+    """The best validation so far, and the count of those without an improvement."""
+
+    measure: str = ""
+    """Basis of the comparison: the metric, the better direction and the data."""
+    value: float | None = None
+    """None: no validation yet with a finite value."""
+    iteration: int = 0
+    evaluated_at: int = 0
+    """Iteration of the last validation that was counted."""
+    reference: float | None = None
+    """The value that an improvement has to pass by early_stopping_min_delta."""
+    not_improved: int = 0
+    """Validations in a row that did not."""
+
+
+@dataclass
 class Progress:
     """Counters of a run. Global: equal on every rank, and enough to continue on any data-parallel size."""
 
@@ -50,6 +67,7 @@ class Progress:
     """[from, to) of the samples that rollbacks leave out; sorted, with gaps between them."""
     loss: RunningEstimate = field(default_factory=RunningEstimate)
     log_grad_norm: RunningEstimate = field(default_factory=RunningEstimate)
+    best: BestEvaluation = field(default_factory=BestEvaluation)
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Progress:
@@ -58,6 +76,8 @@ class Progress:
         for name in ("loss", "log_grad_norm"):
             if name in values:
                 values[name] = RunningEstimate(**values[name])
+        if "best" in values:
+            values["best"] = BestEvaluation(**values["best"])
         if "left_out" in values:
             values["left_out"] = [(int(begin), int(end)) for begin, end in values["left_out"]]
         return cls(**values)

@@ -263,6 +263,13 @@ class Shutdown:
             self.reason = f"Received {signal.Signals(code - SIGNAL).name} on rank {size - 1 - place}, {where}. Exiting"
         return True
 
+    def decide_error(self) -> None:
+        """Make an error on any rank the reason, in place of a request to stop. Collective."""
+        errors = self._ctx.gather_objects(self.find_error())
+        if not self.is_error and any(errors):
+            rank = next(rank for rank, error in enumerate(errors) if error)
+            self.reason, self.is_error = f"rank {rank}: {errors[rank]}", True
+
     def check_exit_interval(self, progress: Progress) -> bool:
         """Return True if all ranks stop, also for the exit interval. Not collective: every rank counts alike."""
         if self.reason is None and self._exit_interval and progress.iteration % self._exit_interval == 0:

@@ -71,7 +71,9 @@ class TrainingContext:
     val_metrics: dict[str, Any] = field(default_factory=dict)
     """`val_loss`, `val_num_tokens` (of pairs: `val_num_pairs`) and the task's metrics, at on_evaluate and after."""
     checkpoint_path: str | None = None
-    """Folder of the export, at on_save alone."""
+    """Folder of the checkpoint or export, at on_save alone."""
+    checkpoint_format: str = ""
+    """native (a checkpoint to resume from), huggingface or peft (an export), at on_save alone."""
     output_dir: str = ""
     model_name_or_path: str = ""
     max_epochs: int = 0
@@ -84,7 +86,8 @@ class TrainerCallback:
     """Base of callbacks; its hooks do nothing. They are called on every rank.
 
     on_before_forward and on_after_backward are called for each microbatch, on_pre_optimizer_step and on_optimizer_step
-    only where the optimizer updates, on_save after each Hugging Face export.
+    only where the optimizer updates, on_save once a checkpoint or a Hugging Face export is complete: with
+    async_save, some steps after the one that was saved.
     """
 
     def on_train_begin(self, context: TrainingContext) -> Any: ...
@@ -202,8 +205,8 @@ class Events:
         )
         exports = checkpoint.save_hf
         self._export_folder = None if exports is None else Path(exports)
-        self._exports_last_only = checkpoint.save_hf_last_only
-        self._exported_at: int | None = None
+        exports_adapters = config.lora.lora_rank is not None and not checkpoint.save_hf_merged
+        self._export_format = "peft" if exports_adapters else "huggingface"
         if self._thread is not None:
             engine.watch(self._within_step)
 
@@ -256,17 +259,13 @@ class Events:
         self._context.val_metrics = {"val_loss": loss, f"val_num_{unit}": count, **metrics}
         self._fire("on_evaluate")
 
-    def exported(self) -> None:
-        """Call on_save, if the model of now was exported."""
-        if self._export_folder is None or self._exported_at == self._progress.consumed_samples:
-            return  # the end of a run exports again what is not there yet
-        name = "last_epoch" if self._exports_last_only else f"samples_{self._progress.consumed_samples}"
-        folder = self._export_folder / name
-        if folder.is_dir():
-            self._exported_at = self._progress.consumed_samples
-            self._context.checkpoint_path = str(folder)
-            self._fire("on_save")
-            self._context.checkpoint_path = None
+    def saved(self, folder: Path) -> None:
+        """Call on_save, for a checkpoint or an export that is complete."""
+        is_export = self._export_folder is not None and folder.parent == self._export_folder
+        self._context.checkpoint_path = str(folder)
+        self._context.checkpoint_format = self._export_format if is_export else "native"
+        self._fire("on_save")
+        self._context.checkpoint_path, self._context.checkpoint_format = None, ""
 
     def step_ends(self) -> None:
         """Call on_step_end, and on_epoch_end where one ends."""

@@ -26,7 +26,7 @@ from megatron.resilience.errors import is_lost_peer, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_shared
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
-from megatron.training.exports import Exports, is_due
+from megatron.training.exports import BEST, Exports, export_name, is_due
 from megatron.weights.opening import TAG
 
 VERSIONS = ("torch", "deepspeed", "numpy")
@@ -55,9 +55,12 @@ class Checkpoints:
         """
         options = config.checkpoint
         assert options.save is not None
-        self._ctx, self._source, self.run = ctx, source, run
+        self._config, self._ctx, self._source, self.run = config, ctx, source, run
         self._exports: Exports | None = None
+        self.on_saved: Callable[[Path], None] = lambda folder: None
+        """Called with the folder of each checkpoint and each export that is complete."""
         self._last_error: SaveError | None = None
+        self._failed_tags: set[str] = set()
         # equal on all ranks, and no other run's
         self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
         self._count = 0
@@ -149,6 +152,7 @@ class Checkpoints:
             f"{self._token}{self._count:06d}",
             engine.state.fragments(with_optimizer=with_optimizer),
             content,
+            keep=f"{TAG}{progress.best.iteration}" if engine.config.checkpoint.keep_best else "",
         )
 
     def report(self) -> list[str]:
@@ -157,13 +161,22 @@ class Checkpoints:
         for outcome in self._saver.finished():
             self._last_error = outcome.error
             if outcome.error is not None:
+                self._failed_tags.add(outcome.tag)
                 lines.append(
                     f"WARNING: {outcome.tag} was not saved, older checkpoints are as they were: {outcome.error}"
                 )
                 continue
             again = f", at the second try: {outcome.retried}" if outcome.retried else ""
             lines.append(f"saved {self._saver.folder / outcome.tag} in {outcome.seconds:.1f} s{again}")
+            self._failed_tags.discard(outcome.tag)
+            self.on_saved(self._saver.folder / outcome.tag)
         return lines
+
+    def is_lost(self, iteration: int) -> bool:
+        """Return True if the save of an iteration failed, or left no checkpoint in the run's own folder."""
+        tag = f"{TAG}{iteration}"
+        is_there = tag == self._saved_tag or (self._saver.folder / tag / MANIFEST).is_file()
+        return tag in self._failed_tags or not is_there
 
     def can_export(self, progress: Progress) -> bool:
         """Return True if the run's own folder has a checkpoint of now, or none is needed. Collective."""
@@ -176,15 +189,28 @@ class Checkpoints:
 
         Waits for the save under way, and calls `beat` meanwhile. An error is logged, and raised by `finish_exports`.
         """
-        if self._exports is None or progress.iteration == 0:
+        folder = self._folder_of(progress)
+        token = f"{self._token}{self._count:06d}" if self._saved_tag == folder.name else None
+        self._export(folder, token, export_name(self._config, progress.consumed_samples), say, beat)
+
+    def export_best(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:
+        """Export the checkpoint of the best validation to `best`, as `export` does. Collective."""
+        if progress.best.value is not None:
+            self._export(self._saver.folder / f"{TAG}{progress.best.iteration}", None, BEST, say, beat)
+
+    def _export(
+        self, checkpoint: Path, token: str | None, name: str, say: Callable[[str], None], beat: Callable[[], None]
+    ) -> None:
+        if self._exports is None or checkpoint.name == f"{TAG}0":
             return
         self._saver.join()
         for line in self.report():
             say(line)
-        folder = self._folder_of(progress)
-        token = f"{self._token}{self._count:06d}" if self._saved_tag == folder.name else None
-        if line := self._exports.export(folder, token, progress.consumed_samples, self._ctx, beat):
+        line, folder = self._exports.export(checkpoint, token, name, self._ctx, beat)
+        if line:
             say(line)
+        if folder is not None:
+            self.on_saved(folder)
 
     def export_what_is_due(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:
         """Run the export that was to follow the checkpoint resumed from, if the run was killed before it.

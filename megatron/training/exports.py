@@ -2,6 +2,7 @@
 
     SAVE_HF/samples_4096/                   the model or adapters after so many samples; or
     SAVE_HF/last_epoch/                     the newest one alone
+    SAVE_HF/best/                           that of the best validation, at the end of a run with keep_best
     SAVE_HF/samples_4096/export.json        the checkpoint it was made of, and what was checked of it
     SAVE_HF/.samples_4096.partial-TOKEN/    one that is being written: renamed when it is complete
     SAVE_HF/.last_epoch.replaced-TOKEN/     the previous one, while the new one is renamed
@@ -48,7 +49,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.merged_model import MergedModel, merged_config
 from megatron.weights.opening import tokenizer_of
 
-LAST = "last_epoch"
+LAST, BEST = "last_epoch", "best"
 SAMPLES = "samples_"
 MARK = "export.json"
 POLL_S = 2.0
@@ -125,13 +126,14 @@ class Exports:
             self._lock = None
 
     def export(
-        self, checkpoint: Path, token: str | None, samples: int, ctx: ParallelContext, beat: Callable[[], None]
-    ) -> str:
-        """Export the checkpoint in that folder, unless it is there, and return a log line. Collective.
+        self, checkpoint: Path, token: str | None, name: str, ctx: ParallelContext, beat: Callable[[], None]
+    ) -> tuple[str, Path | None]:
+        """Export the checkpoint in that folder by this name, unless it is there. Collective.
 
-        `token`: that of the save which made the checkpoint, where it is known. An error is a WARNING; see `check`.
+        Return a log line, and the folder of what was exported. `token`: that of the save which made the checkpoint,
+        where it is known. An error is a WARNING; see `check`.
         """
-        name, work = LAST if self._config.checkpoint.save_hf_last_only else f"{SAMPLES}{samples}", _Work()
+        work = _Work()
         thread, seen, state = None, 0, STILL
         if ctx.rank == 0:
             thread = threading.Thread(target=self._make, args=(name, checkpoint, token, work), name=f"export {name}")
@@ -148,8 +150,8 @@ class Exports:
         self._failed.pop(name, None)
         if fault:
             self._failed[name] = fault
-            return f"WARNING: {self._folder / name} was not exported, older exports are as they were: {fault}"
-        return str(line)
+            line = f"WARNING: {self._folder / name} was not exported, older exports are as they were: {fault}"
+        return str(line), self._folder / name if line and not fault else None
 
     def check(self) -> None:
         """Raise SaveError if exports are missing at the end of the run."""
@@ -281,6 +283,11 @@ class Exports:
                 os.rename(path, self._folder / left["tag"])
             else:
                 shutil.rmtree(path)
+
+
+def export_name(config: Config, samples: int) -> str:
+    """Return the name of the export after so many samples."""
+    return LAST if config.checkpoint.save_hf_last_only else f"{SAMPLES}{samples}"
 
 
 def is_due(checkpoint: Path) -> bool:

@@ -26,6 +26,7 @@ from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.task import Microbatch, Task
+from megatron.training.best import BestTracker
 from megatron.training.callbacks import Events
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult, pinned
@@ -124,21 +125,25 @@ class Loop:
         self._evaluator = Evaluator(
             self.engine, self.task, self.datasets, self.progress, self.log, self.shutdown, self.watchdog
         )
+        self._best = BestTracker(config, ctx, self.progress, self.datasets[1], self.log.message, self._is_lost)
         tokens = partial(self.task.consumed_tokens, self.datasets[0])
         self._events = Events(config, self.engine, self.progress, self.schedule, tokens)
         self.shutdown.find_error = self._events.error
+        if self.checkpoints is not None:
+            self.checkpoints.on_saved = self._events.saved
         self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
 
     def _read(self, key: Any) -> Microbatch:
         """Read a microbatch, in a thread of its own."""
         return pinned(self.task.read(self.datasets[0], key), self.engine.ctx.device)
 
-    def train(self) -> None:
-        """Train to the end of the configured samples, or until `shutdown` has a reason.
+    def train(self) -> str | None:
+        """Train to the end of the configured samples, or until validations or `shutdown` give a reason, and return it.
 
         Raises TrainingAborted if that is an error.
         """
         config, progress, shutdown = self.engine.config, self.progress, self.shutdown
+        self._events.begin()
         if self.checkpoints is not None:
             self.checkpoints.reserve(self.engine)
             self.watchdog.phase("save", progress.iteration)
@@ -146,7 +151,10 @@ class Loop:
         if progress.iteration == 0:
             # the loss at the start; and a validation that cannot work fails now, not after hours
             self._evaluator.run("valid")
-            self._interval.restart()
+        elif self._best.is_evaluation_missing:
+            self._validate()
+            self._save_if_best()
+        self._interval.restart()
         profile = Profile(
             config.logging,
             rank=self.engine.ctx.rank,
@@ -154,9 +162,8 @@ class Loop:
             trace=self.engine.trace,
             say=self.log.message,
         )
-        self._events.begin()
         with self._batches, profile:
-            while shutdown.reason is None and not self._is_complete():
+            while shutdown.reason is None and not self._is_over():
                 consumed_before = progress.consumed_samples
                 self._events.step_begins()
                 with profile.mark(progress.iteration + 1):
@@ -175,16 +182,28 @@ class Loop:
                 self._save_where_due(consumed_before)
                 self._events.step_ends()
                 self._interval.pause(time.perf_counter() - paused_s)
-                if not self._is_complete():
+                if not self._is_over():
                     shutdown.check_exit_interval(progress)
         self._end()
+        return self._end_reason
 
     def _validate(self) -> None:
         if evaluated := self._evaluator.run("valid"):
-            self._events.evaluated(*evaluated, self.task.loss_unit)
+            loss, count, metrics = evaluated
+            self._best.evaluated(loss, metrics)
+            self._events.evaluated(loss, count, metrics, self.task.loss_unit)
 
     def _is_complete(self) -> bool:
         return self.schedule.is_complete(self.progress.consumed_samples)
+
+    def _is_over(self) -> bool:
+        """Return True after the last sample, or once the validations are a reason to stop."""
+        return self._is_complete() or self._best.stop_reason is not None
+
+    @property
+    def _end_reason(self) -> str | None:
+        """Reason of an end before the last sample; None: there is none."""
+        return self.shutdown.reason or (None if self._is_complete() else self._best.stop_reason)
 
     def _step(self) -> bool:
         """Train on the next global batch, unless a rollback leaves it out. Return True if the run was rolled back."""
@@ -279,13 +298,23 @@ class Loop:
             return
         self.watchdog.phase("save", self.progress.iteration)
         is_time, is_export = self._timer.is_due(), self._is_export_due(consumed_before)
-        if is_time or is_export or self.progress.iteration % self.engine.config.checkpoint.save_interval == 0:
+        is_due = is_time or is_export or self._best.save_is_due
+        if is_due or self.progress.iteration % self.engine.config.checkpoint.save_interval == 0:
             self._save(and_export=is_export)
             self._timer.restart()
             # a save may take minutes: no further step, and no second save, after a signal
             self.shutdown.decide(self.progress)
         for line in self.checkpoints.report():
             self.log.message(line)
+
+    def _save_if_best(self) -> None:
+        if self._best.save_is_due:
+            self.watchdog.phase("save", self.progress.iteration)
+            self._save(and_export=False)
+
+    def _is_lost(self, iteration: int) -> bool:
+        """Return True if the save of an iteration has left no checkpoint."""
+        return self.checkpoints is not None and self.checkpoints.is_lost(iteration)
 
     def _is_export_due(self, consumed_before: int) -> bool:
         """Return True if the last step reached or passed a multiple of save_samples, or ended an epoch."""
@@ -302,7 +331,7 @@ class Loop:
             self.checkpoints.save(
                 self.engine, self.progress, fingerprint, schedule=self.schedule.params, to_export=and_export
             )
-        self._saved_at = self.progress.iteration
+        self._saved_at, self._best.save_is_due = self.progress.iteration, False
         if and_export:
             self._export()
 
@@ -310,31 +339,33 @@ class Loop:
         """Export, in the phase of the save, which it waits for first."""
         assert self.checkpoints is not None
         self.checkpoints.export(self.progress, self.log.message, self.watchdog.beat)
-        self._events.exported()
 
     def _end(self) -> None:
-        """Log the reason, save and export what is not yet, and evaluate a run that is complete."""
+        """Log the reason, save and export what is not yet, and evaluate a run that is over."""
         progress = self.progress
-        if self.shutdown.reason is not None and not self.shutdown.is_error:
-            self.log.message(self.shutdown.reason)
+        if self.shutdown.reason is None and progress.iteration % self.engine.config.data.eval_interval:
+            self._validate()
+        if self._end_reason is not None and not self.shutdown.is_error:
+            self.log.message(self._end_reason)
         if self._is_complete():
             self.log.message(
                 f"Training is complete, iteration={progress.iteration}, {progress.consumed_samples} samples"
             )
         if self.checkpoints is not None:
             self.watchdog.phase("save", progress.iteration)
-            if self._saved_at != progress.iteration or not self.checkpoints.can_export(progress):
+            unsaved = self._saved_at != progress.iteration or self._best.save_is_due
+            if unsaved or not self.checkpoints.can_export(progress):
                 self._save(and_export=True)
             else:
                 self._export()
+            if self.engine.config.checkpoint.keep_best and self._is_over():
+                self.checkpoints.export_best(progress, self.log.message, self.watchdog.beat)
             self.checkpoints.finish(self.log.message)
         if self.shutdown.reason is None:
-            if progress.iteration % self.engine.config.data.eval_interval:
-                self._validate()
             self._evaluator.run("test")
         self._events.end()
         if self.engine.config.logging.callbacks:  # the last hooks may have failed
-            self.shutdown.decide(progress)
+            self.shutdown.decide_error()
         if self.checkpoints is not None:
             self.checkpoints.finish_exports()
         if self.shutdown.is_error:

@@ -243,6 +243,30 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "warm-up init": ("--lr-warmup-init 1", 1, "lr_warmup_init=1.0 is above lr=0.0001", "lower it"),
     "evaluation of nothing": ("--skip-train --load runs --eval-iters 0", 1, "but eval_iters=0", "set the number"),
     "evaluation of no model": ("--skip-train", 1, "skip_train evaluates a checkpoint, but load", "give its folder"),
+    "best of nothing": (
+        "--keep-best --save runs --eval-iters 0",
+        1,
+        "keep_best compares validations",
+        "set the number",
+    ),
+    "best of an evaluation": (
+        "--early-stopping-patience 1 --skip-train --load runs",
+        1,
+        "patience=1 is for a training",
+        "leave one out",
+    ),
+    "best by an unknown metric": (
+        "--keep-best --save runs --best-metric ppl",
+        1,
+        "best_metric=ppl is not a metric of task=pretrain",
+        "one of loss",
+    ),
+    "best without direction": (
+        "--early-stopping-patience 1 --task preference --best-metric rewards/accuracies",
+        1,
+        "best_metric=rewards/accuracies does not say which direction is better",
+        "min or max",
+    ),
     "two schedules": (
         "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
         1,

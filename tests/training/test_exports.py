@@ -97,7 +97,7 @@ def test_damaged_weights_are_not_exported(tmp_path: Path) -> None:
             file.seek(at.offset)
             file.write(torch.tensor(float(value)).numpy().tobytes())
             file.flush()
-            assert re.match(said, made.export(checkpoint, None, 8, ctx, lambda: None))
+            assert re.match(said, made.export(checkpoint, None, "samples_8", ctx, lambda: None)[0])
     made.close()
     assert made_of(tmp_path / "hf/samples_8")["checked"] == (
         f"of the checkpoint, the CRC-32 of {len(parameters_of(config))} tensors and the SHA-256 of checkpoint.json; "

@@ -1,0 +1,121 @@
+"""The best validation of a run: early stopping, and the checkpoint that is kept for it.
+
+Rank 0 compares, and all ranks take its result, since only ranks that read data know the loss. The counts are part of
+the run's progress, so a resumed run continues them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from megatron.config.options import Config
+from megatron.data.blend import content_of
+from megatron.data.indexed import DataError
+from megatron.data.separate_sets import SeparateSets
+from megatron.parallel.context import ParallelContext
+from megatron.planning.progress import BestEvaluation, Progress
+
+
+class BestTracker:
+    """Compares the validations of a run by `best_metric`. Collective in use; does nothing unless an option needs it.
+
+    `is_lost` returns True for an iteration whose checkpoint was to be kept, and is not there. Raises DataError without
+    validation data, or without the dataset that `best_metric` names.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ctx: ParallelContext,
+        progress: Progress,
+        dataset: Any,
+        say: Callable[[str], None],
+        is_lost: Callable[[int], bool],
+    ) -> None:
+        training = config.training
+        self._ctx, self._progress, self._say, self._is_lost = ctx, progress, say, is_lost
+        self._patience, self._min_delta = training.early_stopping_patience, training.early_stopping_min_delta
+        self._keeps = config.checkpoint.keep_best and config.checkpoint.save is not None
+        self._interval = config.data.eval_interval
+        self._metric, self._sign = training.best_metric, -1 if training.best_metric_mode == "max" else 1
+        self.save_is_due = False
+        """The model of now is the best so far, and its checkpoint is to be kept."""
+        self.is_on = config.compares_validations
+        if not self.is_on:
+            return
+        if dataset is None:
+            wanted = "keep_best" if self._keeps else f"early_stopping_patience={self._patience}"
+            raise DataError(f"{wanted} compares validations, but there is no validation data; raise its share in split")
+        sets = dataset.names if isinstance(dataset, SeparateSets) else []
+        if self._metric.startswith("lm_loss/") and self._metric not in (losses := [f"lm_loss/{name}" for name in sets]):
+            raise DataError(
+                f"best_metric={self._metric} names no loss of the validation; give one of loss, {', '.join(losses)}"
+            )
+        direction = "max" if self._sign < 0 else "min"
+        identity = content_of(getattr(dataset, "fingerprint", ""))[:12]
+        measure = f"{self._metric} ({direction}) of {config.data.eval_iters} batches of data {identity}"
+        saved = progress.best
+        if saved.value is not None and saved.measure != measure:
+            say(f"WARNING: earlier validations were by {saved.measure}, now by {measure}; only later ones count")
+        if saved.measure != measure:
+            progress.best = BestEvaluation(measure)
+
+    @property
+    def is_evaluation_missing(self) -> bool:
+        """True if a validation after the last step was due and did not take place, as after a signal."""
+        iteration = self._progress.iteration
+        return self.is_on and iteration % self._interval == 0 and self._progress.best.evaluated_at != iteration
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Reason to end the training; the same on every rank."""
+        best = self._progress.best
+        if self._patience is None or best.not_improved < self._patience:
+            return None
+        least = f" by more than {self._min_delta:g}" if self._min_delta else ""
+        where = "" if best.value is None else f"; best: {best.value:.6g} at iteration {best.iteration}"
+        return (
+            f"Stopped early: {self._metric} has not improved{least} in {best.not_improved} validations, "
+            f"early_stopping_patience={self._patience}{where}"
+        )
+
+    def evaluated(self, loss: float, metrics: Mapping[str, float]) -> None:
+        """Count a validation of the model of now. A value that is not finite does not improve it."""
+        iteration = self._progress.iteration
+        if not self.is_on or iteration == 0 or self._progress.best.evaluated_at == iteration:
+            return  # the untrained model has no checkpoint; a finished run that is started again is validated again
+        value = loss if self._metric == "loss" else metrics[self._metric]
+        found = None if self._ctx.rank else asdict(self._after(value))
+        best = BestEvaluation(**self._ctx.broadcast_object(found))
+        self._say(self._line(value, best))
+        self._progress.best = best
+        self.save_is_due = self._keeps and best.iteration == iteration
+
+    def _after(self, value: float) -> BestEvaluation:
+        best, iteration = self._progress.best, self._progress.iteration
+        if self._keeps and best.value is not None and self._is_lost(best.iteration):
+            self._say(
+                f"WARNING: the best checkpoint, of iteration {best.iteration}, is gone; only later validations count"
+            )
+            best = replace(best, value=None)
+        best = replace(best, evaluated_at=iteration, not_improved=best.not_improved + 1)
+        if not math.isfinite(value):
+            return best
+        if best.value is None or self._sign * value < self._sign * best.value:
+            best = replace(best, value=value, iteration=iteration)
+        if best.reference is None or self._sign * value < self._sign * best.reference - self._min_delta:
+            best = replace(best, reference=value, not_improved=0)
+        return best
+
+    def _line(self, value: float, best: BestEvaluation) -> str:
+        if best.iteration == best.evaluated_at:
+            text = f"{self._metric} {value:.6g} at iteration {best.iteration} is the best so far"
+        else:
+            known = "" if best.value is None else f" is not better than {best.value:.6g} at iteration {best.iteration}"
+            text = f"{self._metric} {value:.6g} at iteration {best.evaluated_at}{known}"
+        if self._patience is not None and best.not_improved:
+            text += f"; {best.not_improved} of {self._patience} validations without an improvement"
+        return text
