@@ -48,8 +48,8 @@ class SFTConfig:
     micro_batch_size chats per microbatch, padded to the longest. Pairs take the place of chats, and 2 x seq_length that
     of seq_length, with task=preference."""
     max_batch_len: Positive | None = None
-    """packing=step: maximum number of tokens in a microbatch, at least seq_length (preference: 2 x seq_length), which
-    it is if unset."""
+    """packing=step: maximum number of tokens in a microbatch, at least seq_length (pairs of answers: 2 x
+    seq_length), which it is if unset."""
     bucketing: Literal["auto", "off", "octave", "optimal"] = "auto"
     """Round row lengths up to a few lengths, for devices that compile once per shape. `octave`: buckets_per_octave
     lengths between powers of two. `optimal`: the num_buckets lengths with the least padding. `off`: no rounding.

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron.config.types import STRICT, NonNegativeFloat, Positive, PositiveFloat
 
-Objective = Literal["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo"]
+Objective = Literal["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "kto", "apo_zero_unpaired"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -19,12 +19,17 @@ class PreferenceConfig:
     preference_loss: Objective = "sigmoid"
     """Objective. `sigmoid`: DPO. `hinge`: SLiC on DPO's margins. `ipo`: IPO, over the mean log-probability of a token.
     `robust`: DPO for pairs of which a share, label_smoothing, is the wrong way round. `orpo` (odds ratio) and `simpo`
-    compare mean log-probabilities of a token, without a reference."""
+    compare mean log-probabilities of a token, without a reference. `kto` and `apo_zero_unpaired` take each answer by
+    itself, desirable or not; kto measures it against an estimate of the KL divergence from the reference."""
     beta: PositiveFloat = 0.1
     """Factor of the log-probability, beyond the reference's, in rewards and objective. ipo: tau. orpo: weight of the
     odds ratio."""
     simpo_gamma: NonNegativeFloat = 0.5
     """simpo: target of the difference between the rewards of chosen and rejected answer."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """kto, apo_zero_unpaired: weight of the losses of desirable answers."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """kto, apo_zero_unpaired: weight of the losses of undesirable answers."""
     reference: Literal["auto", "adapters_off", "stored"] = "auto"
     """Origin of the reference's log-probabilities. `adapters_off`: the base of the adapters, in a forward pass before
     each step. `stored`: the model at the start of the run, once before training, in files beside the data. `auto`:
@@ -42,6 +47,15 @@ class PreferenceConfig:
     @property
     def needs_reference(self) -> bool:
         return self.preference_loss not in ("orpo", "simpo")
+
+    @property
+    def is_unpaired(self) -> bool:
+        """The objective takes answers one by one."""
+        return self.preference_loss in ("kto", "apo_zero_unpaired")
+
+    @property
+    def needs_kl(self) -> bool:
+        return self.preference_loss == "kto"
 
     @property
     def effective_sft_weight(self) -> float:

@@ -66,8 +66,8 @@ class TrainingConfig:
 
     task: str = "pretrain"
     """Data and loss. `pretrain`: next-token prediction on documents. `sft`: supervised fine-tuning on the answers in
-    chats, as written by tools/preprocess_chat.py. `preference`: DPO and related objectives on pairs of answers, as
-    written by tools/preprocess_preferences.py. `package.module:Class`: a task of your own."""
+    chats, as written by tools/preprocess_chat.py. `preference`: DPO, KTO and related objectives on preferred answers,
+    as written by tools/preprocess_preferences.py. `package.module:Class`: a task of your own."""
     task_options: tuple[str, ...] = ()
     """NAME=VALUE ... for a task of your own that declares options."""
     loss: str | None = None

@@ -222,7 +222,10 @@ VARIABLES: tuple[Variable, ...] = (
     _text("HL_NEFTUNE_NOISE_ALPHA", "--neftune-noise-alpha", "size of NEFTune's noise; unset: none", FINE_TUNING),
     # preferences
     _text(
-        "HL_PREFERENCE_LOSS", "--preference-loss", "objective: sigmoid (DPO), hinge, ipo, robust, orpo or simpo", DPO
+        "HL_PREFERENCE_LOSS",
+        "--preference-loss",
+        "objective: sigmoid (DPO), hinge, ipo, robust, orpo, simpo, kto or apo_zero_unpaired",
+        DPO,
     ),
     _text("HL_BETA", "--beta", "strength of the preference term; of DPO, how close to the reference", DPO),
     _text("HL_REFERENCE", "--reference", "the reference: adapters_off or stored; unset: what fits the model", DPO),

@@ -13,7 +13,7 @@ from megatron.config.options import Config, ModelConfig, batch_sizes, samples_af
 from megatron.config.plugins import load_task
 from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.fit import MOST_DEVICES, capacity, fit_text, for_device, needed_bytes, propose
-from megatron.planning.flops import flops_per_token
+from megatron.planning.flops import flops_per_token, layer_flops
 from megatron.planning.memory import Stage, StageMemory, memory_by_stage
 from megatron.planning.pipeline import cost_shares, schedule_bubble, stage_bounds, stage_text, waits_like_1f1b
 from megatron.planning.sizes import count_parameters, declared_layers
@@ -29,7 +29,6 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     world_size = nodes * devices_per_node
     dp = world_size // (t * p)
     stages = memory_by_stage(config, dp)
-    tokens = training.global_batch_size * training.seq_length
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads"
     vocabulary = f"vocabulary {model.vocab_size} padded to {model.padded_vocab_size(t)}"
     largest = max(stage.parameters for stage in stages)
@@ -37,6 +36,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     ranks = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(world_size, 'rank')}"
     layout = f"PP {p} x TP {t} x DP {dp}" + (", sequence parallel" if parallel.sequence_parallel else "")
     task = load_task(config)
+    tokens = training.global_batch_size * task.sample_length
     most = "at most " if task.pads_rows else ""
     rows = [
         ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
@@ -54,13 +54,12 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         rows.append(("ramp-up", f"from {ramp_start} by {increment} over {ramp_samples:,} samples"))
     rows.append(("length", _length_text(config)))
     rows.append(("bubble", _bubble_text(config, dp)))
-    tflop = flops_per_token(config) * tokens / 1e12
-    rows.append(
-        (
-            "a step",
-            f"{most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device",
-        )
-    )
+    forward = task.num_forwards * sum(flops.forward for flops in layer_flops(config))
+    tflop = (flops_per_token(config) + forward) * tokens / 1e12
+    rows.append(("a step", f"{most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device"))
+    if forward:
+        passes = _count(task.num_forwards, "forward pass", "es")
+        rows.append(("", f"with {passes} over as many tokens before it"))
     lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
     lines += ["", f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})"]
     lines += ["  " + line for line in _memory_table(config, stages)]
@@ -100,13 +99,13 @@ def _zero_text(config: Config) -> str:
 
 
 def _length_text(config: Config) -> str:
-    training = config.training
+    training, sample_length = config.training, load_task(config).sample_length
     if training.train_samples is not None:
         samples = training.train_samples
-        return f"{samples:,} samples = {samples * training.seq_length:,} tokens"
+        return f"{samples:,} samples = {samples * sample_length:,} tokens"
     if training.train_iters is not None:
         samples = samples_after(training, training.train_iters)
-        return f"{training.train_iters:,} steps = {samples * training.seq_length:,} tokens"
+        return f"{training.train_iters:,} steps = {samples * sample_length:,} tokens"
     if training.num_epochs is not None:
         return _count(training.num_epochs, "epoch")
     return "neither train_samples nor train_iters is given"

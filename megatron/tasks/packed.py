@@ -60,7 +60,7 @@ class PackedTask(Task):
     """A task over epochs of packed samples, by the options of the section `sft`."""
 
     sections: ClassVar[tuple[str, ...]] = ("sft",)
-    sample_name: ClassVar[str]
+    sample_name: str
     """Word of messages for a sample."""
     counts_epochs = True
     pads_rows = True
@@ -129,11 +129,6 @@ class PackedTask(Task):
     def name(self) -> str:
         """The task as the config selects it."""
         return self.config.training.task
-
-    @property
-    def sample_length(self) -> int:
-        """Tokens in the longest sample."""
-        return self.config.training.seq_length
 
     @property
     def row_length(self) -> int:
@@ -267,6 +262,20 @@ class PackedTask(Task):
         per_microbatch = self.config.training.micro_batch_size
         count = -(-len(rows) // (per_microbatch * num_ranks)) * num_ranks
         return len(samples), [rows[cell * per_microbatch : (cell + 1) * per_microbatch] for cell in range(count)]
+
+    def packed_sequences(self, lengths: NDArray[np.int64], num_ranks: int) -> list[Rows]:
+        """Pack sequences of these lengths into few microbatches, equally many for each rank; numbered as in `_step`.
+
+        All have the rows of a full microbatch, some of them empty.
+        """
+        import numpy as np
+
+        from megatron.data.packing import pack_step
+
+        num_rows = self.config.training.micro_batch_size
+        step = pack_step(lengths, self.row_length, num_ranks * num_rows)
+        rows = np.split(step.order, step.starts[1:-1])
+        return [rows[begin : begin + num_rows] for begin in range(0, len(rows), num_rows)]
 
     def filled_rows(self, rows: Sequence[Sequence[NDArray[Any]]]) -> FilledRows:
         """Lay out rows of documents, each the ids of one token more than it has places."""

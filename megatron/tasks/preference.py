@@ -1,41 +1,46 @@
 """Preference training: answers that are preferred to others, packed so that few tokens are padding.
 
-B rows of a microbatch, S places of a row, P pairs in it. A row holds one pair after another, each the prompt with the
-chosen answer and the prompt with the rejected one. A token sees its own sequence alone; positions restart with each.
+B rows of a microbatch, S places of a row, A answers in it. A row holds one sequence after another, each a prompt with
+an answer; those of a pair follow each other. A token sees its own sequence alone; positions restart with each.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.config.dependents import idle_options
-from megatron.tasks.loss_result import LossResult, Metric
+from megatron.config.options import Config
+from megatron.tasks.loss_result import LossResult
 from megatron.tasks.packed import PackedTask, samples_of
 from megatron.tasks.task import Forward, Microbatch, StartWeights
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
-    from megatron.data.preference.dataset import PairDataset
+    from megatron.data.preference.answers import AnswerDataset
+    from megatron.data.preference.dataset import Answer, PairDataset
     from megatron.parallel.context import ParallelContext
     from megatron.tasks.packed import PackedDataset, Rows
-    from megatron.tasks.preference_losses import PairScores
 
 
 @dataclasses.dataclass(frozen=True)
-class PairRows:
-    """A microbatch by the numbers of its pairs, and what its loss needs to know of the whole step."""
+class StepRows:
+    """A microbatch by the numbers of its samples, and facts of the whole step that its loss uses."""
 
     rows: Rows
-    pairs_per_label: float
-    """Pairs of the step, divided by the tokens of their chosen answers."""
+    step: NDArray[np.float32]
+    """[3] Samples of the step, divided by the tokens of its chosen answers; its chosen and its rejected answers."""
+    mismatched: Rows = dataclasses.field(default_factory=list)
+    """Numbers, among those of all pairs, of answers whose prompts are read with other answers, for the KL term."""
 
 
 class PreferenceTask(PackedTask):
-    """DPO and related objectives over pairs of answers."""
+    """DPO and related objectives over pairs of answers; KTO and APO-zero over single ones."""
 
     sections: ClassVar[tuple[str, ...]] = ("preference", "sft")
     sample_name = "pair"
@@ -55,6 +60,19 @@ class PreferenceTask(PackedTask):
         "preference.truncation",
     )
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.preference.is_unpaired:
+            self.sample_name, self.loss_unit = "answer", "answers"
+            self.metrics = (
+                "rewards/margins",
+                "rewards/chosen",
+                "rewards/rejected",
+                "kl",
+                "logps/chosen",
+                "logps/rejected",
+            )
+
     # Rules and plan
 
     def faults(self, world_size: int) -> Iterator[str]:
@@ -68,6 +86,11 @@ class PreferenceTask(PackedTask):
             )
         if options.needs_reference and options.reference == "adapters_off" and lora.lora_rank is None:
             yield "reference=adapters_off needs adapters; give lora_rank, or use reference=stored"
+        if options.needs_kl and self.config.training.global_batch_size == 1:
+            yield (
+                "global_batch_size=1 is one answer a step, from which preference_loss=kto can estimate no KL "
+                "divergence; use 2 or more, or preference_loss=apo_zero_unpaired"
+            )
         whole = [name for name in ("lora_modules_to_save", "lora_bias") if getattr(lora, name) not in ((), "none")]
         if whole and self.uses_base:
             value = getattr(lora, whole[0])
@@ -82,6 +105,9 @@ class PreferenceTask(PackedTask):
         for objective, name in (("robust", "label_smoothing"), ("simpo", "simpo_gamma")):
             if options.preference_loss != objective:
                 yield from idle_options(self.config, f"preference_loss={objective}", "choose that", [name])
+        if not options.is_unpaired:
+            weights = ["desirable_weight", "undesirable_weight"]
+            yield from idle_options(self.config, "preference_loss=kto or apo_zero_unpaired", "choose one", weights)
         if not options.needs_reference:
             needed = f"a reference, which preference_loss={options.preference_loss} does not need"
             yield from idle_options(self.config, needed, "choose another objective", ["reference"])
@@ -99,124 +125,195 @@ class PreferenceTask(PackedTask):
 
     @property
     def sample_length(self) -> int:
-        return 2 * self.config.training.seq_length
+        return self.config.training.seq_length * self.answers_per_sample
+
+    @property
+    def answers_per_sample(self) -> int:
+        return 1 if self.config.preference.is_unpaired else 2
+
+    @property
+    def num_forwards(self) -> int:
+        """Passes of the base over the answers, and of model and base over the mismatched ones of the KL term."""
+        of_base, of_kl = int(self.uses_base), int(self.config.preference.needs_kl)
+        return of_base + of_kl * (1 + of_base)
 
     # The data
 
     def open_samples(self) -> Sequence[Any]:
+        from megatron.data.preference.answers import open_answers
         from megatron.data.preference.dataset import open_pairs
 
+        if self.config.preference.is_unpaired:
+            return open_answers(self.config)
         return open_pairs(self.config, needs_both=True)
 
     def describe(self, dataset: Any) -> str:
-        pairs: PairDataset = samples_of(dataset)
-        rows = "" if pairs is dataset else f" in {len(dataset):,} rows"
-        tokens, share = self.share_of_epoch(dataset, pairs.labels.sum(axis=1))
+        samples: Any = samples_of(dataset)
+        pairs = self._pairs_of(samples)
+        rows = "" if samples is dataset else f" in {len(dataset):,} rows"
+        tokens, share = self.share_of_epoch(dataset, samples.labels.reshape(len(samples), -1).sum(axis=1))
         cut = [(pairs.num_cut_prompts, "prompts"), (pairs.num_truncated, "answers")]
         said = ", ".join(f"{count:,} {what} cut" for count, what in cut if count)
+        kinds = "" if pairs is samples else f" ({int(samples.is_chosen.sum()):,} of them desirable)"
         return (
-            f"preference: {len(pairs):,} pairs{rows}, {tokens:,} tokens an epoch, {share:.1%} of them answers"
-            f"{f', {said}' if said else ''}; {self.describe_packing(dataset)}"
+            f"preference: {len(samples):,} {self.loss_unit}{kinds}{rows}, {tokens:,} tokens an epoch, "
+            f"{share:.1%} of them answers{f', {said}' if said else ''}; {self.describe_packing(dataset)}"
         )
 
-    def keys_of_step(self, dataset: PackedDataset, cells: Sequence[Rows]) -> Sequence[Any]:
-        pairs: PairDataset = samples_of(dataset)
-        numbers = [int(pair) for rows in cells for row in rows for pair in row]
-        factor = len(numbers) / max(1, int(pairs.labels[numbers, 0].sum()))
-        return [PairRows(rows, factor) for rows in cells]
+    def _pairs_of(self, samples: Any) -> PairDataset:
+        return samples.pairs if self.config.preference.is_unpaired else samples  # type: ignore[no-any-return]
 
-    def samples_of(self, key: PairRows) -> list[int]:
+    def keys_of_step(self, dataset: PackedDataset, cells: Sequence[Rows]) -> Sequence[Any]:
+        import numpy as np
+
+        samples: PairDataset | AnswerDataset = samples_of(dataset)
+        numbers = np.array([int(sample) for rows in cells for row in rows for sample in row], np.int64)
+        num_chosen, num_rejected, tokens = samples.counts_of(numbers)
+        step = np.array([len(numbers) / max(1, tokens), num_chosen, num_rejected], np.float32)
+        if not self.config.preference.needs_kl:
+            return [StepRows(rows, step) for rows in cells]
+        answers: Any = samples
+        found = np.sort(answers.numbers[numbers])
+        beside = self.packed_sequences(answers.mismatched_lengths.reshape(-1)[found], self._num_batch_ranks)
+        mismatched = [[found[row] for row in rows] for rows in beside]
+        count = max(len(cells), len(mismatched))
+        empty: Rows = [numbers[:0]] * self.config.training.micro_batch_size
+        return [
+            StepRows(rows, step, others)
+            for rows, others in zip(
+                [*cells, *[empty] * (count - len(cells))],
+                [*mismatched, *[empty] * (count - len(mismatched))],
+                strict=True,
+            )
+        ]
+
+    def samples_of(self, key: StepRows) -> list[int]:
         return super().samples_of(key.rows)
 
-    def read(self, dataset: PackedDataset, key: PairRows) -> Microbatch:
-        """Return a microbatch of packed pairs. Its targets, of K tokens that are predicted, are:
+    def read(self, dataset: PackedDataset, key: StepRows) -> Microbatch:
+        """Return a microbatch. Its targets are those of `sequences`, then
 
-        - labels [K], -1 outside of answers
+        - for each answer, if it is the chosen or desirable one [A]
+        - `StepRows.step` [3]
+        - log-probabilities of the answers under the reference [A], if they are stored
+        """
+        import numpy as np
+
+        samples: PairDataset | AnswerDataset = samples_of(dataset)
+        rows = [[one for sample in row for one in samples.read(int(sample))] for row in key.rows]
+        numbers = np.array(self.samples_of(key), np.int64)
+        added = [samples.are_chosen(numbers), key.step]
+        if self.stores_reference:
+            added.append(samples.reference_of(numbers))
+        found = self.sequences(rows, added)
+        if not self.config.preference.needs_kl:
+            return found
+        return dataclasses.replace(found, beside=self._mismatched(samples, key.mismatched))
+
+    def _mismatched(self, answers: Any, rows: Rows) -> Microbatch:
+        """Return the prompts of answers with other answers."""
+        import numpy as np
+
+        added = []
+        if self.stores_reference and answers.mismatched_reference is not None:
+            added.append(answers.mismatched_reference.reshape(-1)[np.concatenate(rows)])
+        return self._answers(answers.mismatched, rows, added)
+
+    def _answers(self, read: Callable[[int], Answer], rows: Rows, added: Sequence[NDArray[Any]] = ()) -> Microbatch:
+        return self.sequences([[read(int(number)) for number in row] for row in rows], added)
+
+    def sequences(self, rows: Sequence[Sequence[Answer]], added: Sequence[NDArray[Any]] = ()) -> Microbatch:
+        """Lay out rows of prompts with an answer each. The targets are, before `added`:
+
+        - labels [K] of the K tokens that are predicted, -1 outside of answers
         - for each label, the index of its answer [K]
         - for each label, its place s * B + b [K]
-        - numbers of tokens of the answers [P, 2]
-        - factor of the supervised term [1]
-        - log-probabilities of the answers under the reference [P, 2], if they are stored
+        - numbers of tokens of the answers [A]
         """
         import numpy as np
         import torch
 
-        pairs: PairDataset = samples_of(dataset)
-        read = [[side for pair in row for side in pairs.read(int(pair))] for row in key.rows]
-        rows = self.filled_rows([[side.ids for side in row] for row in read])
-        labels, numbers = np.full_like(rows.labels, -1), np.zeros_like(rows.labels)
-        sides = [side for row in read for side in row]
-        lengths = np.zeros((len(sides) // 2, 2), np.float32)
-        for number, ((row, places), side) in enumerate(zip(rows.places, sides, strict=True)):
+        filled = self.filled_rows([[side.ids for side in row] for row in rows])
+        labels, numbers = np.full_like(filled.labels, -1), np.zeros_like(filled.labels)
+        sides = [side for row in rows for side in row]
+        for number, ((row, places), side) in enumerate(zip(filled.places, sides, strict=True)):
             answer = row, slice(places.start + side.begin - 1, places.stop)
-            labels[answer], numbers[answer] = rows.labels[answer], number
-            lengths[divmod(number, 2)] = len(side.ids) - side.begin
+            labels[answer], numbers[answer] = filled.labels[answer], number
+        lengths = np.array([len(side.ids) - side.begin for side in sides], np.float32)
         of_labels = labels.T.ravel(), numbers.T.ravel()
         # a number of labels that varies would be a further shape
         kept = np.flatnonzero(of_labels[0] >= 0) if self.bucketing == "off" else np.arange(labels.size)
-        factor = np.array([key.pairs_per_label], np.float32)
-        stored = [] if pairs.reference is None else [pairs.reference[self.samples_of(key)]]
-        parts = (*(part[kept] for part in of_labels), kept, lengths, factor, *stored)
+        parts = (*(part[kept] for part in of_labels), kept, lengths, *added)
         targets = tuple(torch.from_numpy(part) for part in parts)
-        return Microbatch(rows.inputs, targets, float(len(lengths)))
+        return Microbatch(filled.inputs, targets, float(sum(map(len, rows)) / self.answers_per_sample))
 
     # The loss
 
     def before_step(
         self, microbatches: Sequence[Microbatch], forward: Forward, ctx: ParallelContext
     ) -> list[Microbatch]:
-        """Add the log-probabilities of the answers under the base, if that is the reference."""
-        if not self.uses_base:
+        """Add the reference to the targets, where that is the base of the adapters, and the KL term, if any."""
+        needs_kl = self.config.preference.needs_kl
+        if not self.uses_base and not needs_kl:
             return list(microbatches)
         from megatron.tasks.preference_losses import answer_logps
 
-        found = forward(microbatches, partial(answer_logps, ctx=ctx), adapters=False)
-        if not ctx.is_last_stage:
-            return list(microbatches)
+        logps = partial(answer_logps, ctx=ctx)
+        added: list[list[Tensor]] = [[] for _ in microbatches]
+        if self.uses_base:
+            for own, result in zip(added, forward(microbatches, logps, adapters=False), strict=False):
+                own.append(result)
+        if needs_kl:
+            from megatron.tasks.kto import mean_kl
+
+            beside = [batch.beside for batch in microbatches if batch.beside is not None]
+            policy = forward(beside, logps)
+            base = forward(beside, logps, adapters=False) if self.uses_base else []
+            if ctx.is_last_stage:
+                base = base or [batch.targets[4].to(ctx.device) for batch in beside]
+                kl = mean_kl(policy, base, float(microbatches[0].targets[5][1:].sum()), ctx)
+                added = [[*own, kl] for own in added]
         return [
-            dataclasses.replace(batch, targets=(*batch.targets, reference))
-            for batch, reference in zip(microbatches, found, strict=True)
+            dataclasses.replace(batch, targets=(*batch.targets, *own))
+            for batch, own in zip(microbatches, added, strict=True)
         ]
 
     def before_training(
         self, datasets: Sequence[Any], forward: Forward, start: StartWeights, ctx: ParallelContext
     ) -> list[str]:
-        """Compute the reference of all pairs that lack it, and give it to the datasets. Raises DataError."""
+        """Compute the reference of all answers that lack it, and give it to the datasets. Raises DataError."""
         if not self.stores_reference:
             return []
         from megatron.data.separate_sets import sets_of
         from megatron.tasks.stored_reference import StoredReference
 
-        references = [
-            StoredReference(self, samples_of(dataset), start, ctx) for each in datasets for dataset in sets_of(each)
-        ]
-        return [line for reference in references for line in reference.complete(forward)]
+        lines = []
+        for samples in (samples_of(dataset) for each in datasets for dataset in sets_of(each)):
+            pairs = self._pairs_of(samples)
+            read = partial(self._answers, pairs.answer)
+            own = StoredReference(self, pairs, pairs.answer_lengths, read, start, ctx)
+            pairs.reference = own.complete(forward)
+            lines += own.lines
+            if self.config.preference.needs_kl:
+                read, lengths = partial(self._answers, samples.mismatched), samples.mismatched_lengths
+                others = StoredReference(self, pairs, lengths, read, start, ctx, samples.fingerprint)
+                samples.mismatched_reference = others.complete(forward)
+                lines += others.lines
+        return lines
 
     def loss(self, outputs: tuple[Tensor, Tensor], targets: Any, scale: float, ctx: ParallelContext) -> LossResult:
-        """Return the sum over pairs, and the metrics, each a sum over pairs and their number."""
-        from megatron.tasks.preference_losses import PAIR_LOSSES, PairScores, answer_logps
+        """Return the sum over samples, and the metrics, each a sum over samples and their number."""
+        import torch
+
+        from megatron.tasks.kto import unpaired_loss
+        from megatron.tasks.preference_losses import answer_logps, paired_loss
 
         options = self.config.preference
-        _, _, _, lengths_P2, factor, *reference = targets
-        sums_P2 = answer_logps(outputs, targets, ctx)
-        scores = PairScores(sums_P2, reference[0], lengths_P2) if options.needs_reference else None
-        if scores is None:
-            scores = PairScores(sums_P2 / lengths_P2.clamp(min=1), 0.0, lengths_P2)
-        losses = PAIR_LOSSES[options.preference_loss](scores, options).sum()
+        logps_A, (is_chosen_A, step) = answer_logps(outputs, targets, ctx), targets[4:6]
+        total, metrics = (unpaired_loss if options.is_unpaired else paired_loss)(logps_A, targets, options)
         if weight := options.effective_sft_weight:
-            losses = losses - weight * factor.squeeze() * sums_P2[:, 0].sum()
-        return LossResult(scale * losses, self._metrics(scores))
-
-    def _metrics(self, scores: PairScores) -> dict[str, Metric]:
-        rewards_P2 = (self.config.preference.beta * scores.ratios_P2).detach()
-        logps_P2, margins = scores.logps_P2.detach(), rewards_P2[:, 0] - rewards_P2[:, 1]
-        values = (
-            (margins > 0).float(),
-            margins,
-            *rewards_P2.unbind(1),
-            *logps_P2.unbind(1),
-        )
-        return {name: Metric(value.sum(), float(len(value))) for name, value in zip(self.metrics, values, strict=True)}
+            total = total - weight * step[0] * torch.where(is_chosen_A, logps_A, 0).sum()
+        return LossResult(scale * total, metrics)
 
 
 TASK = PreferenceTask

@@ -1,4 +1,4 @@
-"""Objectives of preference training, as functions of log-probabilities. No data, no engine.
+"""Objectives over pairs of answers, as functions of log-probabilities. No data, no engine.
 
 P pairs of a microbatch. All are float32, of the device.
 """
@@ -15,18 +15,46 @@ from torch import Tensor
 from megatron.config.preference import PreferenceConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import log_probs_of
+from megatron.tasks.loss_result import Metric
 
 
 def answer_logps(outputs: tuple[Tensor, Tensor], targets: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
-    """Return the log-probabilities [P, 2] of the answers, each the sum over its tokens.
+    """Return the log-probabilities [A] of the answers of a microbatch, each the sum over its tokens.
 
-    `outputs` as in `Task.loss`; `targets` begin with those of `PreferenceTask.read`.
+    `outputs` as in `Task.loss`; `targets` begin with those of `PreferenceTask.sequences`.
     """
-    labels_K, numbers_K, places_K, lengths_P2 = targets[:4]
+    labels_K, numbers_K, places_K, lengths_A = targets[:4]
     logps_K = log_probs_of(places_K, *outputs, labels_K, ctx)
-    # one more for a microbatch without pairs, whose tokens are all padding
-    sums = torch.zeros(lengths_P2.numel() + 1, dtype=logps_K.dtype, device=logps_K.device)
-    return sums.index_add(0, numbers_K, logps_K)[:-1].view(-1, 2)
+    # one more for a microbatch without answers, whose tokens are all padding
+    sums = torch.zeros(len(lengths_A) + 1, dtype=logps_K.dtype, device=logps_K.device)
+    return sums.index_add(0, numbers_K, logps_K)[:-1]
+
+
+def paired_loss(
+    logps_A: Tensor, targets: Sequence[Tensor], options: PreferenceConfig
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Return the sum of the losses of a microbatch's pairs, and the metrics.
+
+    `logps_A`: those of `answer_logps`. `targets`: those of `PreferenceTask.read`, with the reference's.
+    """
+    logps_P2, lengths_P2 = logps_A.view(-1, 2), targets[3].view(-1, 2)
+    scores = (
+        PairScores(logps_P2, targets[6].view(-1, 2), lengths_P2)
+        if options.needs_reference
+        else PairScores(logps_P2 / lengths_P2.clamp(min=1), 0.0, lengths_P2)
+    )
+    rewards_P2, logps_P2 = (options.beta * scores.ratios_P2).detach(), scores.logps_P2.detach()
+    margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+    values = {
+        "rewards/accuracies": (margins_P > 0).float(),
+        "rewards/margins": margins_P,
+        "rewards/chosen": rewards_P2[:, 0],
+        "rewards/rejected": rewards_P2[:, 1],
+        "logps/chosen": logps_P2[:, 0],
+        "logps/rejected": logps_P2[:, 1],
+    }
+    metrics = {name: Metric(value.sum(), float(len(value))) for name, value in values.items()}
+    return PAIR_LOSSES[options.preference_loss](scores, options).sum(), metrics
 
 
 @dataclass(frozen=True)

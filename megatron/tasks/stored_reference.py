@@ -12,30 +12,44 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron.data.indexed import DataError
-from megatron.data.packing import pack_step
 from megatron.data.preference.dataset import PairDataset, PairFile
 from megatron.data.preference.preprocessing import SEQUENCES
 from megatron.data.preference.reference import Values, open_reference, reference_path
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.packed import PackedTask
 from megatron.tasks.preference_losses import answer_logps
-from megatron.tasks.task import Forward, StartWeights
+from megatron.tasks.task import Forward, Microbatch, StartWeights
 
-PAIRS_AT_A_TIME = 256
-"""Pairs of each data-parallel rank between two writes."""
+ANSWERS_AT_A_TIME = 512
+"""Answers of each data-parallel rank between two writes."""
 
 
 class StoredReference:
-    """The reference of a dataset's pairs. Rank 0 alone reads and writes the files. All methods are collective."""
+    """The reference of a dataset's answers. Rank 0 alone reads and writes the files. All methods are collective."""
 
-    def __init__(self, task: PackedTask, pairs: PairDataset, start: StartWeights, ctx: ParallelContext) -> None:
+    def __init__(
+        self,
+        task: PackedTask,
+        pairs: PairDataset,
+        lengths: NDArray[np.int64],
+        read: Callable[[list[NDArray[np.int64]]], Microbatch],
+        start: StartWeights,
+        ctx: ParallelContext,
+        mismatched: str | None = None,
+    ) -> None:
+        """`lengths` [pairs, 2] are the places of the answers, 0 for one that a row lacks; `read` returns rows of them
+        by their numbers. `mismatched`: fingerprint of the dataset by which prompts have other answers.
+        """
         self._task, self._pairs, self._start, self._ctx = task, pairs, start, ctx
+        self._read, self._lengths, self._mismatched = read, lengths, mismatched
         self._files: list[tuple[PairFile, slice, Path, Values]] = []
+        self.lines: list[str] = []
+        """A line for each file, of the answers computed now."""
 
     def facts_of(self, file: PairFile) -> dict[str, str]:
         """Return what the numbers depend on."""
         limits, config = self._pairs.limits, self._task.config
-        return {
+        facts = {
             "data": file.tokens.fingerprint,
             "base": self._start.fingerprint,
             "max_length": str(limits.max_length),
@@ -44,34 +58,34 @@ class StoredReference:
             "precision": config.training.precision,
             "quantize_base": str(config.model.quantize_base),
         }
+        return facts if self._mismatched is None else {**facts, "mismatched": self._mismatched}
 
-    def complete(self, forward: Forward) -> list[str]:
-        """Compute what the files lack, and give the numbers to the dataset. Return what was done, a line a file.
-
-        Raises DataError.
-        """
-        values = np.full((len(self._pairs), 2), np.nan, np.float32)
+    def complete(self, forward: Forward) -> NDArray[np.float32]:
+        """Compute what the files lack, and return the log-probabilities [pairs, 2]. Raises DataError."""
+        values = np.full(self._lengths.shape, np.nan, np.float32)
         self._on_rank_0(lambda: self._open(values))
         if self._ctx.world_size > 1:
             dist.broadcast(torch.from_numpy(values), src=0, group=self._ctx.control_group)
-        missing = np.flatnonzero((np.isnan(values) & (self._pairs.labels > 0)).any(axis=1))
+        missing = np.flatnonzero(np.isnan(values) & (self._lengths > 0))
         if len(missing) and not self._start.are_loaded:
             raise DataError(
-                f"the reference of {len(missing)} of {len(values)} pairs is missing beside "
+                f"the reference of {len(missing)} of {int((self._lengths > 0).sum())} answers is missing beside "
                 f"{' '.join(file.tokens.prefix for file, _ in self._pairs.by_file())}, and this run has trained the "
                 "model since; put the reference files back, or start again from the model that they are of"
             )
-        step = PAIRS_AT_A_TIME * self._ctx.num_batch_ranks
+        step = ANSWERS_AT_A_TIME * self._ctx.num_batch_ranks
         for begin in range(0, len(missing), step):
             numbers = missing[begin : begin + step]
             found = self._compute(numbers, forward)
-            values[numbers] = found
+            values.reshape(-1)[numbers] = found
             self._on_rank_0(partial(self._write, numbers, found))
-        self._pairs.reference = values
-        return [
-            f"reference of {len(values):,} pairs, {len(missing):,} of them computed now: {path}"
+        what = "answers" if self._mismatched is None else "mismatched answers"
+        count = int((self._lengths > 0).sum())
+        self.lines = [
+            f"reference of {count:,} {what}, {len(missing):,} of them computed now: {path}"
             for _, _, path, _ in self._files
         ]
+        return values
 
     def _open(self, values: NDArray[np.float32]) -> None:
         for file, place in self._pairs.by_file():
@@ -86,30 +100,24 @@ class StoredReference:
             raise DataError(
                 "the reference gives log-probabilities that are not finite; start from another model, or in float32"
             )
+        pairs, sides = np.divmod(numbers, 2)
         for file, place, _, stored in self._files:
-            own = (numbers >= place.start) & (numbers < place.stop)
-            stored[file.rows[numbers[own] - place.start]] = found[own]
+            own = (pairs >= place.start) & (pairs < place.stop)
+            stored[file.rows[pairs[own] - place.start], sides[own]] = found[own]
             stored.flush()
 
     def _compute(self, numbers: NDArray[np.int64], forward: Forward) -> NDArray[np.float32]:
-        """Return the log-probabilities [pairs, 2] of these pairs, on every rank."""
+        """Return the log-probabilities [answers] of these, on every rank."""
         ctx, task = self._ctx, self._task
-        step = pack_step(self._pairs.lengths[numbers], task.row_length, ctx.num_batch_ranks)
-        cells = np.split(step.order, step.starts[1:-1])[ctx.batch_rank :: ctx.num_batch_ranks]
-        # a pipeline whose shapes do not vary takes full microbatches
-        empty = 0 if task.varies_shapes else task.config.training.micro_batch_size - 1
-        keys = task.keys_of_step(self._pairs, [[numbers[cell], *[cell[:0]] * empty] for cell in cells])
+        cells = task.packed_sequences(self._lengths.reshape(-1)[numbers], ctx.num_batch_ranks)
+        cells = cells[ctx.batch_rank :: ctx.num_batch_ranks]
         reads = ctx.is_first_stage or ctx.is_last_stage
-        results = forward(
-            [task.read(self._pairs, key) for key in keys] if reads else [],
-            partial(answer_logps, ctx=ctx),
-            adapters=False,
-            num_microbatches=len(keys),
-        )
-        found = torch.zeros(len(numbers), 2, device=ctx.device)
+        microbatches = [self._read([numbers[row] for row in rows]) for rows in (cells if reads else [])]
+        results = forward(microbatches, partial(answer_logps, ctx=ctx), adapters=False, num_microbatches=len(cells))
+        found = torch.zeros(len(numbers), device=ctx.device)
         if ctx.is_last_stage and ctx.tensor_rank == 0:
-            for cell, result in zip(cells, results, strict=True):
-                found[torch.from_numpy(cell).to(ctx.device)] = result.float()
+            for rows, result in zip(cells, results, strict=True):
+                found[torch.from_numpy(np.concatenate(rows)).to(ctx.device)] = result.float()
         if ctx.world_size > 1:
             dist.all_reduce(found)
         return found.cpu().numpy()  # type: ignore[no-any-return]

@@ -41,6 +41,8 @@ class Microbatch:
     """Tensor or tuple of tensors for the loss: (labels [B, S] int64, token weights [B, S]) in the built-in tasks."""
     normaliser: float
     """Divides the summed loss; added up over the global batch. The number of loss tokens in the built-in tasks."""
+    beside: Microbatch | None = None
+    """Another one, over which `Task.before_step` has forward passes made."""
 
 
 class LabelPlace(NamedTuple):
@@ -94,9 +96,9 @@ class Task(ABC):
     """Pydantic dataclass of the options in `--task-options NAME=VALUE ...`; None: the task has none."""
     sections: ClassVar[tuple[str, ...]] = ()
     """Sections of the config that this task reads and no other task does."""
-    metrics: ClassVar[tuple[str, ...]] = ()
+    metrics: tuple[str, ...] = ()
     """Names of the metrics that `loss` returns beside the loss."""
-    loss_unit: ClassVar[str] = "tokens"
+    loss_unit: str = "tokens"
     """Unit of the normaliser. A validation has a perplexity if that is tokens and there is no `--loss`."""
     counts_epochs: ClassVar[bool] = False
     """The training data is read in epochs, whose length `samples_per_epoch` returns; else it is a stream."""
@@ -123,7 +125,7 @@ class Task(ABC):
             from megatron.tasks.objective import Objective
 
             self.objective = Objective(config)
-            self.metrics = (*self.metrics, *self.objective.metrics)  # type: ignore[misc]
+            self.metrics = (*self.metrics, *self.objective.metrics)
 
     # Before torch is imported: rules, plan
 
@@ -183,9 +185,19 @@ class Task(ABC):
             yield f"{whole[0]} trains a part of the base, which is the reference of loss={loss}; leave it out"
 
     @property
+    def sample_length(self) -> int:
+        """Tokens in the longest sample."""
+        return self.config.training.seq_length
+
+    @property
     def row_length(self) -> int:
         """Tokens in the longest row of a microbatch."""
-        return self.config.training.seq_length
+        return self.sample_length
+
+    @property
+    def num_forwards(self) -> int:
+        """Forward passes over as many tokens as a step has, made before it."""
+        return int(self.objective is not None and self.objective.needs_reference)
 
     @property
     def pads_rows(self) -> bool:

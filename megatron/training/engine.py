@@ -279,4 +279,5 @@ def pinned(batch: Microbatch, device: torch.device) -> Microbatch:
         pin(part) if isinstance(part, Tensor) else tuple(pin(tensor) for tensor in part)
         for part in (batch.inputs, batch.targets)
     )
-    return replace(batch, inputs=inputs, targets=targets)
+    beside = None if batch.beside is None else pinned(batch.beside, device)
+    return replace(batch, inputs=inputs, targets=targets, beside=beside)

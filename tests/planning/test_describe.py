@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from megatron.config.command_line import from_dict
 from megatron.planning.describe import describe
+from megatron.planning.flops import flops_per_token
 from tests.planning.configs import BLOOM_13B, bytes_of_a_layer, config
 
 
@@ -48,6 +50,37 @@ def test_fine_tuning_is_described_by_chats_and_holds_its_longest_row(sft: dict[s
         assert said in text
     pretrained = from_dict({"model": model, "training": {"seq_length": row, "bf16": True}})
     assert bytes_of_a_layer(config) == bytes_of_a_layer(pretrained)
+
+
+@pytest.mark.parametrize(
+    ("objective", "lora", "samples", "tokens", "passes", "tflop"),
+    [
+        ("sigmoid", {"lora_rank": 8}, "64 pairs", 65_536, 1, 6 / 4),
+        ("sigmoid", {}, "64 pairs", 65_536, 0, 1),
+        ("kto", {}, "64 answers", 32_768, 1, 4 / 3),
+        ("kto", {"lora_rank": 8}, "64 answers", 32_768, 3, 10 / 4),
+    ],
+)
+def test_preferences_are_described_with_the_forward_passes_before_a_step(
+    objective: str, lora: dict[str, Any], samples: str, tokens: int, passes: int, tflop: float
+) -> None:
+    training = {"task": "preference", "num_epochs": 1, "seq_length": 512, "global_batch_size": 64}
+    model = {"architecture": "llama", "position_embedding_type": "rope", "hidden_dropout": 0.0, "hidden_size": 1024}
+    sections = {"model": model, "training": training, "lora": lora}
+    text = describe(
+        from_dict({**sections, "preference": {"preference_loss": objective}}),
+        nodes=1,
+        devices_per_node=1,
+        title="a plan",
+    )
+    assert f"{samples} over DP 1" in text
+    assert ("forward pass" in text) == bool(passes)
+    assert passes < 2 or f"with {passes} forward passes over as many tokens before it" in text
+    found = re.search(rf"at most {tokens:,} tokens, ([0-9.]+) TFLOP", text)
+    assert found
+    own = flops_per_token(from_dict(sections)) * tokens / 1e12
+    assert float(found[1]) == pytest.approx(tflop * own, rel=0.01)
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_adapters_are_described_by_what_is_trained_and_of_what_the_base_consists() -> None:

@@ -89,18 +89,19 @@ def labels_of_a_step(arguments: str) -> tuple[int, int, int]:
 
 
 def dense(arguments: str, steps: int) -> list[dict[str, float]]:
-    """The same by DPO's formulas: every answer alone in float64, without packing, by torch's own log_softmax."""
+    """The same by DPO's or KTO's formulas: every answer alone in float64, not packed, by torch's own log_softmax."""
     engine, task, dataset = build(f"{arguments} --no-pipeline-parallel")
-    module, beta = engine.module.double().eval(), engine.config.preference.beta
+    module = engine.module.double().eval()
+    score = _kto if engine.config.preference.is_unpaired else _dpo
     size, found = engine.config.training.global_batch_size, []
     start = [parameter.detach().clone() for parameter in module.parameters()]
     trained = [parameter for _, parameter in named_parameters(module) if parameter.requires_grad]
 
-    def logp(side: Any) -> Any:
-        ids = torch.from_numpy(side.ids.astype(np.int64))
+    def logp(side: tuple[Any, Any]) -> Any:
+        ids, begin = torch.from_numpy(np.concatenate(side).astype(np.int64)), len(side[0])
         hidden, weight = module(ids[None, :-1], lambda outputs: (unpack(outputs[0])[0], outputs[1]))
         of_tokens = (hidden[:, 0] @ weight.t())[:, :VOCABULARY].log_softmax(-1)
-        return of_tokens.gather(1, ids[1:, None])[side.begin - 1 :].sum()
+        return of_tokens.gather(1, ids[1:, None])[begin - 1 :].sum()
 
     def exchange(weights: Any) -> list[Any]:
         """Put these weights into the model, and return those before."""
@@ -112,20 +113,45 @@ def dense(arguments: str, steps: int) -> list[dict[str, float]]:
 
     for step in range(steps):
         _, keys = task.plan(dataset, lambda _: size, 0, 1)(step * size)
-        sides = [samples_of(dataset).read(pair) for key in keys for pair in task.samples_of(key)]
+        samples = samples_of(dataset)
+        numbers = [sample for key in keys for sample in task.samples_of(key)]
+        read = [[(one.ids[: one.begin], one.ids[one.begin :]) for one in samples.read(number)] for number in numbers]
+        if score is _kto:
+            order = samples.order(0).tolist()
+            others = [samples.read(order[order.index(number) - 1])[0] for number in numbers]
+            read = [[own, (own[0], other.ids[other.begin :])] for (own,), other in zip(read, others, strict=True)]
         now = exchange(start)
         with torch.no_grad():
-            reference = torch.stack([torch.stack([logp(side) for side in pair]) for pair in sides])
+            reference = torch.stack([torch.stack([logp(side) for side in pair]) for pair in read])
         exchange(now)
-        logps = torch.stack([torch.stack([logp(side) for side in pair]) for pair in sides])
-        rewards = beta * (logps - reference)
-        margins = rewards[:, 0] - rewards[:, 1]
-        loss = torch.log1p(torch.exp(-margins)).mean()
+        logps = torch.stack([torch.stack([logp(side) for side in pair]) for pair in read])
+        is_chosen = torch.tensor([bool(samples.is_chosen[number]) for number in numbers]) if score is _kto else None
+        loss, means = score(logps, reference, is_chosen, engine.config.preference)
         gradients = torch.autograd.grad(loss, trained)
         with torch.no_grad():
             for parameter, gradient in zip(trained, gradients, strict=True):
                 parameter.sub_(gradient, alpha=engine.config.optimizer.lr)
-        values = ((margins > 0).double(), margins, *rewards.unbind(1), *logps.unbind(1))
-        means = (float(value.detach().mean()) for value in values)
-        found.append({"loss": float(loss.detach()), **dict(zip(task.metrics, means, strict=True))})
+        found.append({"loss": float(loss.detach()), **{name: float(value.detach()) for name, value in means.items()}})
     return found
+
+
+def _dpo(logps: Any, reference: Any, is_chosen: Any, options: Any) -> tuple[Any, dict[str, Any]]:
+    rewards = options.beta * (logps - reference)
+    margins = rewards[:, 0] - rewards[:, 1]
+    values = {"rewards/accuracies": (margins > 0).double(), "rewards/margins": margins}
+    values |= {"rewards/chosen": rewards[:, 0], "rewards/rejected": rewards[:, 1]}
+    values |= {"logps/chosen": logps[:, 0], "logps/rejected": logps[:, 1]}
+    return torch.log1p(torch.exp(-margins)).mean(), {name: value.mean() for name, value in values.items()}
+
+
+def _kto(logps: Any, reference: Any, is_chosen: Any, options: Any) -> tuple[Any, dict[str, Any]]:
+    """Of each answer and of the mismatched one."""
+    ratios = logps - reference
+    kl = ratios[:, 1].mean().detach().clamp(min=0)
+    rewards, leads = options.beta * ratios[:, 0], options.beta * (ratios[:, 0] - kl)
+    desirable, undesirable = 1 - torch.sigmoid(leads), 1 - torch.sigmoid(-leads)
+    losses = torch.where(is_chosen, options.desirable_weight * desirable, undesirable)
+    means: dict[str, Any] = {}
+    for name, values in (("rewards", rewards), ("logps", logps[:, 0])):
+        means |= {f"{name}/chosen": values[is_chosen].mean(), f"{name}/rejected": values[~is_chosen].mean()}
+    return losses.mean(), {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"], "kl": kl}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +68,39 @@ def test_only_the_tokens_of_answers_are_projected_unless_shapes_are_few(
     assert num_answers < 0.8 * num_places
 
 
+KTO = "--preference-loss kto --beta 0.5 --global-batch-size 9 --desirable-weight 4"
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs, each of which gives two samples, and rows with one answer."""
+    rows: list[Any] = pairs.some_pairs(15, 33)
+    rows = [(p, c if n % 4 != 1 else [], r if n % 4 != 2 else []) for n, (p, c, r) in enumerate(rows)]
+    return pairs.write_pairs(tmp_path_factory.mktemp("answers") / "answers", rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "flags"),
+    [
+        ("llama_gqa", "pp2", "--lora-rank 4 --packing none --micro-batch-size 2 --lr 5"),
+        ("bloom_alibi", "dp2", "--max-batch-len 64 --lr 0.3"),
+        ("llama_gqa", "tp2 sp", "--lora-rank 4 --reference stored --max-batch-len 64 --lr 5"),
+    ],
+)
+def test_answers_of_kto_are_trained_as_alone(
+    ranks: RankPools, answers: Path, model: str, layout: str, flags: str
+) -> None:
+    """The KL term is the mean over the mismatched answers of all microbatches and ranks."""
+    world_size, layout_flags = LAYOUTS[layout]
+    common = f"{MODELS[model]} --data-path {answers} {KTO} {flags}"
+    (expected,) = ranks(1)(pairs.dense, common, STEPS)
+    for found in ranks(world_size)(pairs.train, f"{common} {layout_flags}", STEPS):
+        for step, there in zip(found, expected, strict=True):
+            assert step == pytest.approx(there, rel=1e-6, abs=5e-6)
+    print([step["kl"] for step in expected], [step["rewards/margins"] for step in expected])
+    assert max(step["kl"] for step in expected) > 0.01
+
+
 def test_a_stored_reference_is_that_of_the_start(ranks: RankPools, tmp_path: Path) -> None:
     """Of the whole model, computed on one layout, gone on with on another after a stop, and the same numbers there."""
     data = pairs.write_pairs(tmp_path / "pairs", pairs.some_pairs(15, 33))
@@ -98,7 +132,7 @@ def test_a_resumed_run_needs_the_reference_of_its_start(ranks: RankPools, tmp_pa
     (file,) = tmp_path.glob("pairs.reference-*")
     hidden = file.rename(tmp_path / "hidden")
     (refused,) = ranks(1)(runs.train, kept)
-    assert "the reference of 15 of 15 pairs is missing" in refused
+    assert "the reference of 30 of 30 answers is missing" in refused
     hidden.replace(file)
     assert ranks(1)(runs.train, kept) == [""]
     parts, whole = ({row["iteration"]: row for row in runs.rows(tmp_path / name)} for name in ("parts", "whole"))

@@ -65,10 +65,11 @@ def ours(folder: Path, case: str, objective: str, theirs: Any) -> Result:
     )
     task, ctx = PreferenceTask(config), ParallelContext.single()
     dataset: Any = task.open_samples()[0]
-    dataset.reference = reference_values().numpy()
+    if config.preference.needs_reference:
+        dataset.reference = reference_values().numpy()
     (key,) = task.keys_of_step(dataset, [[np.arange(len(some_pairs()))]])
     batch = task.read(dataset, key)
-    targets = batch.targets if config.preference.needs_reference else batch.targets[:5]
+    targets = batch.targets
     model = build_model(config, ctx, {name: tensor.numpy() for name, tensor in weights.items()})
     result: Any = model(batch.inputs, project=lambda outputs: task.loss(outputs, targets, 1 / batch.normaliser, ctx))
     result.total.backward()
@@ -126,10 +127,8 @@ def metrics_of(rewards: Tensor, logps: Tensor) -> dict[str, float]:
     return {name: float(value.detach().mean()) for name, value in values.items()}
 
 
-def by_trl(theirs: Any, objective: str, folder: Path) -> tuple[Tensor, dict[str, float]]:
-    trl = pytest.importorskip("trl")
-    if objective in ("orpo", "simpo"):
-        return by_trl_without_reference(theirs, objective)
+def trainer_folder(theirs: Any, folder: Path) -> Any:
+    """Write the model, of which a trainer of TRL makes a reference that is not used here, and return a tokenizer."""
     from transformers import AutoTokenizer
 
     from tests.data.chat.test_conversation import bytes_json
@@ -137,9 +136,16 @@ def by_trl(theirs: Any, objective: str, folder: Path) -> tuple[Tensor, dict[str,
     (folder / "tokenizer.json").write_text(bytes_json(("<s>", "</s>")))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
-    theirs.save_pretrained(folder)  # of which the trainer makes a reference, not used here
+    theirs.save_pretrained(folder)
     theirs.config._name_or_path = str(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def by_trl(theirs: Any, objective: str, folder: Path) -> tuple[Tensor, dict[str, float]]:
+    trl = pytest.importorskip("trl")
+    if objective in ("orpo", "simpo"):
+        return by_trl_without_reference(theirs, objective)
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
     kinds, weights = ([objective, "sft"], [1.0, 0.7]) if objective == "robust" else ([objective], None)
     trainer = trl.DPOTrainer(
         theirs,
@@ -156,7 +162,7 @@ def by_trl(theirs: Any, objective: str, folder: Path) -> tuple[Tensor, dict[str,
             per_device_train_batch_size=4,
         ),
         train_dataset=pytest.importorskip("datasets").Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(folder),
+        processing_class=trainer_folder(theirs, folder),
     )
     trainer.precompute_ref_logps = True
     trainer.data_collator.pad_token_id = 0  # the tokenizer has more tokens than the model
@@ -200,8 +206,13 @@ def test_loss_metrics_and_gradients(
 ) -> None:
     theirs = their_model(case)
     expected, metrics = oracle(theirs, objective, tmp_path)
+    compare(case, theirs, expected, metrics, ours(tmp_path, case, objective, theirs))
+
+
+def compare(case: str, theirs: Any, expected: Tensor, metrics: dict[str, float], found: Result) -> None:
+    """Fail unless loss, metrics and every gradient are equal within 1e-5."""
     expected.backward()
-    loss, own_metrics, gradients = ours(tmp_path, case, objective, theirs)
+    loss, own_metrics, gradients = found
     assert math.isclose(loss, float(expected.detach()), rel_tol=1e-5)
     assert own_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-5)
     there = to_ours({name: p.grad for name, p in theirs.named_parameters()}, CASES[case]().arguments)

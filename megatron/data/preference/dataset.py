@@ -88,6 +88,7 @@ class PairDataset(SampleDataset[PairFile]):
         self.limits, self._vocab_size = limits, vocab_size
         stored = np.concatenate([file.lengths() for file in files])
         prompts, answers = limits.prompt_lengths(stored[:, :1]), stored[:, CHOSEN:]
+        self._stored = prompts, answers
         wholes = np.minimum(prompts + answers, limits.max_length)
         self.answer_lengths: NDArray[np.int64] = np.where(answers > 0, wholes - 1, 0)
         """[pairs, 2] Places of the chosen and of the rejected side, 0 for one that a row lacks."""
@@ -105,22 +106,45 @@ class PairDataset(SampleDataset[PairFile]):
         self.fingerprint = self.identity("pairs", 1, identity, seed, *vars(limits).values())
 
     def read(self, pair: int) -> tuple[Answer, Answer]:
-        """Return the chosen and the rejected side, of no ids where a row lacks it.
+        """Return the chosen and the rejected side, of no ids where a row lacks it. Raises DataError."""
+        return self.answer(2 * pair), self.answer(2 * pair + 1)
 
-        Raises DataError for an id outside the vocabulary.
-        """
+    def answer(self, number: int) -> Answer:
+        """Return a prompt with its answer; those of pair p are 2 p, the chosen, and 2 p + 1. Raises DataError."""
+        return self.sequence(number // 2, number)
+
+    def sequence(self, pair: int, number: int) -> Answer:
+        """Return the prompt of a pair with any answer. Raises DataError for an id outside the vocabulary."""
         file, row = self.place(pair)
-        prompt, *answers = (file.tokens.read(SEQUENCES * row + part) for part in range(SEQUENCES))
+        prompt = file.tokens.read(SEQUENCES * row)
         if self.limits.max_prompt_length is not None:
             prompt = prompt[-self.limits.max_prompt_length :]
-        chosen, rejected = (self._side(prompt, answer) for answer in answers)
-        for ids in (chosen.ids, rejected.ids):
-            if len(ids) and (int(ids.max()) >= self._vocab_size or int(ids.min()) < 0):
-                raise DataError(
-                    f"{file.tokens.prefix}: pair {row} holds token {int(ids.max())}, but vocab_size="
-                    f"{self._vocab_size}; preprocess it with this model's tokenizer, or set vocab_size to the data's"
-                )
-        return chosen, rejected
+        of_answer, other = self.place(number // 2)
+        found = self._side(prompt, of_answer.tokens.read(SEQUENCES * other + CHOSEN + number % 2))
+        if len(ids := found.ids) and (int(ids.max()) >= self._vocab_size or int(ids.min()) < 0):
+            raise DataError(
+                f"{file.tokens.prefix}: pair {row} holds token {int(ids.max())}, but vocab_size="
+                f"{self._vocab_size}; preprocess it with this model's tokenizer, or set vocab_size to the data's"
+            )
+        return found
+
+    def lengths_of(self, pairs: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places of prompts with any answers, by their numbers."""
+        prompts, answers = self._stored
+        return np.minimum(prompts[pairs, 0] + answers.reshape(-1)[numbers], self.limits.max_length) - 1
+
+    def counts_of(self, numbers: NDArray[np.int64]) -> tuple[int, int, int]:
+        """Return the numbers of chosen answers, of rejected ones, and of tokens of the chosen ones of some samples."""
+        return len(numbers), len(numbers), int(self.labels[numbers, 0].sum())
+
+    def are_chosen(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return for each answer of some samples if it is the chosen one."""
+        return np.tile([True, False], len(numbers))
+
+    def reference_of(self, numbers: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the log-probability of each answer of some samples under the stored reference."""
+        assert self.reference is not None
+        return self.reference[numbers].reshape(-1)
 
     def _side(self, prompt: Tokens, answer: Tokens) -> Answer:
         if not len(answer):
@@ -165,7 +189,7 @@ def _open(prefix: str, vocab_size: int, *, needs_both: bool) -> IndexedDataset:
     if needs_both and (unpaired := np.flatnonzero((lengths[:, CHOSEN:] == 0).any(axis=1))).size:
         raise DataError(
             f"{prefix}: {unpaired.size} of {len(lengths)} rows have one answer, row {unpaired[0]} is the first, and "
-            "this objective compares two; leave such rows out of the input"
+            "this objective compares two; choose preference_loss=kto, or leave such rows out of the input"
         )
     return tokens
 
