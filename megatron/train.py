@@ -185,7 +185,7 @@ def evaluate_only(
     task: Task = load_task(config)
     datasets = raise_on_all_ranks(ctx, lambda: task.open_data(ctx))
     check_same_data(ctx, config, datasets)
-    if all(dataset is None for dataset in datasets[1:]):
+    if all(dataset is None for dataset in datasets[1:]) and config.training.teacher_top_k is None:
         raise DataError("skip_train finds neither validation nor test data; raise their shares in split, or give paths")
     begin("building the model")
     engine = build_engine(config, ctx, task, will_restore=True)

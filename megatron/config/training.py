@@ -73,6 +73,12 @@ class TrainingConfig:
     loss: str | None = None
     """package.module:FUNCTION or FILE.py:FUNCTION: a loss of your own over log-probabilities or hidden states, in place
     of the cross-entropy of pretrain or sft."""
+    teacher: tuple[str, ...] = ()
+    """Files of a teacher's likeliest tokens, as a run with teacher_top_k writes them, for a loss that takes a teacher.
+    """
+    teacher_top_k: Positive | None = None
+    """With skip_train: write log-probabilities of this many likeliest tokens at each label, into files beside the data.
+    The data is that of the run which is to learn from them."""
     micro_batch_size: Positive = 1
     """Samples per forward pass of one data-parallel rank."""
     global_batch_size: Positive = 8

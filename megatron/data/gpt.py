@@ -252,7 +252,7 @@ def open_datasets(config: Config) -> Datasets:
 def samples_needed(config: Config) -> tuple[int, int, int]:
     """Return the numbers of training, validation and test samples that a run reads."""
     eval_samples = config.data.eval_iters * config.training.global_batch_size
-    if config.training.skip_train:
+    if config.training.skip_train and config.training.teacher_top_k is None:
         return 0, eval_samples, eval_samples
     return Schedule(config.training, config.optimizer).total_samples, eval_samples, eval_samples
 

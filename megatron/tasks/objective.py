@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.config.data import parse_data_path
 from megatron.config.options import Config, ConfigError
@@ -20,9 +20,15 @@ from megatron.tasks.loss_result import LossError, LossResult, Metric
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron.data.label_file import StoredLabels
     from megatron.parallel.context import ParallelContext
 
-FORMS = (("log_probs", "batch"), ("log_probs", "batch", "reference"), ("hidden", "batch"))
+FORMS = (
+    ("log_probs", "batch"),
+    ("log_probs", "batch", "reference"),
+    ("log_probs", "batch", "teacher"),
+    ("hidden", "batch"),
+)
 """Names of the arguments that a function may have."""
 
 
@@ -53,6 +59,17 @@ class LossBatch:
         return torch.zeros_like(counted).scatter_add(1, self.begins, counted).gather(1, self.begins)
 
 
+class Teacher(NamedTuple):
+    """The likeliest tokens of a stored teacher at each label, [B, S, K], the likeliest first."""
+
+    ids: Tensor
+    """int64"""
+    log_probs: Tensor
+    """Log-probabilities that the teacher gives them, float32. The others have the rest."""
+    student_log_probs: Tensor
+    """Those that the model in training gives the same tokens, float32, with a gradient."""
+
+
 class Objective:
     """The function and what it needs."""
 
@@ -62,7 +79,11 @@ class Objective:
         self.name = config.training.loss
         self._function = _load(self.name)
         arguments = tuple(inspect.signature(self._function).parameters)
-        self.needs_reference = "reference" in arguments
+        self.needs_reference, self.needs_teacher = "reference" in arguments, "teacher" in arguments
+        self.stores_reference = self.needs_reference and config.lora.lora_rank is None
+        """The reference is the model at the start, and is computed once; else it is the model without its adapters."""
+        self.stored: dict[str, StoredLabels] = {}
+        """Numbers that are stored for the labels of each dataset, by its fingerprint."""
         self._takes_hidden = arguments[0] == "hidden"
         self._sources = source_numbers(config)
         count = 1 + max(self._sources.values(), default=0)
@@ -79,12 +100,17 @@ class Objective:
         """Return the sum of the weighted losses of a microbatch. Raises LossError."""
         import torch
 
-        labels, weights, sources, begins, *reference = completed(targets)
+        labels, weights, sources, begins, *stored = completed(targets)
         hidden, output_weight = outputs
         batch = LossBatch(labels, weights, sources, begins, output_weight, ctx)
-        first = hidden if self._takes_hidden else self.log_probs(outputs, targets, ctx)
+        if self._takes_hidden:
+            first = hidden
+        elif self.needs_teacher:
+            first, *stored = self._beside_teacher(outputs, labels, stored, ctx)
+        else:
+            first = self.log_probs(outputs, targets, ctx)
         try:
-            losses = self._function(first, batch, *reference)
+            losses = self._function(first, batch, *stored)
         except Exception as error:  # a user's function may raise anything
             raise LossError(f"loss={self.name} raised {type(error).__name__}: {error}{self._place(error)}") from error
         self._check(losses, labels, first)
@@ -97,6 +123,32 @@ class Objective:
         from megatron.parallel.losses import token_log_probs
 
         return token_log_probs(*outputs, targets[0], ctx)
+
+    @staticmethod
+    def _beside_teacher(
+        outputs: tuple[Tensor, Tensor], labels: Tensor, stored: Sequence[Tensor], ctx: ParallelContext
+    ) -> tuple[Tensor, Teacher]:
+        """Return the log-probabilities of the labels, and the teacher with those of its tokens."""
+        import torch
+
+        from megatron.parallel.chosen_log_probs import chosen_log_probs
+
+        log_probs, ids = stored
+        found = chosen_log_probs(*outputs, torch.cat([labels.unsqueeze(-1), ids], -1), ctx)
+        return found[..., 0], Teacher(ids, log_probs, found[..., 1:])
+
+    def stored_at(
+        self, fingerprint: str, places: Sequence[tuple[int, int, slice]], shape: Sequence[int]
+    ) -> list[Tensor]:
+        """Return what is stored for the labels of a microbatch of `shape` [B, S]; nothing if nothing is stored.
+
+        That is the reference [B, S], or log-probabilities and ids of the teacher's tokens, both [B, S, K].
+        """
+        import torch
+
+        if fingerprint not in self.stored:
+            return []
+        return [torch.from_numpy(part) for part in self.stored[fingerprint].read(places, shape)]
 
     def _check(self, losses: Any, labels: Tensor, first: Tensor) -> None:
         import torch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron.config.dependents import idle_options
 from megatron.config.options import Config
 from megatron.config.validation import DOCUMENT_ENDS, divisors, parallel_batch_size
-from megatron.tasks.task import LabelPlace, Task
+from megatron.tasks.task import LabelPlace, SampleLabels, Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -216,6 +216,21 @@ class PackedTask(Task):
                 found.append(LabelPlace(int(sample), number, slice(begin, end)))
                 begin = end
         return found
+
+    def labels_of(self, dataset: PackedDataset, split: int | None = None) -> SampleLabels:
+        samples = samples_of(dataset)
+        return SampleLabels(samples.fingerprint, samples.lengths)
+
+    def keys_of_samples(self, dataset: PackedDataset, samples: NDArray[np.int64], num_ranks: int) -> Sequence[Any]:
+        import numpy as np
+
+        from megatron.data.packing import pack_step
+
+        step = pack_step(samples_of(dataset).lengths[samples], self.row_length, num_ranks)
+        # a pipeline whose shapes do not vary takes full microbatches
+        empty = 0 if self.varies_shapes else self.config.training.micro_batch_size - 1
+        cells = np.split(samples[step.order], step.starts[1:-1])
+        return self.keys_of_step(dataset, [[cell, *[cell[:0]] * empty] for cell in cells])
 
     def documents_of(self, dataset: PackedDataset, sample: int) -> tuple[str, list[int]]:
         return dataset.documents_of(sample)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.options import Config
-from megatron.tasks.task import Microbatch, Task
+from megatron.tasks.task import Microbatch, SampleLabels, Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +49,13 @@ class PretrainTask(Task):
         from megatron.data.blend import BlendedDataset
 
         return dataset.drawn(consumed_samples) if isinstance(dataset, BlendedDataset) else []
+
+    def labels_of(self, dataset: TokenDataset, split: int | None = None) -> SampleLabels:
+        from megatron.data.gpt import samples_needed
+
+        fingerprint, lengths = super().labels_of(dataset)
+        needed = len(lengths) if split is None else samples_needed(self.config)[split]
+        return SampleLabels(fingerprint, lengths[:needed])  # a dataset may be longer than a run
 
     def read(self, dataset: TokenDataset, key: range) -> Microbatch:
         return self.with_label_origins(dataset, key, self.collate(dataset.get_batch(key)))

@@ -9,6 +9,7 @@ B samples (rows) of a microbatch, S tokens of a row.
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,6 +24,8 @@ from megatron.config.validation import parallel_batch_size
 from megatron.tasks.loss_result import LossResult
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from megatron.data.batches import BatchPlan
@@ -52,6 +55,14 @@ class LabelPlace(NamedTuple):
     row: int
     places: slice
     """Those of the row; `slice(None)`: all."""
+
+
+class SampleLabels(NamedTuple):
+    """Samples of a dataset, as numbers that are stored for their labels know them."""
+
+    fingerprint: str
+    lengths: NDArray[np.int64]
+    """Labels of each sample."""
 
 
 OfOutputs = Callable[[tuple["Tensor", "Tensor"], Any], "Tensor"]
@@ -137,6 +148,7 @@ class Task(ABC):
             yield f"data_path is not given; pass the prefix that {command_name(self.preprocessor)} wrote (--data-path)"
         yield from self._length_faults()
         yield from self._objective_faults()
+        yield from self._teacher_faults()
         if self.counts_epochs:
             return
         size, (dp, per_pass) = training.global_batch_size, parallel_batch_size(config, world_size)
@@ -164,7 +176,7 @@ class Task(ABC):
         given = [f"{name}={getattr(training, name)}" for name in names if getattr(training, name)]
         if len(given) > 1:
             yield f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; keep one"
-        if not given and not training.skip_train:
+        if not given and (not training.skip_train or training.teacher_top_k is not None):
             said = f"neither {names[0]} nor {names[1]}" if len(names) == 2 else f"none of {', '.join(names)}"
             yield f"{said} is given; give one to set the length of training"
 
@@ -174,15 +186,30 @@ class Task(ABC):
         loss, config = self.config.training.loss, self.config
         if type(self).loss is not Task.loss:
             yield f"loss={loss} is given, but task={config.training.task} has a loss of its own; leave one out"
-        if not self.objective.needs_reference:
-            return
-        lora = config.lora
-        if lora.lora_rank is None:
-            yield f"loss={loss} takes a reference, which is the model without its adapters; give lora_rank"
-        elif whole := [
-            name for name in ("lora_modules_to_save", "lora_bias") if getattr(lora, name) not in ((), "none")
-        ]:
+        whole = [
+            name for name in ("lora_modules_to_save", "lora_bias") if getattr(config.lora, name) not in ((), "none")
+        ]
+        if self.objective.needs_reference and whole and not self.objective.stores_reference:
             yield f"{whole[0]} trains a part of the base, which is the reference of loss={loss}; leave it out"
+
+    def _teacher_faults(self) -> Iterator[str]:
+        training, top_k = self.config.training, self.config.training.teacher_top_k
+        needed = self.objective is not None and self.objective.needs_teacher
+        if needed and not training.teacher:
+            yield f"loss={training.loss} takes a teacher; give teacher, the files that a run with teacher_top_k wrote"
+        if training.teacher and not needed:
+            yield f"teacher={training.teacher[0]} is given, but no loss that takes a teacher; give one, or leave it out"
+        for name in training.teacher:
+            if not os.path.isfile(name):
+                yield f"teacher={name} is not a file; give the files that a run with teacher_top_k wrote"
+        if top_k is None:
+            return
+        if not training.skip_train:
+            yield f"teacher_top_k={top_k} writes what the model in load computes, without training; give skip_train"
+        if top_k > self.config.model.vocab_size:
+            yield f"teacher_top_k={top_k} is more than vocab_size={self.config.model.vocab_size}; lower it"
+        if type(self).loss is not Task.loss:
+            yield f"teacher_top_k={top_k} is for next-token prediction, not task={training.task}; use pretrain or sft"
 
     @property
     def sample_length(self) -> int:
@@ -274,7 +301,7 @@ class Task(ABC):
         """Return a microbatch of (labels, weights) with the origins of its labels, if a user's loss function is given.
 
         These are, each [B, S]: the place in `data_path` of a label's dataset, and the place in its row at which its
-        sample begins.
+        sample begins; then what is stored for each label.
         """
         if self.objective is None:
             return batch
@@ -282,11 +309,31 @@ class Task(ABC):
 
         labels, weights = batch.targets
         sources, begins = torch.zeros_like(labels), torch.arange(labels.shape[1]).repeat(len(labels), 1)
-        for sample, row, places in self.label_places(dataset, key):
+        label_places = self.label_places(dataset, key)
+        for sample, row, places in label_places:
             documents = self.documents_of(dataset, sample)
             sources[row, places] = 0 if documents is None else self.objective.source_of(documents[0])
             begins[row, places] = places.start or 0
-        return dataclasses.replace(batch, targets=(labels, weights, sources, begins))
+        stored = self.objective.stored_at(self.labels_of(dataset).fingerprint, label_places, labels.shape)
+        return dataclasses.replace(batch, targets=(labels, weights, sources, begins, *stored))
+
+    def labels_of(self, dataset: Any, split: int | None = None) -> SampleLabels:
+        """Return the samples for whose labels numbers can be stored: those that a run may read of this split."""
+        import numpy as np
+
+        length = np.int64(self.config.training.seq_length)
+        return SampleLabels(dataset.fingerprint, np.broadcast_to(length, len(dataset)))
+
+    def keys_of_samples(self, dataset: Any, samples: NDArray[np.int64], num_ranks: int) -> Sequence[Any]:
+        """Return the keys of microbatches of these samples, of which rank r takes [r::num_ranks].
+
+        All ranks have as many. Samples may come twice, to fill the last microbatches.
+        """
+        import numpy as np
+
+        size = self.config.training.micro_batch_size
+        count = -(-len(samples) // (size * num_ranks)) * num_ranks
+        return np.resize(samples, (count, size)).tolist()  # type: ignore[no-any-return]
 
     def documents_of(self, dataset: Any, sample: int) -> tuple[str, list[int]] | None:
         """Return the prefix and the document numbers that a sample is from; None if there are none."""
@@ -308,7 +355,7 @@ class Task(ABC):
         Called on every rank, before each step and each batch of an evaluation; `microbatches` is empty on inner
         pipeline stages.
         """
-        if self.objective is None or not self.objective.needs_reference:
+        if self.objective is None or not self.objective.needs_reference or self.objective.stored:
             return list(microbatches)
         from megatron.tasks.objective import completed
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megatron.data.blend import digest
+from megatron.resilience.errors import raise_on_all_ranks
+from megatron.tasks.stored_labels import complete, label_jobs, open_stored, open_teacher
 from megatron.tasks.task import StartWeights, Task
 from megatron.training.engine import Engine
 from megatron.training.objective_check import check_objective
@@ -23,19 +26,31 @@ def prepare_task(
 
     `beat` is called after each of its forward passes. Collective. Raises DataError or LossError.
     """
-    if task.objective is not None:
+    objective, writes_teacher = task.objective, task.config.training.teacher_top_k is not None
+    if objective is not None:
+        raise_on_all_ranks(engine.ctx, lambda: open_teacher(task, datasets))
         check_objective(engine, task, datasets)
-    if type(task).before_training is Task.before_training:
+    stores = writes_teacher or (objective is not None and objective.stores_reference)
+    if not stores and type(task).before_training is Task.before_training:
         return []
-    weights = start_weights(engine, start)
-    engine.start_fingerprint = weights.fingerprint
 
     def forward(*arguments: Any, **options: Any) -> list[Tensor]:
         results = engine.forward(*arguments, **options)
         beat()
         return results
 
-    return task.before_training(datasets, forward, weights, engine.ctx)
+    if writes_teacher:
+        weights = StartWeights(fingerprint_of(engine), True)
+    else:
+        weights = start_weights(engine, start)
+        engine.start_fingerprint = weights.fingerprint
+    lines = []
+    for job in label_jobs(task, datasets, weights.fingerprint) if stores else []:
+        done = complete(job, forward, engine.ctx, may_compute=weights.are_loaded)
+        lines.append(f"{'teacher' if writes_teacher else 'reference'} of {done}")
+        if not writes_teacher:
+            raise_on_all_ranks(engine.ctx, partial(open_stored, job))
+    return lines + task.before_training(datasets, forward, weights, engine.ctx)
 
 
 def start_weights(engine: Engine, start: Start) -> StartWeights:
@@ -48,9 +63,16 @@ def start_weights(engine: Engine, start: Start) -> StartWeights:
     saved = None if start.checkpoint is None else start.checkpoint.metadata.get("start_fingerprint")
     if saved is not None and start.progress.iteration:
         return StartWeights(str(saved), False)
+    return StartWeights(fingerprint_of(engine), not start.progress.iteration)
+
+
+def fingerprint_of(engine: Engine) -> str:
+    """Return the fingerprint of the weights in the engine, adapters and their base included. Collective."""
     sums: dict[str, int] = {}
     for piece in engine.state.owned():
         if piece.is_saved_here:
             sums[piece.name] = sums.get(piece.name, 0) + bits_sum(piece.weight)
-    checksums = joined_checksums(engine.ctx.gather_objects(sums))
-    return StartWeights(digest(json.dumps(checksums, sort_keys=True)), not start.progress.iteration)
+    known: Any = joined_checksums(engine.ctx.gather_objects(sums))
+    if engine.base is not None:
+        known = [known, engine.base.get("checksums") or engine.base]
+    return digest(json.dumps(known, sort_keys=True))

@@ -137,6 +137,33 @@ def test_the_reference_is_the_model_without_its_adapters(ranks: RankPools, tmp_p
     assert losses[1] < -1e-5 > losses[2]
 
 
+def test_without_adapters_the_reference_is_the_model_at_the_start(ranks: RankPools, tmp_path: Path, blend: str) -> None:
+    """It is computed once, also for a run that is resumed on another layout."""
+    flags = f"{STEPS} {blend} {own('beyond_reference')} --eval-interval 3"
+    save = f"--save {tmp_path / 'state'} --exit-interval 2"
+    results = [tmp_path / name for name in ("whole", "stopped", "resumed")]
+    assert ranks(1)(runs.train, f"{flags} --results-dir {results[0]}") == [""]
+    data = Path(blend.split()[2]).parent
+    files = sorted(data.glob("*.labels-*"))
+    assert len(files) == 2  # training and validation
+    pipeline = "--pipeline-model-parallel-size 2"
+    assert set(ranks(2)(runs.train, f"{flags} {save} {pipeline} --results-dir {results[1]}")) == {""}
+    assert ranks(1)(runs.train, f"{flags} {save} --results-dir {results[2]}") == [""]
+    assert sorted(data.glob("*.labels-*")) == files
+    whole, *parts = ([row["lm_loss"] for row in runs.rows(folder)] for folder in results)
+    assert whole[0] == pytest.approx(0, abs=1e-6)
+    assert whole[1] < -1e-5 > whole[2]
+    assert [*parts[0], *parts[1]] == pytest.approx(whole, abs=1e-5)
+    assert runs.rows(results[2], "valid")[-1]["lm_loss"] == pytest.approx(
+        runs.rows(results[0], "valid")[-1]["lm_loss"], abs=1e-5
+    )
+    for file in files:
+        file.unlink()
+    flags += " --train-iters 4 --override-opt-param-scheduler"
+    (message,) = ranks(1)(runs.train, f"{flags} {save} --results-dir {results[2]}")
+    assert "and this run has trained the model since; put the file back" in message
+
+
 @pytest.mark.parametrize(
     ("flags", "fault"),
     [
@@ -144,7 +171,7 @@ def test_the_reference_is_the_model_without_its_adapters(ranks: RankPools, tmp_p
         ("--loss none.py:focal", "loss=none.py:focal cannot be loaded: FileNotFoundError"),
         (own("STEPS"), "is a str; give a function"),
         (own("of_one_argument"), "has the arguments (log_probs); use one of (log_probs, batch), ("),
-        (own("beyond_reference"), "is the model without its adapters; give lora_rank"),
+        (f"{own('beyond_reference')} --lora-rank 2 --lora-alpha 2 --lora-bias all", "trains a part of the base, which"),
         (f"{own('focal')} --task preference", "task=preference has a loss of its own; leave one out"),
         (f"{own('focal')} --data-path 1 a 1 b 1 a", "has a at two places"),
     ],

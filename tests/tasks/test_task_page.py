@@ -14,6 +14,7 @@ EXAMPLES = {
     "From log-probabilities": "focal",
     "Data that is unlearned and data that is kept": "gradient_difference",
     "A reference": "drift",
+    "A teacher": "teacher_cross_entropy",
     "From hidden states": "small_hidden",
 }
 
@@ -22,7 +23,12 @@ EXAMPLES = {
 def test_an_example_trains(ranks: RankPools, tmp_path: Path, heading: str, function: str) -> None:
     (tmp_path / "my_loss.py").write_text(blocks("docs/tasks.md", heading)[0])
     data = [str(runs.write_dataset(tmp_path / f"{seed}", seed=seed)) for seed in range(2)]
-    flags = f"--train-iters 2 --data-path 1 {data[0]} 1 {data[1]} --loss {tmp_path}/my_loss.py:{function}"
+    flags = f"--train-iters 2 --data-path 1 {data[0]} 1 {data[1]}"
+    if function == "teacher_cross_entropy":
+        assert ranks(1)(runs.train, f"{flags} --save {tmp_path / 'teacher'}") == [""]
+        assert ranks(1)(runs.train, f"{flags} --load {tmp_path / 'teacher'} --skip-train --teacher-top-k 4") == [""]
+        flags += " --teacher " + " ".join(map(str, tmp_path.glob("0.teacher-*")))
+    flags += f" --loss {tmp_path}/my_loss.py:{function}"
     if function == "drift":
         flags += " --lora-rank 2 --lora-alpha 2"
     assert ranks(1)(runs.train, f"{flags} --results-dir {tmp_path / 'out'}") == [""]

@@ -16,10 +16,10 @@ import numpy as np
 
 from megatron.data.blend import digest
 from megatron.data.indexed import DataError
+from megatron.data.label_file import read_header
 from megatron.files import replacing
 
 TENSOR = "log_probs"
-LARGEST_HEADER_BYTES = 1 << 16
 
 Values = np.memmap[tuple[int, int], np.dtype[np.float32]]
 
@@ -36,7 +36,7 @@ def open_reference(path: Path, num_rows: int, facts: Mapping[str, str]) -> Value
     """
     if not path.exists():
         _create(path, num_rows, facts)
-    header, begin = _read_header(path)
+    header, begin = read_header(path)
     if (found := header.get("__metadata__")) != dict(facts):
         differing = [
             f"{name}={(found or {}).get(name)} there, {value} here"
@@ -65,18 +65,3 @@ def _create(path: Path, num_rows: int, facts: Mapping[str, str]) -> None:
     with replacing(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.write(np.full((num_rows, 2), np.nan, "<f4").tobytes())
-
-
-def _read_header(path: Path) -> tuple[dict[str, dict[str, object]], int]:
-    """Return the header of a safetensors file, and where the numbers begin."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > LARGEST_HEADER_BYTES:
-            raise DataError(f"{path} is not a file of log-probabilities; remove it, and it is computed again")
-        try:
-            header = json.loads(file.read(size))
-        except ValueError:
-            header = None
-    if not isinstance(header, dict):
-        raise DataError(f"{path} has no header of safetensors; remove it, and it is computed again")
-    return header, 8 + size

@@ -1,0 +1,132 @@
+"""Log-probabilities of a dataset's labels under a model, in a file beside the dataset.
+
+PREFIX.KIND-KEY.safetensors holds, for all labels of one sample after the other:
+
+    log_probs  [labels, K]  float32 of the labels themselves (K = 1), or float16 of the K likeliest tokens
+    ids        [labels, K]  uint16 or uint32: these tokens; absent for the labels themselves
+    done       [samples]    uint8: 1 once the sample is written
+
+The file has its final size from the start, and samples are written in place, so a computation that is stopped goes on
+where it was. Its metadata has the facts that the numbers depend on, of which KEY is a digest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.blend import digest
+from megatron.data.indexed import DataError
+from megatron.files import replacing
+
+LARGEST_HEADER_BYTES = 1 << 16
+NUMPY_TYPES = {"F32": "<f4", "F16": "<f2", "U32": "<u4", "U16": "<u2", "U8": "|u1"}
+
+Facts = Mapping[str, str]
+
+
+def label_path(prefix: str, kind: str, facts: Facts) -> Path:
+    """Return the file of a dataset for numbers with these facts."""
+    return Path(f"{prefix}.{kind}-{digest(json.dumps(facts, sort_keys=True))[:16]}.safetensors")
+
+
+def create_label_file(path: Path, facts: Facts, num_samples: int, num_labels: int, top_k: int, num_tokens: int) -> None:
+    """Write a file in which no sample is done.
+
+    `top_k`: 0 for the labels themselves. `num_tokens`: size of the vocabulary. Raises OSError, also for a full disk.
+    """
+    kinds: dict[str, tuple[str, list[int]]] = {"log_probs": ("F16" if top_k else "F32", [num_labels, top_k or 1])}
+    if top_k:
+        kinds["ids"] = ("U16" if num_tokens <= 1 << 16 else "U32", [num_labels, top_k])
+    kinds["done"] = ("U8", [num_samples])
+    header: dict[str, Any] = {"__metadata__": dict(facts)}
+    size = 0
+    for name, (kind, shape) in kinds.items():
+        end = size + np.dtype(NUMPY_TYPES[kind]).itemsize * int(np.prod(shape))
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [size, end]}
+        size = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        # a mapped page that the disk has no place for would end the process by a signal
+        os.posix_fallocate(file.fileno(), 8 + len(text), size)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where its numbers begin. Raises DataError."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(size)) if size <= LARGEST_HEADER_BYTES else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise DataError(f"{path} has no header of safetensors; remove it, and it is computed again")
+    return header, 8 + size
+
+
+class LabelFile:
+    """The numbers of a file. Raises DataError if it is damaged."""
+
+    def __init__(self, path: Path, *, writes: bool = False) -> None:
+        self.path = path
+        header, begin = read_header(path)
+        self.facts: dict[str, Any] = header.pop("__metadata__", {})
+        tensors = dict[str, NDArray[Any]]()
+        try:
+            for name, entry in header.items():
+                kind, shape, (first, end) = np.dtype(NUMPY_TYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+                if end - first != kind.itemsize * int(np.prod(shape)):
+                    raise ValueError(name)
+                tensors[name] = np.memmap(path, kind, "r+" if writes else "r", begin + first, tuple(shape))
+            self.log_probs, self.done = tensors["log_probs"], tensors["done"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{path} is not a whole file of log-probabilities; remove it, and write it again"
+            ) from error
+        self.ids: NDArray[Any] | None = tensors.get("ids")
+
+    def write(self, samples: NDArray[np.int64], labels: NDArray[np.int64], found: NDArray[np.float32]) -> None:
+        """Write the rows `labels` [n], which are those of `samples`: log-probabilities [n, K], then ids [n, K]."""
+        width = self.log_probs.shape[1]
+        self.log_probs[labels] = found[:, :width]
+        if self.ids is not None:
+            self.ids[labels] = found[:, width:]
+        for tensor in (self.log_probs, self.ids):
+            if tensor is not None:
+                tensor.flush()  # type: ignore[attr-defined]
+        self.done[samples] = 1  # after what it stands for
+        self.done.flush()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class StoredLabels:
+    """A whole file, and where the labels of each sample begin in it."""
+
+    file: LabelFile
+    firsts: NDArray[np.int64]
+
+    def read(self, places: Iterable[tuple[int, int, slice]], shape: Sequence[int]) -> list[NDArray[Any]]:
+        """Return the numbers of a microbatch of `shape` [B, S]: those of labels [B, S], or of tokens and ids [B, S, K].
+
+        `places`: sample, row and places in the row of all labels. Others have 0.
+        """
+        tensors = [tensor for tensor in (self.file.log_probs, self.file.ids) if tensor is not None]
+        found = [
+            np.zeros((*shape, tensor.shape[1]), np.float32 if tensor.dtype.kind == "f" else np.int64)
+            for tensor in tensors
+        ]
+        for sample, row, place in places:
+            labels = slice(int(self.firsts[sample]), int(self.firsts[sample + 1]))
+            for part, tensor in zip(found, tensors, strict=True):
+                part[row, place] = tensor[labels]
+        return found if self.file.ids is not None else [found[0][..., 0]]
