@@ -22,6 +22,7 @@ from megatron.config.validation import check_device, idle
 from megatron.descriptors import limit_fault
 from megatron.exit_codes import DONE, REFUSED
 from megatron.observability.wandb_log import check_wandb
+from megatron.resilience.process import leave, print_error
 from megatron.resilience.shutdown import Signals
 from megatron.training.deepspeed_config import check_deepspeed as deepspeed_faults
 from megatron.training.deepspeed_json import check_values
@@ -340,23 +341,10 @@ def start() -> int:
     return DONE
 
 
-def print_error(text: str) -> None:
-    """Print on stderr. On a full disk nothing is printed, and the exit status remains."""
-    with contextlib.suppress(OSError):
-        if text:
-            print(text, file=sys.stderr, flush=True)
-
-
-def leave(status: int) -> NoReturn:
-    """End the process here, without Python's own finalization.
-
-    gloo's threads release the tensors of the last collective after it has returned. One that does so while the
-    interpreter is being torn down aborts the process: status 134 after a run that went well.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a full disk, a reader that left
-            stream.flush()
-    os._exit(status)
+def preload() -> None:
+    """Import what the ranks of a run on a CPU need, before they are forked."""
+    import megatron.training.build
+    import megatron.training.loop  # noqa: F401
 
 
 def process() -> NoReturn:

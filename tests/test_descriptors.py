@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron import descriptors
-from megatron.launch.plan import RefusedError, Request
+from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 
 
@@ -51,7 +51,7 @@ def test_a_kernel_with_a_lower_limit_gives_what_it_has(
 @pytest.mark.usefixtures("limits")
 def test_a_run_that_needs_more_is_refused_before_it_starts() -> None:
     flags = "--config tiny_bloom --data-path d --micro-batch-size 1 --global-batch-size 1024".split()
-    request = Request(device="cpu", nodes=128, devices_per_node=8, rendezvous="node0:29500", train_flags=flags)
+    request = LaunchRequest(device="cpu", nodes=128, devices_per_node=8, rendezvous="node0:29500", train_flags=flags)
     with pytest.raises(RefusedError) as refused:
         preflight(request)
     (fault,) = [fault for fault in refused.value.faults if "open files" in fault]

@@ -36,7 +36,7 @@ from megatron.launch.hl_help import script_help
 from megatron.launch.hl_requests import from_environment, legend
 from megatron.launch.hl_variables import ALL, Script, one_of
 from megatron.launch.hosts import launch
-from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
+from megatron.launch.plan import FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.planning.describe import describe
 from megatron.planning.fit import memory_warning
@@ -126,7 +126,7 @@ def launch_command(plan: LaunchPlan) -> list[str]:
     return [*command, "--", *plan.train_flags]
 
 
-def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None]:
+def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script | None]:
     """Return the request, and the script whose HL_* variables define it, if any do."""
     own, train_flags = list(arguments), []
     if "--" in own:
@@ -151,7 +151,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[Request, Script | None
         ]
         return request, script
     chats, template = options.pop("chats"), options.pop("chat_template")
-    request = Request(**options | {"environment": dict(options["environment"])}, train_flags=train_flags)
+    request = LaunchRequest(**options | {"environment": dict(options["environment"])}, train_flags=train_flags)
     request.faults, request.unread = faults, unread
     if chats is not None:
         model = read_command_line(train_flags).config.checkpoint.load

@@ -6,6 +6,8 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from megatron.config.flags import unescaped
+
 if TYPE_CHECKING:
     from megatron.data.input_shards import InputShard
     from megatron.data.sources import InputListing, InputRules
@@ -149,13 +151,9 @@ def find_input(arguments: argparse.Namespace) -> InputListing:
 
 
 def separator(arguments: argparse.Namespace) -> str | None:
-    """Return --document-separator, with \\n, \\t, \\r and \\\\ replaced by the characters they stand for."""
+    """Return --document-separator, with \\n and other escapes replaced."""
     text: str | None = arguments.document_separator
-    if text is None:
-        return None
-    for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\0", "\\")):
-        text = text.replace(escape, character)
-    return text
+    return None if text is None else unescaped(text)
 
 
 def add_tokenizer_flags(

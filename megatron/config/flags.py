@@ -65,6 +65,8 @@ def help_of_option(cls: type, name: str, default: Any, hint: Any) -> str:
     text = doc_of_option(cls, name)
     if metavar(hint) == "NAME":
         text += f" One of {', '.join(_choices(hint))}."
+    if cls.__pydantic_fields__[name].is_required():  # type: ignore[attr-defined]
+        return text
     says_unset = shown(default) == "unset" and "Unset:" in text
     return text if says_unset else f"{text} (default: {shown(default)})"
 
@@ -154,6 +156,13 @@ def _written(value: Any) -> str:
 
 def _lowered(text: str) -> str:
     return text[:1].lower() + text[1:]
+
+
+def unescaped(text: str) -> str:
+    """Return a text with \\n, \\t, \\r and \\\\ replaced by the characters that they stand for."""
+    for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\0", "\\")):
+        text = text.replace(escape, character)
+    return text
 
 
 def unknown_flags(rest: Sequence[str], known: Iterable[str]) -> list[str]:

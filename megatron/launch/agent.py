@@ -53,6 +53,10 @@ class AgentOptions(NodeOptions):
     """Ranks of a node, and the nodes of their run. Each field is an option of the agent's command line."""
 
     ranks_per_node: int = 1
+    main: str = "megatron.train"
+    """Module that each rank runs: its `process` ends the process."""
+    is_chat: bool = False
+    """Ctrl-C stops an answer: it goes to the ranks, which do not end."""
     secret_file: str | None = None
     """File in the home folder from which the secret of the run is read, once, if no variable has it."""
 
@@ -60,7 +64,8 @@ class AgentOptions(NodeOptions):
         """Return the command line that `parse` reads."""
         given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         known = [(name, value) for name, value in given if value != getattr(AgentOptions, name)]
-        return [word for name, value in known for word in (f"--{name.replace('_', '-')}", str(value))]
+        words = [(f"--{name.replace('_', '-')}", "1" if value is True else str(value)) for name, value in known]
+        return [word for pair in words for word in pair]
 
 
 def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
@@ -74,7 +79,7 @@ def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
         allow_abbrev=False,
     )
     for field in dataclasses.fields(AgentOptions):
-        kind = int if "int" in str(field.type) else str
+        kind = int if "int" in str(field.type) or "bool" in str(field.type) else str
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     options = AgentOptions(**vars(parser.parse_args(arguments[:place])))
     if options.nodes > 1 and options.rendezvous is None:
@@ -151,7 +156,7 @@ class Agent:
         with blocked_signals(SIGNALS), without_main_module():
             for local_rank in range(self._options.ranks_per_node):
                 receiver, sender = self._context.Pipe(duplex=False)
-                arguments = (local_rank, receiver, self._options.nodes > 1, self._train_flags)
+                arguments = (self._options.main, local_rank, receiver, self._options.nodes > 1, self._train_flags)
                 process = self._context.Process(target=rank.run_rank, args=arguments, name=f"rank {local_rank}")
                 process.start()
                 receiver.close()
@@ -259,11 +264,14 @@ class Agent:
             number = self._received.popleft()
             for process in self._running():
                 send(process, number)
+            if self._options.is_chat and number == signal.SIGINT:
+                continue
             if self._stop_requested_s is None:
                 self._stop_requested_s = now_s
                 if self._membership is not None and self._membership.node == 0:
                     name = signal.Signals(number).name
-                    report(f"{name}: the ranks stop after this step and save; a second signal ends them at once")
+                    stop = "stop after this step and save" if self._options.main == "megatron.train" else "stop"
+                    report(f"{name}: the ranks {stop}; a second signal ends them at once")
             elif now_s - self._stop_requested_s >= REPEAT_S and self._kill_s is None and number != signal.SIGXCPU:
                 self._kill_s = now_s + KILL_S
         if self._kill_s is not None and now_s > self._kill_s:
@@ -290,6 +298,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
     accelerators each is a new process, since their libraries do not survive a fork once they have looked for devices,
     which importing deepspeed does.
     """
+    os.environ["MEGATRON_MAIN"] = options.main  # for launch/preload.py
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
     raise_limit()
     with noted_signals(SIGNALS) as received:

@@ -14,9 +14,10 @@ from megatron.config.options import Config
 from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.descriptors import limit_fault
+from megatron.generation.load_options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import deepspeed_env_lines
-from megatron.launch.plan import Request
+from megatron.launch.plan import LaunchRequest
 from megatron.launch.run_secret import MissingSecretError, run_secret
 from megatron.parallel.shards import declared_shards
 from megatron.planning.sizes import declared_layers
@@ -39,7 +40,7 @@ def warn_of_new_tokens(config: Config, vocab_size: int) -> Iterator[str]:
         )
 
 
-def check_restarts(request: Request, config: Config, devices_per_node: int) -> Iterator[str]:
+def check_restarts(request: LaunchRequest, config: Config, devices_per_node: int) -> Iterator[str]:
     """Yield what prevents a restart, also with every smaller number of nodes that the run may be left with."""
     fewest = request.min_nodes or request.nodes
     if request.max_restarts and config.checkpoint.save is None:
@@ -71,7 +72,7 @@ def check_restarts(request: Request, config: Config, devices_per_node: int) -> I
                 )
 
 
-def warn_of_rendezvous(request: Request) -> Iterator[str]:
+def warn_of_rendezvous(request: LaunchRequest) -> Iterator[str]:
     """Yield a warning if every node would take itself for the first one."""
     endpoint = request.rendezvous
     if request.nodes > 1 and endpoint and not endpoint_fault(endpoint) and is_own(split_endpoint(endpoint)[0]):
@@ -81,7 +82,9 @@ def warn_of_rendezvous(request: Request) -> Iterator[str]:
         )
 
 
-def check_layout(request: Request, parallel: ParallelConfig, devices_per_node: int) -> Iterator[str]:
+def check_layout(
+    request: LaunchRequest, parallel: ParallelConfig | LoadOptions, devices_per_node: int
+) -> Iterator[str]:
     """Yield a fault unless the parallel sizes fill the devices."""
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     data, devices = request.data_parallel_size or 1, request.nodes * devices_per_node
@@ -194,7 +197,7 @@ def check_descriptors(config: Config, device: str, world_size: int) -> Iterator[
             yield fault
 
 
-def check_remote(words: Sequence[str], request: Request) -> Iterator[str]:
+def check_remote(words: Sequence[str], request: LaunchRequest) -> Iterator[str]:
     """Yield what keeps DeepSpeed's launcher from reaching other machines."""
     for program in ("pdsh", "ssh"):
         if shutil.which(program) is None:

@@ -28,14 +28,15 @@ from megatron.launch.hl_variables import (
     WrongValueError,
     is_on,
     one_of,
+    path_of,
     whole_number,
 )
-from megatron.launch.plan import FineTuning, Request
+from megatron.launch.plan import FineTuning, LaunchRequest
 
 KNOWN = {variable.name: variable for variable in VARIABLES}
 
 
-def from_environment(environment: Mapping[str, str], script: Script, passed_on: list[str]) -> Request:
+def from_environment(environment: Mapping[str, str], script: Script, passed_on: list[str]) -> LaunchRequest:
     """Translate the HL_* variables for one of the scripts; its arguments, `passed_on`, override them.
 
     Every value that cannot be used is in `faults`.
@@ -45,7 +46,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     arguments = vars(build_parser().parse_known_args(passed_on)[0])
     if passed := arguments["config"]:
         given["HL_CONFIG"] = passed[0]  # it names the run; the others override its values
-    request = Request()
+    request = LaunchRequest()
     of_file: list[str] = []
     if script == "sft":
         given, passed_on, of_file = _with_file(given, passed_on, arguments, request)
@@ -63,20 +64,11 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
         _data(given, script, preset, reader)
     reader.translate(arguments)
 
-    request.nodes = reader.number("HL_NUM_NODES") or 1
-    request.devices_per_node = reader.number("HL_NGPU_PER_NODE") or reader.number("HL_DEVICES_PER_NODE")
-    reader.same("HL_NGPU_PER_NODE", "HL_DEVICES_PER_NODE")
-    request.data_parallel_size = reader.number("HL_DP")
-    request.hostsfile = given.get("HL_HOSTSFILE")
-    request.rendezvous = given.get("HL_RENDEZVOUS")
+    _launch_options(given, reader)
     request.max_restarts = reader.number("HL_MAX_RESTARTS", at_least=0) or 0
     request.min_nodes = reader.number("HL_MIN_NODES")
-    request.dry_run = reader.switch("HL_DRY_RUN") or False
-    request.activate_dir = given.get("HL_QNPU_DIR")
-    request.device = _device(given, reader)
     request.lazy = reader.switch("HL_USE_LAZY_MODE")
     request.prefers_lazy = script in PRETRAINING  # as Habana trains
-    request.environment = _environment(given, reader)
 
     if "HL_RESULTS_DIR" in given:
         request.train_flags += ["--results-dir", given["HL_RESULTS_DIR"]]
@@ -91,8 +83,46 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     return request
 
 
+def inference_request(environment: Mapping[str, str], script: Script) -> LaunchRequest:
+    """Translate the HL_* variables for a script that does not train: launch options, and flags of its command.
+
+    Every value that cannot be used is in `faults`.
+    """
+    given = {name: value for name, value in environment.items() if name.startswith("HL_") and value != ""}
+    request = LaunchRequest()
+    reader = _VariableReader(given, request)
+    _unknown_or_refused(given, script, reader)
+    given = {name: value for name, value in given.items() if name in KNOWN and script in KNOWN[name].scripts}
+    for name, its_flag in (("HL_MODEL", "--load"), ("HL_CHAT_TEMPLATE", "--chat-template")):
+        if name in given:
+            request.train_flags += [its_flag, given[name]]
+    bf16 = reader.switch("HL_BF16")
+    if bf16 is not None:
+        request.train_flags += ["--precision", "bf16" if bf16 else "fp32"]
+    reader.given = {name: value for name, value in given.items() if name != "HL_BF16"}
+    reader.translate({})
+    reader.given = given
+    _launch_options(given, reader)
+    return request
+
+
+def _launch_options(given: Mapping[str, str], reader: _VariableReader) -> None:
+    """Set the options of nodes, devices and environment."""
+    request = reader.request
+    request.nodes = reader.number("HL_NUM_NODES") or 1
+    request.devices_per_node = reader.number("HL_NGPU_PER_NODE") or reader.number("HL_DEVICES_PER_NODE")
+    reader.same("HL_NGPU_PER_NODE", "HL_DEVICES_PER_NODE")
+    request.data_parallel_size = reader.number("HL_DP")
+    request.hostsfile = given.get("HL_HOSTSFILE")
+    request.rendezvous = given.get("HL_RENDEZVOUS")
+    request.dry_run = reader.switch("HL_DRY_RUN") or False
+    request.activate_dir = given.get("HL_QNPU_DIR")
+    request.device = _device(given, reader)
+    request.environment = _environment(given, reader)
+
+
 def _with_file(
-    given: dict[str, str], passed_on: list[str], arguments: dict[str, Any], request: Request
+    given: dict[str, str], passed_on: list[str], arguments: dict[str, Any], request: LaunchRequest
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Return variables and arguments with a finetune_lora.yaml replaced by what it sets, and its flags.
 
@@ -125,7 +155,7 @@ def _without_config(arguments: list[str], name: str) -> list[str]:
 class _VariableReader:
     """Converts variables to numbers, switches and flags; a wrong value becomes a fault, reported once."""
 
-    def __init__(self, given: Mapping[str, str], request: Request):
+    def __init__(self, given: Mapping[str, str], request: LaunchRequest):
         self.given, self.request = given, request
 
     @contextmanager
@@ -208,7 +238,7 @@ def _unknown_or_refused(given: Mapping[str, str], script: Script, reader: _Varia
         variable = KNOWN.get(name)
         if variable is not None:
             if script not in variable.scripts:
-                homes = " and ".join(f"scripts/run_{home}.sh" for home in variable.scripts)
+                homes = " and ".join(path_of(home) for home in variable.scripts)
                 reader.fault(f"{name}={value} does not apply to this script; it belongs to {homes}")
             continue
         refused = next((entry for entry in REFUSED if covers(entry, name)), None)

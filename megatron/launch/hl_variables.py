@@ -8,13 +8,15 @@ Variables of Habana's scripts that are not supported are in hl_refused.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args, get_type_hints
 
 from megatron.config.data import DataConfig
 
-Script = Literal["bloom13b", "llama", "sft", "dpo"]
+Script = Literal["bloom13b", "llama", "sft", "dpo", "generate"]
 ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft", "dpo")
+"""The scripts that train."""
+GENERATE: tuple[Script, ...] = ("generate",)
 PRETRAINING: tuple[Script, ...] = ("bloom13b", "llama")
 FINE_TUNING: tuple[Script, ...] = ("sft", "dpo")
 DPO: tuple[Script, ...] = ("dpo",)
@@ -155,7 +157,7 @@ def _tokenizer(text: str) -> list[str]:
 
 TOKENIZERS: tuple[str, ...] = get_args(get_args(get_type_hints(DataConfig)["tokenizer_type"])[0])
 
-VARIABLES: tuple[Variable, ...] = (
+_VARIABLES: tuple[Variable, ...] = (
     # what is trained
     _launch("HL_CONFIG", "preset (megatron/presets/), or a YAML file, instead of the script's own"),
     _launch("HL_LLAMA_VER", "generation of Llama: 1, 2, 3.1 or 3.2", "llama"),
@@ -404,7 +406,31 @@ VARIABLES: tuple[Variable, ...] = (
     _number("HL_PROFILE_STEP_END", "--profile-step-end", "iteration before which the trace ends"),
     Variable("HL_PROFILE_RANKS", "ranks that write a trace: 0 1 4", _profile_ranks, flags=("--profile-ranks",)),
     _launch("HL_DRY_RUN", "1: print the plan and start nothing"),
+    # text
+    _text("HL_PROMPTS", "--input", "file of prompts: .jsonl, or a prompt a line", GENERATE),
+    _text("HL_OUTPUT", "--output", "JSONL file for the texts; unset: the terminal", GENERATE),
+    _number("HL_BATCH_SIZE", "--batch-size", "texts that each copy of the model generates at once", scripts=GENERATE),
+    _number("HL_MAX_NEW_TOKENS", "--max-new-tokens", "largest number of tokens of a text", scripts=GENERATE),
 )
+
+OF_INFERENCE = frozenset(
+    (
+        *("HL_MODEL", "HL_CHAT_TEMPLATE", "HL_CHECKPOINT_LOAD_TAG", "HL_QUANTIZE_BASE", "HL_BF16"),
+        *("HL_TOKENIZER_TYPE", "HL_TOKENIZER_MODEL", "HL_NUM_NODES", "HL_NGPU_PER_NODE", "HL_DEVICES_PER_NODE"),
+        *("HL_DP", "HL_TP", "HL_PP", "HL_HOSTSFILE", "HL_RENDEZVOUS", "HL_DEVICE", "HL_USE_HPU", "HL_ENV_FLAGS"),
+        *("HL_HNIC", "HL_HCCL_OVER_OFI", "HL_HCCL_GAUDI_DIRECT", "HL_FI_PROVIDER", "HL_QNPU_DIR", "HL_DRY_RUN"),
+    )
+)
+"""Variables of training that mean the same for scripts/generate.sh."""
+VARIABLES = tuple(
+    replace(variable, scripts=(*variable.scripts, *GENERATE)) if variable.name in OF_INFERENCE else variable
+    for variable in _VARIABLES
+)
+
+
+def path_of(script: Script) -> str:
+    """Return the path of a script in the repository."""
+    return "scripts/generate.sh" if script in GENERATE else f"scripts/run_{script}.sh"
 
 
 LLAMA_PRESETS: dict[str, dict[str, str]] = {

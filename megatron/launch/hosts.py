@@ -94,6 +94,8 @@ def agent_options(plan: LaunchPlan) -> AgentOptions:
         run_id=plan.run_id,
         max_restarts=plan.max_restarts,
         ranks_per_node=plan.devices_per_node,
+        main=plan.main,
+        is_chat=plan.is_chat,
     )
 
 

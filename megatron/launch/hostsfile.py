@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.launch.addresses import host_fault, host_key, is_example, is_own, is_this_machine
-from megatron.launch.plan import Host, Request
+from megatron.launch.plan import Host, LaunchRequest
 
 DEVICES_PER_NODE = 8  # of a Gaudi or DGX server, and Habana's default
 
@@ -44,7 +44,7 @@ def parse_hostsfile(text: str, source: str) -> tuple[list[Host], list[str]]:
     return hosts, faults
 
 
-def find_hosts(request: Request, devices_per_node: int) -> tuple[list[Host], list[str]]:
+def find_hosts(request: LaunchRequest, devices_per_node: int) -> tuple[list[Host], list[str]]:
     """Return the hosts of a run and their faults; no hosts if the run uses this machine alone."""
     path, nodes = request.hostsfile, request.nodes
     if path is None:

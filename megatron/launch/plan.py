@@ -23,7 +23,7 @@ class FineTuning:
 
 
 @dataclass
-class Request:
+class LaunchRequest:
     """Launch options of a user, and the flags of megatron.train."""
 
     nodes: int = 1
@@ -105,6 +105,9 @@ class LaunchPlan:
     """HOST:PORT of the first node, where each node runs this launcher itself."""
     fine_tuning: FineTuning | None = None
     """Data to process before the ranks start, and the folder for it."""
+    main: str = "megatron.train"
+    """Module that each rank runs; the flags are its own."""
+    is_chat: bool = False
 
 
 class RefusedError(ValueError):

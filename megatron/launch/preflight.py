@@ -19,7 +19,7 @@ from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.host_environment import check_variables, sent_variables
 from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
-from megatron.launch.plan import LaunchPlan, RefusedError, Request
+from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError
 from megatron.planning.pipeline import partition_warnings
 from megatron.training.deepspeed_config import check_deepspeed
 
@@ -44,7 +44,7 @@ class Layout:
         return self.config.parallel.tensor_model_parallel_size * self.config.parallel.pipeline_model_parallel_size
 
 
-def preflight(request: Request) -> LaunchPlan:
+def preflight(request: LaunchRequest) -> LaunchPlan:
     """Validate a request. Starts and writes nothing. Raises RefusedError with every fault found.
 
     A value that cannot be read is a fault of its own, and removes only the checks that need it: there is a layout for
@@ -96,7 +96,7 @@ def preflight(request: Request) -> LaunchPlan:
         environment=(sent_variables(os.environ) if hosts else {}) | _rank_environment(request, layout, lazy=lazy),
         warnings=(*warnings, *idle(layout.config), *partition_warnings(layout.config)),
         notes=tuple(notes),
-        run_id=_run_id(request, flags),
+        run_id=run_id(request, flags),
         max_restarts=request.max_restarts,
         min_nodes=request.min_nodes or request.nodes,
         rendezvous=request.rendezvous,
@@ -104,7 +104,7 @@ def preflight(request: Request) -> LaunchPlan:
     )
 
 
-def _with_derived_flags(request: Request) -> tuple[CommandLine, list[str]]:
+def _with_derived_flags(request: LaunchRequest) -> tuple[CommandLine, list[str]]:
     """Return the command line with the folders and settings that follow from the request, and its flags.
 
     They stand before the user's own flags, which override them.
@@ -117,14 +117,14 @@ def _with_derived_flags(request: Request) -> tuple[CommandLine, list[str]]:
     return read_command_line(flags, request.unread - UNREADABLE), flags
 
 
-def _lacks_data(command: CommandLine, request: Request) -> bool:
+def _lacks_data(command: CommandLine, request: LaunchRequest) -> bool:
     placeholder = ("DATASET",) if request.dry_run else ()
     return request.fine_tuning is None and all(
         config.data.paths[0][1] in ((), placeholder) for config in command.configs
     )
 
 
-def _choose_device(request: Request, command: CommandLine) -> str | None:
+def _choose_device(request: LaunchRequest, command: CommandLine) -> str | None:
     """Return hpu, cuda or cpu; `auto` if other machines must detect theirs themselves; None if it cannot be read."""
     devices: set[str] = {config.parallel.device for config in command.configs}
     if len(devices) > 1:
@@ -137,7 +137,7 @@ def _choose_device(request: Request, command: CommandLine) -> str | None:
     return detect_device(allow_hpu=requested != "no-hpu")
 
 
-def _lazy_mode(request: Request, config: Config, device: str | None) -> tuple[bool | None, list[str]]:
+def _lazy_mode(request: LaunchRequest, config: Config, device: str | None) -> tuple[bool | None, list[str]]:
     """Return whether an HPU runs in lazy mode, None elsewhere, and the faults of it."""
     if device not in ("hpu", "auto"):
         return None, []
@@ -155,7 +155,7 @@ def _lazy_mode(request: Request, config: Config, device: str | None) -> tuple[bo
     return None if device == "auto" and not lazy and not given else lazy, []
 
 
-def _layouts(request: Request, config: Config, device: str | None, *, lazy: bool | None) -> list[Layout]:
+def _layouts(request: LaunchRequest, config: Config, device: str | None, *, lazy: bool | None) -> list[Layout]:
     """Return the layout of a config on its device; several, if nodes, devices or sizes cannot be read."""
     if device in ("hpu", "cuda", "cpu"):
         config = on_device(config, device, lazy=bool(lazy))
@@ -169,7 +169,7 @@ def _layouts(request: Request, config: Config, device: str | None, *, lazy: bool
     return [_layout(request, config, devices_per_node, world_size)]
 
 
-def _layout(request: Request, config: Config, devices_per_node: int, world_size: int) -> Layout:
+def _layout(request: LaunchRequest, config: Config, devices_per_node: int, world_size: int) -> Layout:
     layout = Layout(config, devices_per_node, world_size)
     if request.samples_per_rank is None:
         return layout
@@ -178,14 +178,14 @@ def _layout(request: Request, config: Config, devices_per_node: int, world_size:
     return dataclasses.replace(layout, config=dataclasses.replace(config, training=training))
 
 
-def _default_devices(request: Request, device: str | None, model_ranks: int) -> int:
+def _default_devices(request: LaunchRequest, device: str | None, model_ranks: int) -> int:
     """Return the devices of a node where none are given: a CPU runs as many ranks as the layout has."""
     if device == "cpu" and request.nodes == 1 and request.hostsfile is None:
         return model_ranks * (request.data_parallel_size or 1)
     return DEVICES_PER_NODE
 
 
-def _check_layout(request: Request, layout: Layout) -> Iterator[str]:
+def _check_layout(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     """Yield the faults of the options, and of what they name."""
     config, world_size = layout.config, layout.world_size
     if not request.unread & SIZES:
@@ -199,7 +199,7 @@ def _check_layout(request: Request, layout: Layout) -> Iterator[str]:
     yield from checks.check_load(config)
 
 
-def _check_environment(request: Request) -> Iterator[str]:
+def _check_environment(request: LaunchRequest) -> Iterator[str]:
     """Yield the faults of what the ranks' environment is to be."""
     if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
         yield f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it (--activate) to a folder that does"
@@ -207,14 +207,14 @@ def _check_environment(request: Request) -> Iterator[str]:
         yield f"DS_ACCELERATOR={given}: the launcher sets it; leave it out, and set HL_DEVICE (--device)"
 
 
-def _check_data(request: Request, layout: Layout) -> Iterator[str]:
+def _check_data(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     """Yield the faults of the dataset, unless it is still to be made."""
     given, data = request.fine_tuning, layout.config.data
     if data.data_path != ("DATASET",) and (given is None or (given.data is None and given.folder is not None)):
         yield from checks.check_data_files(layout.config)
 
 
-def _check_machine(request: Request, layout: Layout, *, is_remote: bool) -> Iterator[str]:
+def _check_machine(request: LaunchRequest, layout: Layout, *, is_remote: bool) -> Iterator[str]:
     """Yield what this machine lacks, if it runs ranks."""
     device = layout.config.parallel.device
     if request.dry_run or is_remote or request.unread & UNREADABLE:
@@ -245,7 +245,7 @@ def _notes_of_device(given: Config, config: Config, *, lazy: bool | None) -> Ite
         yield f"HPU in {mode}; HL_USE_LAZY_MODE and HL_USE_TORCH_COMPILE (--torch-compile) choose"
 
 
-def _check_folders(request: Request, config: Config) -> Iterator[str]:
+def _check_folders(request: LaunchRequest, config: Config) -> Iterator[str]:
     if request.rendezvous is not None and request.results_parent and config.logging.results_dir is None:
         yield (
             f"rendezvous={request.rendezvous}: each node, and each attempt, would name the results folder after its "
@@ -256,13 +256,14 @@ def _check_folders(request: Request, config: Config) -> Iterator[str]:
         yield f"data_path={path}: the tokenized data are a dataset named data; give FOLDER/data, or leave it out"
 
 
-def _run_id(request: Request, flags: Sequence[str]) -> str:
+def run_id(request: LaunchRequest, flags: Sequence[str]) -> str:
+    """Return a name of the run that is equal on all nodes."""
     if request.rendezvous is not None:  # each node computes it, from what is equal on all
         return hashlib.sha256("\0".join(flags).encode()).hexdigest()[:16]
     return f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
 
 
-def _rank_environment(request: Request, layout: Layout, *, lazy: bool | None) -> dict[str, str]:
+def _rank_environment(request: LaunchRequest, layout: Layout, *, lazy: bool | None) -> dict[str, str]:
     device = layout.config.parallel.device
     environment = dict(request.environment)
     if lazy is not None:
@@ -274,7 +275,7 @@ def _rank_environment(request: Request, layout: Layout, *, lazy: bool | None) ->
     return environment
 
 
-def _output_flags(request: Request, command: CommandLine) -> list[str]:
+def _output_flags(request: LaunchRequest, command: CommandLine) -> list[str]:
     """Return flags for the folders that are not given; the results folder is named after the run."""
     config, given = command.config, command.given
     flags = []

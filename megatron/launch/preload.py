@@ -6,6 +6,7 @@ group or starts a thread, except OpenBLAS, which handles forks.
 
 from __future__ import annotations
 
+import importlib
 import os
 
 from megatron.launch.child_processes import end_with_parent
@@ -17,6 +18,4 @@ if set_death_signal := end_with_parent():
 import torch.distributed  # noqa: F401
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # importing deepspeed elsewhere selects a device
-    import megatron.train
-    import megatron.training.build
-    import megatron.training.loop  # noqa: F401
+    importlib.import_module(os.environ.get("MEGATRON_MAIN", "megatron.train")).preload()

@@ -15,11 +15,11 @@ from megatron.launch.child_processes import end_with_parent
 from megatron.resilience.shutdown import SIGNALS
 
 
-def run_rank(local_rank: int, environment: Connection, is_late: bool, train_flags: Sequence[str]) -> None:
-    """Receive the environment of this rank, then train. Does not return.
+def run_rank(main: str, local_rank: int, environment: Connection, is_late: bool, flags: Sequence[str]) -> None:
+    """Receive the environment of this rank, then run the module `main` with these flags. Does not return.
 
     `is_late`: the environment comes after the rendezvous of several nodes, which leaves time for imports. Signals are
-    blocked on entry and stay pending until the training handles them.
+    blocked on entry and stay pending until the module handles them.
     """
     if set_death_signal := end_with_parent():
         set_death_signal()
@@ -34,13 +34,12 @@ def run_rank(local_rank: int, environment: Connection, is_late: bool, train_flag
         os.environ.update(environment.recv())
     except EOFError:
         os._exit(FAILED)  # the agent ended
-    train(train_flags)
+    run_main(main, flags)
 
 
-def train(train_flags: Sequence[str]) -> None:
-    """Run megatron.train with these flags, and exit with its status."""
-    from megatron import train
-
-    sys.argv = ["megatron.train", *train_flags]
+def run_main(main: str, flags: Sequence[str]) -> None:
+    """Run the module `main` with these flags, and exit with its status."""
+    module = importlib.import_module(main)
+    sys.argv = [main, *flags]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    train.process()
+    module.process()

@@ -75,7 +75,7 @@ time.sleep(60)
 AGENT = """
 import sys
 from megatron.launch import agent, rank
-rank.train = lambda flags: exec(open(sys.argv[1] + "/rank.py").read(), {})
+rank.run_main = lambda main, flags: exec(open(sys.argv[1] + "/rank.py").read(), {})
 sys.exit(agent.run_agent(agent.AgentOptions(ranks_per_node=1), [], "fork"))
 """
 CALLER = """

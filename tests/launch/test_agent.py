@@ -25,7 +25,7 @@ from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
 from megatron.launch import agent, hosts, rank
 from megatron.launch.agent import AgentOptions
 from megatron.launch.hl_requests import from_environment
-from megatron.launch.plan import RefusedError, Request
+from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.launch.run_secret import SECRET
 from tests import runs
@@ -39,15 +39,15 @@ SHELLCHECK = shutil.which("shellcheck") or shutil.which(str(Path(sys.executable)
 # Beforehand
 
 
-def tiny(*flags: str, **settings: Any) -> Request:
+def tiny(*flags: str, **settings: Any) -> LaunchRequest:
     common = ["--config", "tiny_bloom", "--data-path", "d", "--micro-batch-size", "1"]
-    request = Request(device="cpu", dry_run=True, train_flags=[*common, *flags])
+    request = LaunchRequest(device="cpu", dry_run=True, train_flags=[*common, *flags])
     for name, value in settings.items():
         setattr(request, name, value)
     return request
 
 
-def faults(request: Request) -> list[str]:
+def faults(request: LaunchRequest) -> list[str]:
     with pytest.raises(RefusedError) as refused:
         preflight(request)
     return refused.value.faults
@@ -85,7 +85,7 @@ MEETING: dict[str, Any] = {"rendezvous": "node0:29500", "devices_per_node": 2}
         ),
     ],
 )
-def test_what_could_not_be_restarted_is_refused(request_: Request, said: str) -> None:
+def test_what_could_not_be_restarted_is_refused(request_: LaunchRequest, said: str) -> None:
     (fault,) = faults(request_)
     assert said in fault
 
@@ -175,7 +175,7 @@ Train = Callable[[Any], None]
 def run(monkeypatch: pytest.MonkeyPatch, train: Train, max_restarts: int = 0, ranks_per_node: int = 2) -> int:
     """Run an agent whose ranks call `train` with their flags, each in its environment."""
     monkeypatch.setattr(agent, "FAILED_GRACE_S", 0.5)
-    monkeypatch.setattr(rank, "train", train)
+    monkeypatch.setattr(rank, "run_main", lambda main, flags: train(flags))
     return agent.run_agent(AgentOptions(ranks_per_node=ranks_per_node, max_restarts=max_restarts), [], "fork")
 
 
@@ -303,7 +303,7 @@ def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pyt
 
     monkeypatch.setattr(agent, "wait", wait)
     monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: now_s + waited_s))
-    monkeypatch.setattr(rank, "train", train)
+    monkeypatch.setattr(rank, "run_main", lambda main, flags: train(flags))
     failed_s: list[float] = []
     original = agent.Agent._end_after
 
@@ -320,7 +320,7 @@ def test_one_node_needs_neither_torch_nor_a_listener() -> None:
     code = (
         "import os, sys, psutil\n"
         "from megatron.launch import agent, rank\n"
-        "rank.train = lambda flags: os._exit(0)\n"
+        "rank.run_main = lambda main, flags: os._exit(0)\n"
         "listening = []\n"
         "watch = agent.Agent._watch\n"
         "def note(self):\n"
@@ -360,7 +360,7 @@ AGENT = """
 import sys
 from megatron.launch import agent, rank
 code = sys.argv[1]
-rank.train = lambda flags: exec(code, {})
+rank.run_main = lambda main, flags: exec(code, {})
 sys.exit(agent.run_agent(agent.AgentOptions(ranks_per_node=2), [], "fork"))
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.launch import hosts
-from megatron.launch.plan import LaunchPlan, RefusedError, Request
+from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,7 +30,9 @@ def planned(tmp_path: Path, device: str = "hpu") -> LaunchPlan:
         (tmp_path / f"text{ending}").write_bytes(b"some")
     (tmp_path / "hosts").write_text("10.0.0.1 slots=8\n10.0.0.2 slots=8\n")
     flags = ["--config", "tiny_bloom", "--global-batch-size", "64", "--data-path", str(tmp_path / "text")]
-    layout = Request(nodes=2, devices_per_node=4, hostsfile=str(tmp_path / "hosts"), device=device, train_flags=flags)
+    layout = LaunchRequest(
+        nodes=2, devices_per_node=4, hostsfile=str(tmp_path / "hosts"), device=device, train_flags=flags
+    )
     return preflight(layout)
 
 
@@ -80,7 +82,7 @@ def test_a_rendezvous_on_every_machine_itself_is_warned_of(
 ) -> None:
     flags = ["--config", "tiny_bloom", "--global-batch-size", "64", "--results-dir", str(tmp_path)]
     plan = preflight(
-        Request(nodes=2, devices_per_node=4, device="cpu", rendezvous=endpoint, dry_run=True, train_flags=flags)
+        LaunchRequest(nodes=2, devices_per_node=4, device="cpu", rendezvous=endpoint, dry_run=True, train_flags=flags)
     )
     assert any(f"rendezvous={endpoint} is another machine on every node" in w for w in plan.warnings) is is_warned_of
 

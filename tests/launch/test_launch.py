@@ -26,7 +26,7 @@ from megatron.launch.hl_refused import REFUSED
 from megatron.launch.hl_requests import from_environment
 from megatron.launch.hl_variables import VARIABLES, Script
 from megatron.launch.hostsfile import parse_hostsfile
-from megatron.launch.plan import FineTuning, LaunchPlan, RefusedError, Request
+from megatron.launch.plan import FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.planning.sizes import declared_layers
 from tests.launch.test_agent import wait_until_gone
@@ -56,8 +56,8 @@ def hosts_of(tmp_path: Path, *lines: str) -> str:
     return str(path)
 
 
-def tiny(*flags: str, **request: Any) -> Request:
-    return Request(device="cpu", train_flags=["--config", "tiny_bloom", *flags], **request)
+def tiny(*flags: str, **request: Any) -> LaunchRequest:
+    return LaunchRequest(device="cpu", train_flags=["--config", "tiny_bloom", *flags], **request)
 
 
 # samples for every layout here
@@ -65,13 +65,13 @@ PROFILE_STEPS = ["--profile-step-start", "3", "--profile-step-end", "5"]
 ENOUGH = ("--global-batch-size", "128")
 
 
-def faults(request: Request) -> list[str]:
+def faults(request: LaunchRequest) -> list[str]:
     with pytest.raises(RefusedError) as refused:
         preflight(request)
     return refused.value.faults
 
 
-def translated(variables: dict[str, str], script: Script = "bloom13b", *passed_on: str) -> Request:
+def translated(variables: dict[str, str], script: Script = "bloom13b", *passed_on: str) -> LaunchRequest:
     return from_environment(variables, script, list(passed_on))
 
 
@@ -749,7 +749,7 @@ def test_local_ranks_know_their_place_and_find_the_package(
         os.write(1, (" ".join(shown) + "\n").encode())
         os._exit(os.environ["MASTER_PORT"] != str(port or os.environ["MASTER_PORT"]))
 
-    monkeypatch.setattr(rank, "train", train)
+    monkeypatch.setattr(rank, "run_main", lambda main, flags: train(flags))
     monkeypatch.setattr(hosts, "run_agent", lambda options, flags: agent.run_agent(options, flags, "fork"))
     for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "DS_ACCELERATOR", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # a launch sets it in this process; restored after the test

@@ -187,18 +187,18 @@ def launch(order: dict[str, Any]) -> int:
     copier = threading.Thread(target=copy_to, args=(reading, Path(order["folder"]) / "output"))
     copier.start()
     os.environ["FAULT_FOLDER"] = order["folder"]
-    train = rank.train
+    run_main = rank.run_main
 
-    def train_with_fault(train_flags: Sequence[str]) -> None:
+    def train_with_fault(main: str, flags: Sequence[str]) -> None:
         (Path(order["folder"]) / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
         install(order["fault"], order["fault_rank"])
-        train(train_flags)
+        run_main(main, flags)
 
     if order["has_launcher"]:
-        rank.train = train_with_fault
+        rank.run_main = train_with_fault
         status = agent.run_agent(agent.AgentOptions(ranks_per_node=order["world_size"]), order["flags"], "fork")
     else:
-        status = run_without_launcher(order["world_size"], partial(train_with_fault, order["flags"]))
+        status = run_without_launcher(order["world_size"], partial(train_with_fault, "megatron.train", order["flags"]))
     sys.stderr.flush()
     os.close(1)
     os.close(2)

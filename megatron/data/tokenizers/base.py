@@ -48,6 +48,10 @@ class Tokenizer(Protocol):
         """Id that ends a document; None if the tokenizer has none."""
 
     @property
+    def added(self) -> Added:
+        """Ids that are put around each text which has a token."""
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that stand for no text, such as those that begin or end one."""
 
@@ -71,6 +75,9 @@ class Tokenizer(Protocol):
 
     def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
         """Return the ids of all texts, with nothing added. Raises DataError. Thread-safe."""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its text; None if there is none."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are left out or a DataError."""

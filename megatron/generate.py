@@ -1,0 +1,91 @@
+"""Generate text: `python -m megatron.generate --load FOLDER --prompt TEXT`.
+
+Started once a rank by a launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or alone.
+Exit status: megatron/exit_codes.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.generation.command import GenerateCommand, build_generate_parser, read_command
+from megatron.resilience.process import leave, print_error, status_of
+
+if TYPE_CHECKING:
+    from megatron.generation.model import InferenceModel
+
+NO_TIMEOUT_MINUTES = 60.0 * 24 * 365
+"""Timeout of the ranks that wait for a line of a chat."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    if "--help" in arguments or "-h" in arguments:
+        print(build_generate_parser("python -m megatron.generate").format_help(), end="")
+        return
+    command, notes = read_command(arguments)  # every fault at once, before torch is imported
+    for note in notes:
+        announce(note)
+
+    from megatron import accelerator
+
+    load = command.load
+    device = accelerator.choose_device(load.device)  # before anything imports deepspeed
+    if command.prompts.chat:
+        load = dataclasses.replace(load, distributed_timeout_minutes=NO_TIMEOUT_MINUTES)
+
+    import torch.distributed as dist
+
+    from megatron.generation.loading import load_model, parallel_options
+    from megatron.parallel.context import ParallelContext
+    from megatron.resilience.errors import raise_on_all_ranks
+
+    try:
+        ctx = ParallelContext.build(parallel_options(load), device)
+        model = load_model(load, ctx, announce)
+        run(command, model)
+        raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run(command: GenerateCommand, model: InferenceModel) -> None:
+    """Do what the command says with a loaded model. Collective."""
+    if command.prompts.benchmark:
+        from megatron.generation.throughput import print_throughput
+
+        return print_throughput(model, command)
+
+    from megatron.generation.chat import TerminalChat
+    from megatron.generation.session import Session, run_prompts
+    from megatron.resilience.errors import raise_on_all_ranks
+
+    session = raise_on_all_ranks(model.ctx, lambda: Session(model, command))
+    if command.prompts.chat:
+        return TerminalChat(session).run()
+    return run_prompts(session)
+
+
+def announce(text: str) -> None:
+    """Print a line on stderr on rank 0: stdout is for the texts."""
+    if os.environ.get("RANK", "0") == "0":
+        print_error(text)
+
+
+def preload() -> None:
+    """Import what the ranks of a run on a CPU need, before they are forked."""
+    import megatron.generation.loading
+    import megatron.generation.session  # noqa: F401
+
+
+def process() -> NoReturn:
+    """Run the process of a rank."""
+    leave(status_of(main, sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    process()

@@ -1,0 +1,214 @@
+"""The command line of megatron.generate: its options, the names that other programs give them, and their faults.
+
+Imports no torch, so that a wrong command is reported at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from megatron.config.flags import HelpFormatter, add_flags, dashed, flag, read_flags, unescaped, unknown_flags
+from megatron.config.options import ConfigError
+from megatron.config.types import STRICT, Positive
+from megatron.generation.load_options import LoadOptions
+from megatron.generation.options import GenerationOptions
+
+
+@dataclass(frozen=True, config=STRICT)
+class PromptOptions:
+    """Texts to continue, and the place of the results."""
+
+    prompt: tuple[str, ...] = ()
+    """Texts to continue, each in quotes."""
+    input: str | None = None
+    """File of prompts. A .jsonl file has an object a line with `prompt`, or with `messages`, a chat to answer; any
+    other text file has a prompt a line. `-`: standard input, of JSON lines."""
+    output: str | None = None
+    """JSONL file for the results, in the order of the prompts, with what the input's lines say beside them. The same
+    command continues an interrupted one. Unset: standard output."""
+    overwrite: bool = False
+    """Replace the output file."""
+    on_bad_line: Literal["fail", "skip"] = "fail"
+    """For a line of the input that cannot be used: end the command, or leave the line out and count it."""
+    chat: bool = False
+    """Talk with the model in the terminal."""
+    system: str | None = None
+    """System message of chats that have none."""
+    as_chat: bool = False
+    """Take each prompt as the message of a user, and answer it by the model's chat template."""
+    chat_template: str | None = None
+    """Template of chats: a preset, or a .jinja or .py file. Unset: the tokenizer's."""
+    keep_special_tokens: bool = False
+    """Write special tokens, such as that of the end, as text."""
+    batch_size: Positive = 16
+    """Largest number of texts that each copy of the model generates at once."""
+    use_graphs: bool = False
+    """Replay each token's pass as a graph of the device (CUDA, HPU)."""
+    benchmark: bool = False
+    """Measure tokens per second with random prompts, over the batch sizes and lengths below."""
+    benchmark_batch_sizes: tuple[Positive, ...] = (1, 4, 16)
+    """Batch sizes of --benchmark."""
+    benchmark_prompt_lengths: tuple[Positive, ...] = (128, 512)
+    """Lengths of the prompts of --benchmark, in tokens. max_new_tokens follow each."""
+
+    def faults(self) -> Iterator[str]:
+        """Describe the options that contradict each other."""
+        sources = [
+            name
+            for name, given in (
+                ("--prompt", self.prompt),
+                ("--input", self.input),
+                ("--chat", self.chat),
+                ("--benchmark", self.benchmark),
+            )
+            if given
+        ]
+        if not sources:
+            yield "nothing to continue is given; use --prompt TEXT, --input FILE, --chat or --benchmark"
+        elif len(sources) > 1:
+            yield f"{' and '.join(sources)} exclude each other; give one of them"
+        for name in ("system", "chat_template"):
+            if getattr(self, name) is not None and self.prompt and not self.as_chat:
+                yield f"{flag(name)} is for chats, and --prompt gives plain text; add --as-chat, or leave it out"
+        if any(not text for text in self.prompt):
+            yield "--prompt has an empty text; give at least a word to continue"
+        if self.input not in (None, "-") and not Path(str(self.input)).is_file():
+            yield f"--input {self.input} is not a file; give a .jsonl or a text file"
+        if self.output is not None:
+            if self.chat or self.benchmark:
+                yield f"--output {self.output} is for --prompt and --input; leave it out"
+            elif not Path(self.output).absolute().parent.is_dir():
+                yield f"--output {self.output}: the folder does not exist; create it"
+            elif Path(self.output).is_dir():
+                yield f"--output {self.output} is a folder; give a file"
+        for name, value in (("overwrite", self.output), ("on_bad_line", self.input)):
+            if getattr(self, name) != getattr(PromptOptions, name) and value is None:
+                needed = "--output" if name == "overwrite" else "--input"
+                yield f"{flag(name)} has no effect without {needed}; leave it out"
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateCommand:
+    """Everything that one start of megatron.generate is to do."""
+
+    load: LoadOptions
+    prompts: PromptOptions
+    generation: GenerationOptions
+
+
+GROUPS: tuple[tuple[str, type], ...] = (
+    ("model and layout", LoadOptions),
+    ("prompts and results", PromptOptions),
+    ("choice of tokens", GenerationOptions),
+)
+
+OTHER_NAMES = {
+    "--model-name-or-path": "--load",
+    "--num-return-sequences": "--num-samples",
+    "--use-hpu-graphs": "--use-graphs",
+    "--use-cuda-graphs": "--use-graphs",
+    "--peft-model": "--load",
+    "--tokenizer-name": "--tokenizer-model",
+}
+"""Flags of transformers' and optimum-habana's run_generation.py by the names here."""
+WITHOUT_EFFECT = {
+    "--use-kv-cache": "keys and values are always kept",
+    "--reuse-cache": "the cache is always allocated once and written in place",
+    "--trim-logits": "the logits of the last token alone are always computed",
+    "--bucket-internal": "lengths of the cache are always rounded up within a batch",
+}
+REFUSED = {
+    "--bucket-size": "lengths are rounded up by a rule of this project; leave it out",
+    "--torch-compile": "--use-graphs takes its place; leave it out",
+    "--n-iterations": "--benchmark measures; leave it out",
+    "--warmup": "--benchmark warms up by itself; leave it out",
+    "--dataset-name": "only files are read; write the prompts to a .jsonl file and give it as --input",
+    "--output-dir": "give a file as --output",
+    "--penalty-alpha": "contrastive search is not part of this project",
+    "--attn-softmax-bf16": "the softmax is computed in float32",
+    "--assistant-model": "speculative decoding is not part of this project",
+    "--fp8": "fp8 is not part of this project; --quantize-base nf4 holds weights in 4 bits",
+    "--no-repeat-ngram-size": "use --repetition-penalty, --frequency-penalty or --presence-penalty",
+}
+
+
+def build_generate_parser(prog: str = "megatron-generate") -> argparse.ArgumentParser:
+    """Return the parser of the flags, grouped; values stay strings."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} --load FOLDER --prompt TEXT [--flag VALUE ...]",
+        description="Continue texts and answer chats with a checkpoint of a run, a Hugging Face model or adapters, on "
+        "any layout.",
+        epilog="A BOOL flag alone means true; `none` unsets an option. docs/generation.md has examples, and a table of "
+        "the flags of transformers and optimum-habana that are understood.",
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    for title, cls in GROUPS:
+        add_flags(parser.add_argument_group(title, (cls.__doc__ or "").strip()), cls)
+    return parser
+
+
+def read_command(arguments: Sequence[str]) -> tuple[GenerateCommand, list[str]]:
+    """Return the command, and a note for each flag without effect. Raises ConfigError with every fault."""
+    words, notes, faults = translated(arguments)
+    namespace, rest = build_generate_parser().parse_known_args(words)
+    faults += unknown_flags(rest, vars(namespace))
+    load = read_flags(LoadOptions, namespace, faults)
+    prompts = read_flags(PromptOptions, namespace, faults)
+    generation = read_flags(GenerationOptions, namespace, faults)
+    if generation is not None:
+        generation = dataclasses.replace(generation, stop=tuple(map(unescaped, generation.stop)))
+        faults += generation.faults()
+    if prompts is not None:
+        faults += prompts.faults()
+    if load is not None and not Path(load.load).exists():
+        faults.append(f"--load {load.load} does not exist; give the folder of a run's checkpoints or of a model")
+    if prompts is not None and generation is not None:
+        if (prompts.chat or prompts.benchmark) and generation.num_samples > 1:
+            faults.append(f"--num-samples {generation.num_samples} is for --prompt and --input; leave it out")
+        if prompts.chat and generation.num_beams > 1:
+            faults.append("--num-beams is not for --chat, which prints a text while it grows; leave it out")
+    if faults or load is None or prompts is None or generation is None:
+        raise ConfigError(list(dict.fromkeys(faults)))
+    return GenerateCommand(load, prompts, generation), notes
+
+
+def translated(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the words with other programs' flags by the names here, notes on those without effect, and faults."""
+    words, notes, faults = [], list[str](), list[str]()
+    given = dashed(arguments)
+    names = [word.split("=", 1)[0] for word in given]
+    passes_over = False
+    for word, name in zip(given, names, strict=True):
+        if not word.startswith("--"):
+            if not passes_over:
+                words.append(word)
+            continue
+        passes_over = False
+        if name in ("--model-name-or-path", "--load") and "--peft-model" in names:
+            words.append("--lora-base" + word[len(name) :])
+        elif name in OTHER_NAMES:
+            words.append(OTHER_NAMES[name] + word[len(name) :])
+        elif name == "--bf16":
+            words += ["--precision", "bf16"]
+        elif name == "--fp16":
+            words += ["--precision", "fp16"]
+        elif name == "--do-sample":
+            if "--temperature" not in names:
+                words += ["--temperature", "1.0"]
+        elif name in WITHOUT_EFFECT:
+            notes.append(f"{name} has no effect: {WITHOUT_EFFECT[name]}")
+            passes_over = True
+        elif name in REFUSED:
+            faults.append(f"{name} is not supported: {REFUSED[name]}")
+            passes_over = True
+        else:
+            words.append(word)
+    return words, notes, faults

@@ -1,0 +1,235 @@
+"""Prompts from files, and their results as JSON lines that an interrupted run continues."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from megatron.data.indexed import DataError
+from megatron.files import replacing
+from megatron.generation.command import GenerateCommand
+from megatron.generation.prompts import PromptEncoder
+from megatron.generation.requests import Completion, Request
+from megatron.observability.append_file import AppendFile
+
+RESULT_KEYS = ("completion", "reason", "num_tokens", "score", "logprobs", "completions")
+INPUT_OF_LAUNCHER = "MEGATRON_TERMINAL"
+"""Variable with the path of the launcher's standard input: a rank that it starts has none of its own."""
+OF_MODEL = ("load", "ckpt_step", "lora_base", "precision", "quantize_base")
+"""Options of the model that change its answers. A run may continue on another layout."""
+OF_PROMPTS = ("as_chat", "system", "chat_template", "keep_special_tokens")
+
+
+class Prompt(NamedTuple):
+    """A prompt that can be generated for."""
+
+    request: Request
+    row: dict[str, Any]
+    """Content of its line, which the result repeats."""
+
+
+class PromptSource:
+    """Prompts of a command, in order. Lines that cannot be used raise DataError, or are left out and counted.
+
+    `faults` describes what is wrong with a request; None of it: the model can take it.
+    """
+
+    def __init__(
+        self, command: GenerateCommand, encoder: PromptEncoder, faults: Callable[[Request], Sequence[str]]
+    ) -> None:
+        self._options, self._encoder, self._faults = command.prompts, encoder, faults
+        self.num_bad = 0
+        """Lines that were left out."""
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for number, (where, read) in enumerate(self._rows()):
+            try:
+                row = read()
+                request = Request(number, self._ids(row))
+                if faults := self._faults(request):
+                    raise DataError(faults[0])
+            except DataError as error:
+                if self._options.on_bad_line == "fail":
+                    raise DataError(f"{where}: {error}" if where else str(error)) from None
+                self.num_bad += 1
+                print(f"left out: {where}: {error}", file=sys.stderr)
+                continue
+            yield Prompt(request, row)
+
+    def _rows(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield the place of each prompt, for messages, and a function that reads it."""
+        path = self._options.input
+        if path is None:
+            for number, text in enumerate(self._options.prompt, start=1):
+                yield f"prompt {number}" if len(self._options.prompt) > 1 else "", partial(dict, prompt=text)
+            return
+        is_json = path == "-" or path.endswith(".jsonl")
+        with _opened(path) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", partial(_json_row if is_json else _text_row, line)
+
+    def _ids(self, row: dict[str, Any]) -> tuple[int, ...]:
+        prompt, messages = row.get("prompt"), row.get("messages")
+        if (prompt is None) == (messages is None):
+            raise DataError("it needs a prompt, or messages, and not both")
+        if messages is not None:
+            return self._encoder.chat(messages)
+        if not isinstance(prompt, str):
+            raise DataError(f"prompt is {type(prompt).__name__}; it must be a string")
+        if self._options.as_chat:
+            return self._encoder.chat([{"role": "user", "content": prompt}])
+        return self._encoder.text(prompt)
+
+
+def _opened(path: str) -> IO[bytes]:
+    if path != "-":
+        return Path(path).open("rb")
+    of_launcher = os.environ.get(INPUT_OF_LAUNCHER)
+    return sys.stdin.buffer if of_launcher is None else Path(of_launcher).open("rb")
+
+
+def _text_row(line: bytes) -> dict[str, Any]:
+    try:
+        return {"prompt": line.decode().rstrip("\r\n")}
+    except UnicodeDecodeError as error:
+        raise DataError(f"byte {error.start} is not UTF-8; convert the file") from None
+
+
+def _json_row(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"a JSON {type(row).__name__}; it must be an object with prompt or messages")
+    if taken := [key for key in RESULT_KEYS if key in row]:
+        raise DataError(f"it has the key {taken[0]!r}, which the result needs; rename it")
+    return row
+
+
+class ResultFile:
+    """JSON lines of results, on disk after each. An interrupted file is continued by the same command.
+
+    While it is incomplete, a hidden file beside it holds the options that it was begun with.
+    Raises DataError if it exists and is complete, or was begun with other options.
+    """
+
+    def __init__(self, path: Path, command: GenerateCommand):
+        self._path = path
+        self._state_path = path.with_name(f".{path.name}.options.json")
+        options = {
+            **{name: getattr(command.load, name) for name in OF_MODEL},
+            **{name: getattr(command.prompts, name) for name in OF_PROMPTS},
+            **dataclasses.asdict(command.generation),
+        }
+        state = json.loads(json.dumps(options))
+        if command.prompts.overwrite:
+            path.unlink(missing_ok=True)
+            self._state_path.unlink(missing_ok=True)
+        if path.exists():
+            self._check(state)
+            _drop_partial_line(path)
+        else:
+            with replacing(self._state_path) as file:
+                file.write(json.dumps(state).encode())
+        self._file = AppendFile(path)
+        self.num_present = 0
+        """Results of an earlier start."""
+
+    def _check(self, state: dict[str, Any]) -> None:
+        remedy = "choose another --output, or replace it with --overwrite"
+        try:
+            begun = json.loads(self._state_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(f"--output {self._path} exists already; {remedy}") from None
+        except ValueError:
+            raise DataError(f"{self._state_path} is damaged; {remedy}") from None
+        if changed := [name for name in state if state[name] != begun.get(name)]:
+            name = changed[0]
+            raise DataError(
+                f"--output {self._path} was begun with {name}={begun.get(name)}, not {state[name]}; give the same "
+                f"options to continue it, or {remedy}"
+            )
+
+    def missing(self, prompts: Iterator[Prompt]) -> Iterator[Prompt]:
+        """Yield the prompts that the file has no result of. Raises DataError if it is of other prompts."""
+        with self._path.open("rb") as file:
+            for line in file:
+                prompt = next(prompts, None)
+                if prompt is None or not _is_result(line, prompt.row):
+                    raise DataError(
+                        f"--output {self._path}, line {self.num_present + 1} is not the result of this input's prompt "
+                        f"{self.num_present + 1}; choose another --output, or replace it with --overwrite"
+                    )
+                self.num_present += 1
+        yield from prompts
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Append a result. Raises OSError."""
+        self._file.write(as_line(result).encode())
+
+    def finish(self) -> None:
+        """Mark the file as complete."""
+        self._state_path.unlink(missing_ok=True)
+
+
+def _drop_partial_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - (1 << 20))
+            file.seek(begin)
+            place = file.read(end - begin).rfind(b"\n")
+            end = begin + place + 1 if place >= 0 else begin
+            if place >= 0:
+                break
+        if end < size:
+            file.truncate(end)
+
+
+def _is_result(line: bytes, row: dict[str, Any]) -> bool:
+    try:
+        result = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(result, dict) and all(key in result and result[key] == value for key, value in row.items())
+
+
+def as_line(result: dict[str, Any]) -> str:
+    return json.dumps(result, ensure_ascii=False) + "\n"
+
+
+def as_result(
+    row: dict[str, Any],
+    completions: Sequence[Completion],
+    text_of: Callable[[Completion], str],
+    token: Callable[[int], str],
+) -> dict[str, Any]:
+    """Return the result of a prompt: what its row says, and the texts. `token` decodes a single id."""
+    texts = [_fields(each, text_of(each), token) for each in completions]
+    return {**row, **texts[0]} if len(texts) == 1 else {**row, "completions": texts}
+
+
+def _fields(completion: Completion, text: str, token: Callable[[int], str]) -> dict[str, Any]:
+    fields = {"completion": text, "reason": completion.reason, "num_tokens": len(completion.ids)}
+    if completion.score is not None:
+        fields["score"] = completion.score
+    if completion.logprobs is not None:
+        others = completion.alternatives or ((),) * len(completion.ids)
+        fields["logprobs"] = [
+            {
+                "id": each,
+                "token": token(each),
+                "logprob": logprob,
+                "top": [{"id": other, "token": token(other), "logprob": value} for other, value in alternatives],
+            }
+            for each, logprob, alternatives in zip(completion.ids, completion.logprobs, others, strict=True)
+        ]
+    return fields

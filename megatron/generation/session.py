@@ -1,0 +1,216 @@
+"""Generation for the prompts of a command: encoding, texts as they grow, results, and what it took.
+
+Rank 0 reads the prompts and writes the results. The rank that decides when a text ends may be another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from megatron.accelerator import MAX_ALLOCATED, memory_stats
+from megatron.config.options import ConfigError
+from megatron.generation.command import GenerateCommand
+from megatron.generation.generator import BatchSettings, GenerationStatistics, generate, request_faults
+from megatron.generation.jsonl import Prompt, PromptSource, ResultFile, as_line, as_result
+from megatron.generation.model import InferenceModel
+from megatron.generation.options import GenerationOptions
+from megatron.generation.prompts import PromptEncoder
+from megatron.generation.requests import Completion, Reason, Request
+from megatron.generation.text import GeneratedText
+from megatron.resilience.errors import raise_on_all_ranks
+
+PROMPTS_AT_ONCE = 64
+"""Prompts that are read ahead, for each row of the batch of a copy of the model."""
+
+OnText = Callable[[str], object]
+
+
+class Session:
+    """A loaded model with the options of a command. Raises ConfigError or DataError on all ranks alike."""
+
+    def __init__(self, model: InferenceModel, command: GenerateCommand):
+        self.model, self.command, self.options = model, command, command.generation
+        prompts = command.prompts
+        self.encoder = PromptEncoder(model, prompts.chat_template, command.load.tokenizer_model, prompts.system)
+        if faults := list(_unknown_ids(self.options, model.vocab_size)):
+            raise ConfigError(faults)
+        self.settings = BatchSettings(batch_size=prompts.batch_size, use_graphs=prompts.use_graphs)
+        self.statistics = GenerationStatistics()
+        self.eos_ids = self.encoder.final_ids(of_chats=prompts.chat or prompts.as_chat)
+        self.is_interrupted = False
+        """Set, on every rank, to end the texts under way after their next token."""
+
+    def faults(self, request: Request) -> list[str]:
+        """Describe what is wrong with a request, without its number."""
+        found = request_faults(self.model, [request], self.options, self.settings)
+        return [fault.removeprefix(f"prompt {request.number} ") for fault in found]
+
+    def generate(self, requests: Sequence[Request], on_text: OnText | None = None) -> Iterator[Completion]:
+        """Yield the texts on rank 0, in order. Collective.
+
+        `on_text` receives the pieces of a single text while it grows.
+        """
+        begin = {request.number: partial(self._text, request) for request in requests}
+        growing: dict[tuple[int, int], GeneratedText] = {}
+        num_seen: dict[tuple[int, int], int] = defaultdict(int)
+
+        def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
+            if self.is_interrupted:
+                return "interrupted"
+            if not self.options.stop:
+                return None
+            key = number, sample
+            text = growing.setdefault(key, begin[number]())
+            for token in ids[num_seen[key] :]:
+                text.add(token)
+            num_seen[key] = len(ids)
+            return "stop" if text.is_stopped else None
+
+        shown = begin[requests[0].number]() if on_text is not None else None
+
+        def on_token(number: int, sample: int, token: int) -> None:
+            if shown is not None and on_text is not None:
+                on_text(shown.add(token))
+
+        yield from generate(
+            self.model,
+            requests,
+            self.options,
+            eos_ids=self.eos_ids,
+            settings=self.settings,
+            is_finished=is_finished,
+            on_token=on_token if self.model.ctx.rank == 0 else None,
+            statistics=self.statistics,
+        )
+        if shown is not None and on_text is not None:
+            on_text(shown.finish())
+
+    def _text(self, request: Request) -> GeneratedText:
+        keep_special = self.command.prompts.keep_special_tokens
+        return GeneratedText(self.encoder.tokenizer, request.prompt, self.options, keep_special=keep_special)
+
+    def text_of(self, request: Request, completion: Completion) -> str:
+        """Return the text of a completion, up to a stop string."""
+        text = self._text(request)
+        return "".join([text.add(token) for token in completion.ids]) + text.finish()
+
+    def summary(self) -> str:
+        """Describe what all copies of the model have generated, in what time, and the memory of rank 0. Collective."""
+        ctx = self.model.ctx
+        of_ranks = ctx.gather_objects(asdict(self.statistics))
+        if ctx.rank != 0:
+            return ""
+        replicas = of_ranks[: ctx.tensor_size * ctx.num_batch_ranks : ctx.tensor_size]
+        parts = []
+        for name, tokens, seconds in (("prefill", "prompt_tokens", "prefill_s"), ("decode", "new_tokens", "decode_s")):
+            count, time_s = sum(each[tokens] for each in replicas), max(each[seconds] for each in replicas)
+            rate = f" ({count / time_s:,.0f}/s)" if time_s else ""
+            parts.append(f"{name} {count:,} tokens in {time_s:.2f} s{rate}")
+        gib = 2.0**30
+        weights, cache = self.model.weight_bytes / gib, self.statistics.cache_bytes / gib
+        peak = memory_stats()[MAX_ALLOCATED]
+        return (
+            f"{'; '.join(parts)}; memory of a rank: weights {weights:.2f} GB, cache {cache:.2f} GB, peak {peak:.2f} GB"
+        )
+
+
+def _unknown_ids(options: GenerationOptions, vocab_size: int) -> Iterator[str]:
+    """Describe the ids of options that the model does not have."""
+    for name, ids in (
+        ("stop_token_ids", options.stop_token_ids),
+        ("logit_bias", [token for token, _ in options.logit_bias]),
+    ):
+        if unknown := [token for token in ids if token >= vocab_size]:
+            yield f"{name} has the id {unknown[0]}, but the model's vocabulary has the ids 0 to {vocab_size - 1}"
+
+
+def run_prompts(session: Session) -> None:
+    """Generate for every prompt of the command, and write the results in their order. Collective."""
+    ctx, command = session.model.ctx, session.command
+    source = PromptSource(command, session.encoder, session.faults)
+    writer: ResultFile | None = None
+    prompts: Iterator[Prompt] = iter(())
+
+    def open_results() -> None:
+        nonlocal writer, prompts
+        prompts = iter(source)
+        if command.prompts.output is not None:
+            writer = ResultFile(Path(command.prompts.output), command)
+            prompts = writer.missing(prompts)
+
+    raise_on_all_ranks(ctx, open_results if ctx.rank == 0 else lambda: None)
+    size = PROMPTS_AT_ONCE * session.settings.batch_size * ctx.num_batch_ranks
+    num_texts = 0
+    while True:
+        block = raise_on_all_ranks(ctx, lambda: list(itertools.islice(prompts, size)))
+        requests: list[Request] = ctx.broadcast_object([prompt.request for prompt in block])
+        if not requests:
+            break
+        num_texts += _run_block(session, block, requests, writer, is_first=not num_texts)
+    if writer is not None:
+        writer.finish()
+    if ctx.rank == 0:
+        present = f", beside {writer.num_present:,} that were there" if writer and writer.num_present else ""
+        left_out = f"; {source.num_bad:,} bad lines left out" if source.num_bad else ""
+        place = f" in {command.prompts.output}" if command.prompts.output else ""
+        texts = "1 text" if num_texts == 1 else f"{num_texts:,} texts"
+        print(f"{texts}{place}{present}{left_out}", file=sys.stderr)
+    line = session.summary()
+    if line and num_texts:
+        print(line, file=sys.stderr)
+
+
+def _run_block(
+    session: Session, block: Sequence[Prompt], requests: list[Request], writer: ResultFile | None, *, is_first: bool
+) -> int:
+    """Generate for some prompts; return the number of texts. Collective."""
+    options, prompts = session.options, session.command.prompts
+    is_plain = writer is None and prompts.input is None
+    is_single = len(requests) == 1 and options.num_samples == 1 and options.num_beams == 1 and is_first
+    if is_plain and is_single and len(prompts.prompt) == 1:
+        if block:
+            _print("" if prompts.as_chat else block[0].row["prompt"])
+        done = list(session.generate(requests, _print))
+        if block:
+            _print("\n")
+        return len(done)
+    num_texts = 0
+    found: list[Completion] = []
+    waiting = iter(block)
+    for completion in session.generate(requests):
+        num_texts += 1
+        found.append(completion)
+        if len(found) < options.num_samples:
+            continue
+        prompt = next(waiting)
+        _write(session, prompt, found, writer, is_plain=is_plain)
+        found = []
+    return num_texts
+
+
+def _write(
+    session: Session, prompt: Prompt, completions: list[Completion], writer: ResultFile | None, *, is_plain: bool
+) -> None:
+    decode = session.encoder.tokenizer.decode
+    result = as_result(prompt.row, completions, partial(session.text_of, prompt.request), lambda token: decode([token]))
+    if writer is not None:
+        writer.write(result)
+    elif not is_plain:
+        _print(as_line(result))
+    else:
+        for number, completion in enumerate(completions, start=1):
+            of = f", text {number}" if len(completions) > 1 else ""
+            begin = "" if session.command.prompts.as_chat else prompt.row["prompt"]
+            text = session.text_of(prompt.request, completion)
+            _print(f"--- prompt {prompt.request.number + 1}{of}\n{begin}{text}\n")
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

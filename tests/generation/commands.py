@@ -1,0 +1,60 @@
+"""A small model with tokenizer and chat template, and commands of megatron.generate on the ranks of tests/ranks.py."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+from megatron.generate import run
+from megatron.generation.command import read_command
+from megatron.generation.loading import load_model, parallel_options
+from megatron.parallel.context import ParallelContext
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE without merges: each id is a byte, and the special tokens of TEMPLATE."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(list(SPECIAL))
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[0]}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def write_model(folder: Path) -> Path:
+    """A Llama of two layers, written by transformers, that repeats nothing."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.4,
+        bos_token_id=None, eos_token_id=256, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def generate(arguments: list[str]) -> tuple[str, str]:
+    """Run a command in this rank; return what it prints on stdout and stderr."""
+    command, _ = read_command([*arguments, "--device", "cpu"])
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        ctx = ParallelContext.build(parallel_options(command.load), "cpu")
+        run(command, load_model(command.load, ctx))
+    return out.getvalue(), errors.getvalue()
