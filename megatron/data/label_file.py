@@ -90,9 +90,7 @@ class LabelFile:
                 tensors[name] = np.memmap(path, kind, "r+" if writes else "r", begin + first, tuple(shape))
             self.log_probs, self.done = tensors["log_probs"], tensors["done"]
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{path} is not a whole file of log-probabilities; remove it, and write it again"
-            ) from error
+            raise DataError(f"{path} is a damaged file of log-probabilities; remove it, and write it again") from error
         self.ids: NDArray[Any] | None = tensors.get("ids")
 
     def write(self, samples: NDArray[np.int64], labels: NDArray[np.int64], found: NDArray[np.float32]) -> None:
