@@ -432,7 +432,7 @@ def test_every_import_is_required() -> None:
     # transformers: an extra, imported where Hugging Face's own files are read; habana_frameworks: the extra hpu
     declared |= {"megatron", "tools", "benchmarks", "transformers", "habana_frameworks"}
     declared |= {"litgpt"}  # a peer of benchmarks/step.py, which names how to install it
-    declared |= {"fsspec", "bitsandbytes"}  # the extras `remote` and `qlora`
+    declared |= {"fsspec", "bitsandbytes", "lm_eval"}  # the extras `remote`, `qlora` and `eval`
     # triton: comes with torch's CUDA builds, imported on CUDA; liger_kernel: an optional peer of benchmarks/loss.py
     declared |= {"triton", "liger_kernel"}
     declared |= {"peft"}  # a peer of benchmarks/merge_adapter.py, in an environment of its own

@@ -7,9 +7,10 @@ continuations take the output projection. A context that several continuations s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from megatron.config.options import ConfigError
 from megatron.data.packing import pack_dataset
 from megatron.generation.model import InferenceModel
+from megatron.models.kv_cache import CachedTokens
 from megatron.models.transformer import unpack
 from megatron.parallel.chosen_log_probs import label_scores
 
@@ -114,22 +116,34 @@ class _Row:
 
     requests: list[int]
     """Numbers of the requests, in the order of their labels."""
+    spans: list[_Span]
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
-    starts: NDArray[np.int64]
     places: NDArray[np.int64]
     """Place of the token that predicts each scored id."""
     labels: NDArray[np.int64]
 
-    def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, positions, starts = (
-            torch.from_numpy(part).unsqueeze(0).to(device) for part in (self.tokens, self.positions, self.starts)
-        )
-        return tokens, positions, starts
+
+class _Span(NamedTuple):
+    """Places of a document in its row."""
+
+    begin: int
+    context_end: int
+    ends: list[int]
+    """End of each branch; the first begins at the context's end, each other one at the end of the one before."""
 
 
 def _documents(requests: Sequence[Continuation], row_tokens: int) -> list[_Document]:
-    return [_Document(request.context, [(number, request.ids)]) for number, request in enumerate(requests)]
+    """Return the contexts, each with all its continuations, or as many as a row holds."""
+    found: list[_Document] = []
+    last: dict[tuple[int, ...], _Document] = {}
+    for number, request in enumerate(requests):
+        document = last.get(request.context)
+        if document is None or len(document) + len(request.ids) - 1 > row_tokens:
+            document = last[request.context] = _Document(request.context, [])
+            found.append(document)
+        document.branches.append((number, request.ids))
+    return found
 
 
 def _rows(documents: Sequence[_Document], row_tokens: int) -> Iterator[_Row]:
@@ -146,23 +160,60 @@ def _rows(documents: Sequence[_Document], row_tokens: int) -> Iterator[_Row]:
 def _row(documents: Sequence[_Document]) -> _Row:
     tokens: list[int] = []
     positions: list[int] = []
-    starts: list[int] = []
     places: list[int] = []
     labels: list[int] = []
     requests: list[int] = []
+    spans = []
     for document in documents:
         begin, length = len(tokens), len(document.context)
         tokens += document.context
         positions += range(length)
+        span = _Span(begin, len(tokens), [])
         for number, ids in document.branches:
-            places += [begin + length - 1, *range(len(tokens), len(tokens) + len(ids) - 1)]
+            places += [span.context_end - 1, *range(len(tokens), len(tokens) + len(ids) - 1)]
             positions += range(length, length + len(ids) - 1)
             tokens += ids[:-1]
             labels += ids
             requests.append(number)
-        starts += [begin] * (len(tokens) - begin)
-    arrays = [np.array(part, dtype=np.int64) for part in (tokens, positions, starts, places, labels)]
-    return _Row(requests, *arrays)
+            span.ends.append(len(tokens))
+        spans.append(span)
+    arrays = [np.array(part, dtype=np.int64) for part in (tokens, positions, places, labels)]
+    return _Row(requests, spans, *arrays)
+
+
+class _BranchingTokens(CachedTokens):
+    """The tokens of a row: each sees its context and its own branch. Nothing is cached."""
+
+    def __init__(self, row: _Row, device: torch.device) -> None:
+        self.positions_BS = torch.from_numpy(row.positions).unsqueeze(0).to(device)
+        self._num_positions = int(row.positions.max()) + 1
+        self._spans = row.spans
+
+    def angles(self, table: Callable[[int, torch.device], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if self._angles is None:
+            cos, sin = table(self._num_positions, self.positions_BS.device)
+            places = self.positions_BS[0]
+            self._angles = cos[places][:, None, None], sin[places][:, None, None]
+        return self._angles
+
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the context of q [S, 1, n, d] over k and v [S, 1, k, d]: [S, 1, n d]."""
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        parts = [part for span in self._spans for part in self._of_span(layer, q, k, v, span)]
+        return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(2)
+
+    def _of_span(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, span: _Span) -> Iterator[Tensor]:
+        context = slice(span.begin, span.context_end)
+        if len(span.ends) == 1:
+            whole = slice(span.begin, span.ends[0])
+            yield layer.core(q[:, :, whole], k[:, :, whole], v[:, :, whole])
+            return
+        yield layer.core(q[:, :, context], k[:, :, context], v[:, :, context])
+        for begin, end in pairwise([span.context_end, *span.ends]):
+            if begin < end:
+                own = slice(begin, end)
+                keys, values = (torch.cat([part[:, :, context], part[:, :, own]], dim=2) for part in (k, v))
+                yield layer.core(q[:, :, own], keys, values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,13 +226,12 @@ def _run(model: InferenceModel, rows: Sequence[_Row]) -> Iterator[tuple[_Row, tu
     distance = ctx.world_size // ctx.num_stages
     sends: deque[Any] = deque()
     for row in rows:
-        tokens, positions, starts = row.inputs(ctx.device)
-        inside = tokens
+        inside = torch.from_numpy(row.tokens).unsqueeze(0).to(ctx.device)
         if not ctx.is_first_stage:
             shape = (len(row.tokens), 1, model.config.model.hidden_size)
             inside = torch.empty(shape, dtype=model.dtype, device=ctx.device)
             dist.recv(inside, ctx.rank - distance)
-        outputs = model.forward_stage((inside, positions, starts))
+        outputs = model.forward_stage((inside, _BranchingTokens(row, ctx.device)))
         if not ctx.is_last_stage:
             hidden = unpack(outputs)[0].contiguous()
             sends.append((dist.isend(hidden, ctx.rank + distance), hidden))

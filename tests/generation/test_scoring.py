@@ -69,7 +69,12 @@ def test_scores_are_those_of_transformers(ranks: RankPools, folders: dict[str, P
     requests = requests_of(folders[name])
     theirs = expected(folders[name], requests)
     assert [greedy for _, greedy in theirs].count(True) == 1
-    for found, _ in ranks(world_size)(stages.scores, {"load": str(folders[name]), **options}, requests, row_tokens=40):
+    results = ranks(world_size)(stages.scores, {"load": str(folders[name]), **options}, requests, row_tokens=40)
+    if layout != "DP2":  # each context is computed once
+        contexts = {context for context, _ in requests}
+        num_tokens = sum(map(len, contexts)) + sum(len(ids) - 1 for _, ids in requests)
+        assert {computed for _, computed in results} == {num_tokens}
+    for found, _ in results:
         for (logprobs, is_greedy), (their_logprobs, is_their_greedy) in zip(found, theirs, strict=True):
             np.testing.assert_allclose(logprobs, their_logprobs, rtol=0, atol=2e-5)
             assert is_greedy == is_their_greedy

@@ -1,0 +1,82 @@
+"""Measure a model: `python -m megatron.evaluate --load FOLDER --tasks TASK ... --dataset PREFIX ...`.
+
+Started once a rank by a launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or alone.
+Exit status: megatron/exit_codes.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.evaluation.command import EvaluateCommand, build_evaluate_parser, read_command
+from megatron.resilience.process import leave, print_error, status_of
+
+if TYPE_CHECKING:
+    from megatron.generation.model import InferenceModel
+
+
+def main(arguments: Sequence[str]) -> None:
+    if "--help" in arguments or "-h" in arguments:
+        print(build_evaluate_parser("python -m megatron.evaluate").format_help(), end="")
+        return
+    command = read_command(arguments)  # every fault at once, before torch is imported
+
+    from megatron import accelerator
+
+    device = accelerator.choose_device(command.load.device)  # before anything imports deepspeed
+
+    import torch.distributed as dist
+
+    from megatron.generation.loading import load_model, parallel_options
+    from megatron.parallel.context import ParallelContext
+    from megatron.resilience.errors import raise_on_all_ranks
+
+    try:
+        ctx = ParallelContext.build(parallel_options(command.load), device)
+        model = load_model(command.load, ctx, announce)
+        run(command, model)
+        raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run(command: EvaluateCommand, model: InferenceModel) -> None:
+    """Measure what the command names with a loaded model. Collective."""
+    from megatron.evaluation.commands import Commands
+    from megatron.evaluation.report import EvaluationReport
+
+    options, report = command.evaluation, EvaluationReport(command, is_first=model.ctx.rank == 0)
+    for prefix in options.dataset:
+        from megatron.evaluation.perplexity import score_dataset
+
+        report.add_dataset(prefix, score_dataset(model, prefix, options.max_length))
+    if options.tasks:
+        commands = Commands(model, options.batch_size)
+        commands.lead(report.add_tasks)
+    report.write()
+
+
+def announce(text: str) -> None:
+    """Print a line on stderr on rank 0: stdout is for the results."""
+    if os.environ.get("RANK", "0") == "0":
+        print_error(text)
+
+
+def preload() -> None:
+    """Import what the ranks of a run on a CPU need, before they are forked."""
+    import megatron.evaluation.commands
+    import megatron.evaluation.perplexity
+    import megatron.generation.loading  # noqa: F401
+
+
+def process() -> NoReturn:
+    """Run the process of a rank."""
+    leave(status_of(main, sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    process()

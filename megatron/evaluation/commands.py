@@ -1,0 +1,98 @@
+"""Computations that the first rank starts and all ranks share.
+
+An evaluation is a program of another project: it runs on rank 0 alone, so that nothing depends on all ranks taking the
+same way through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from megatron.generation.generator import BatchSettings, generate
+from megatron.generation.model import InferenceModel
+from megatron.generation.options import GenerationOptions
+from megatron.generation.requests import Reason, Request
+from megatron.generation.scoring import Continuation, Score, score
+from megatron.generation.text import GeneratedText
+from megatron.resilience.errors import OtherRankFailed, exit_status
+
+T = TypeVar("T")
+
+
+class Commands:
+    """Computations of all ranks, as rank 0 calls them."""
+
+    def __init__(self, model: InferenceModel, batch_size: int = 16) -> None:
+        self.model = model
+        self._settings = BatchSettings(batch_size=batch_size)
+        self._is_computing = False
+
+    def score(self, requests: Sequence[Continuation]) -> list[Score]:
+        """Return `scoring.score` of the requests. Raises ConfigError."""
+        found: list[Score] = self._send("score", [[request.context, request.ids] for request in requests])
+        return found
+
+    def generate(self, prompts: Sequence[Sequence[int]], options: GenerationOptions, eos_ids: Sequence[int]) -> Any:
+        """Return the ids that follow each prompt, in order. Raises ConfigError."""
+        return self._send("generate", [list(map(list, prompts)), asdict(options), list(eos_ids)])
+
+    def lead(self, action: Callable[[Commands], T]) -> T | None:
+        """Run `action` on rank 0, with the other ranks computing what it needs; return its result there. Collective.
+
+        An error of `action` is raised on rank 0, and OtherRankFailed on the others.
+        """
+        ctx, fault = self.model.ctx, None
+        if ctx.rank:
+            self._follow()
+            return None
+        try:
+            return action(self)
+        except Exception as error:
+            fault = [str(error), exit_status(error)]
+            raise
+        finally:
+            if not self._is_computing:  # else the others have met the same error
+                ctx.broadcast_object(["end", fault])
+
+    def _send(self, name: str, content: Any) -> Any:
+        self.model.ctx.broadcast_object([name, content])
+        self._is_computing = True
+        result = self._compute(name, content)
+        self._is_computing = False
+        return result
+
+    def _follow(self) -> None:
+        while True:
+            name, content = self.model.ctx.broadcast_object(None)
+            if name == "end":
+                if content is not None:
+                    raise OtherRankFailed(f"rank 0 failed: {content[0]}", content[1])
+                return
+            self._compute(name, content)
+
+    def _compute(self, name: str, content: Any) -> Any:
+        if name == "score":
+            return score(self.model, [Continuation(tuple(context), tuple(ids)) for context, ids in content])
+        prompts, options, eos_ids = content
+        return self._generate(prompts, GenerationOptions(**options), eos_ids)
+
+    def _generate(self, prompts: list[list[int]], options: GenerationOptions, eos_ids: list[int]) -> list[list[int]]:
+        tokenizer = self.model.tokenizer
+        texts: dict[int, tuple[GeneratedText, list[int]]] = {}
+
+        def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
+            if not options.stop or tokenizer is None:
+                return None
+            text, seen = texts.setdefault(number, (GeneratedText(tokenizer, prompts[number], options), []))
+            for token in ids[len(seen) :]:
+                text.add(token)
+                seen.append(token)
+            return "stop" if text.is_stopped else None
+
+        requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
+        completions = generate(
+            self.model, requests, options, eos_ids=eos_ids, settings=self._settings, is_finished=is_finished
+        )
+        return [list(completion.ids) for completion in completions]

@@ -1,0 +1,205 @@
+"""A model of this project behind lm-eval's interface, and a run of lm-eval's tasks.
+
+Imported late: it needs lm-eval. Nothing is downloaded unless the user's environment says so: tasks and their data are
+local files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.config.options import ConfigError
+from megatron.data.indexed import DataError
+from megatron.data.tokenizers.base import Added
+from megatron.evaluation.commands import Commands
+from megatron.evaluation.options import EvaluationOptions
+from megatron.generation.options import GenerationOptions
+from megatron.generation.prompts import PromptEncoder
+from megatron.generation.scoring import Continuation
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
+for _name in OFFLINE:  # before datasets and huggingface_hub are imported; =0 allows downloads
+    os.environ.setdefault(_name, "1")
+
+try:
+    from lm_eval import evaluator, utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.tasks import TaskManager
+except ImportError as error:
+    raise ConfigError(
+        [f"--tasks needs lm-eval, which cannot be imported ({error}); install the extra: pip install '.[eval]'"]
+    ) from None
+
+MAX_NEW_TOKENS = 256
+"""Longest answer of a task that says nothing else, as of lm-eval's own models."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams", "length_penalty")
+
+
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """lm-eval's interface, on rank 0. Tokens and metrics are those of its `hf` model."""
+
+    def __init__(self, commands: Commands, encoder: PromptEncoder, options: EvaluationOptions) -> None:
+        super().__init__()
+        self._commands, self._encoder, self._options = commands, encoder, options
+        self._tokenizer = encoder.tokenizer
+        model = commands.model
+        self.max_length = options.max_length or model.max_positions or model.config.training.seq_length
+        if model.max_positions is not None:
+            self.max_length = min(self.max_length, model.max_positions)
+
+    @property
+    def eot_token_id(self) -> int:
+        if self._tokenizer.eod is None:
+            raise DataError("the tokenizer has no end-of-text token, with which lm-eval begins texts; give --eod-token")
+        return self._tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos: int | None = getattr(self._tokenizer, "bos", None)
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self._tokenizer.identity["sha256"])
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self._encoder.template.source.text if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        text = self._encoder.template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        # the last message is to be continued: what the template writes behind it is left out
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        ids: list[int] = self._tokenizer.encode_plain([string]).ids.tolist()
+        if add_special_tokens is None:
+            add_special_tokens = ids[:1] != [self.prefix_token_id]
+        if not add_special_tokens:
+            return ids
+        added: Added = getattr(self._tokenizer, "added", Added())
+        return [*added.before, *ids, *added.after]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        sent = []
+        for (context, continuation), before, ids in requests:
+            if not ids or len(ids) > self.max_length:
+                raise DataError(
+                    f"the continuation {continuation[:40]!r} of {context[-40:]!r} has {len(ids)} tokens; "
+                    f"lm-eval scores 1 to max_length={self.max_length}"
+                )
+            room = self.max_length + 1 - len(ids)
+            sent.append(Continuation(tuple(before[-room:]), tuple(ids)))
+        found = [(score.total, score.is_greedy) for score in self._commands.score(sent)]
+        for (arguments, _, _), result in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", arguments, result)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        windows: list[Continuation] = []
+        counts: list[int] = []
+        for request in requests:
+            (text,) = request.args
+            found = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs = list(map(utils.make_disjoint_window, found))
+            windows += [Continuation(tuple(context), tuple(ids)) for context, ids in pairs]
+            counts.append(len(pairs))
+        scores = iter(self._commands.score(windows))
+        return [sum(next(scores).total for _ in range(count)) for count in counts]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        results: list[str] = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        for numbers in groups.values():
+            until, options = self._generation_options(requests[numbers[0]].args[1])
+            room = self.max_length - options.max_new_tokens
+            if room < 1:
+                raise DataError(
+                    f"a task generates {options.max_new_tokens} tokens, but max_length={self.max_length} leaves no "
+                    "room for its prompt; raise --max-length, or lower the task's max_gen_toks"
+                )
+            prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+            found = self._commands.generate(prompts, options, sorted(self._encoder.final_ids(of_chats=False)))
+            hidden = self._tokenizer.special_ids
+            for number, ids in zip(numbers, found, strict=True):
+                text = self._tokenizer.decode([token for token in ids if token not in hidden])
+                results[number] = postprocess_generated_text(text, until, None)
+                self.cache_hook.add_partial("generate_until", requests[number].args, results[number])
+        return results
+
+    def _generation_options(self, given: Mapping[str, Any]) -> tuple[list[str], GenerationOptions]:
+        """Return the strings that end a text, and the options of a task's generation_kwargs."""
+        wanted: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), MAX_NEW_TOKENS))
+        until, length = list(wanted.pop("until", [])), wanted.pop("max_gen_toks")
+        if not wanted.pop("do_sample", False):
+            wanted["temperature"] = 0.0
+        values = {name: wanted.pop(name) for name in SAMPLING if name in wanted}
+        if wanted:
+            raise ConfigError(
+                [
+                    f"a task's generation_kwargs has {', '.join(sorted(wanted))}, which this project does not have; "
+                    f"use {', '.join(('until', 'max_gen_toks', 'do_sample', *SAMPLING))}"
+                ]
+            )
+        stop = () if values.get("num_beams", 1) > 1 else tuple(each for each in until if each)
+        options = GenerationOptions(max_new_tokens=length, stop=stop, **values)
+        if faults := list(options.faults()):
+            raise ConfigError([f"a task's generation_kwargs: {fault}" for fault in faults])
+        return until, options
+
+
+def run_tasks(commands: Commands, options: EvaluationOptions) -> dict[str, Any]:
+    """Return lm-eval's results of the tasks. On rank 0 alone. Raises ConfigError or DataError."""
+    encoder = PromptEncoder(commands.model, options.chat_template, None, None)
+    if options.apply_chat_template:
+        encoder.template  # noqa: B018  # its faults come before the tasks are read
+    names = [task for task in options.tasks if not task.endswith((".yaml", ".yml"))]
+    limit = options.limit
+    if limit is not None and limit >= 1:
+        limit = int(limit)
+    try:
+        manager = TaskManager(include_path=list(options.task_path) or None, include_defaults=bool(names))
+        results: dict[str, Any] | None = evaluator.simple_evaluate(
+            model=HarnessModel(commands, encoder, options),
+            tasks=list(options.tasks),
+            task_manager=manager,
+            num_fewshot=options.num_fewshot,
+            limit=limit,
+            log_samples=options.log_samples,
+            system_instruction=options.system_instruction,
+            apply_chat_template=options.apply_chat_template,
+            fewshot_as_multiturn=options.fewshot_as_multiturn and options.apply_chat_template,
+            bootstrap_iters=1000,
+        )
+    except (DataError, ConfigError):
+        raise
+    except (KeyError, ValueError, OSError) as error:  # lm-eval's and datasets' own, of tasks and their files
+        downloads = "; nothing is downloaded unless HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0 are set"
+        raise DataError(f"lm-eval cannot run {' '.join(options.tasks)}: {error}{downloads}") from error
+    assert results is not None  # they are on rank 0
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return lm-eval's table of results, and that of groups."""
+    text: str = utils.make_table(results)
+    return text + ("\n" + utils.make_table(results, "groups") if results.get("groups") else "")
+
+
+def as_json(results: dict[str, Any]) -> str:
+    return json.dumps(results, indent=2, ensure_ascii=False, default=utils.handle_non_serializable)

@@ -1,0 +1,78 @@
+"""Options of an evaluation: the flags of megatron.evaluate. Imports neither torch nor deepspeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass
+
+from megatron.config.types import STRICT, NonNegative, Positive, PositiveFloat
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluationOptions:
+    """Tasks and datasets to measure a model by, and the place of the results."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-eval: YAML files, or names of tasks in task_path or of lm-eval's own."""
+    task_path: tuple[str, ...] = ()
+    """Folders with YAML files of tasks."""
+    dataset: tuple[str, ...] = ()
+    """Prefixes of indexed datasets (PREFIX.bin, PREFIX.idx), of which to report loss, perplexity and bits per byte."""
+    num_fewshot: NonNegative | None = None
+    """Examples in each prompt. Unset: as each task says."""
+    limit: PositiveFloat | None = None
+    """Samples of each task; below 1, a share of them. For tests: results of fewer samples are not the task's."""
+    apply_chat_template: bool = False
+    """Write each prompt as a chat, by the model's template."""
+    chat_template: str | None = None
+    """Template of chats: a preset, or a .jinja or .py file. Unset: the tokenizer's."""
+    system_instruction: str | None = None
+    """System message of each prompt."""
+    fewshot_as_multiturn: bool = True
+    """With apply_chat_template, write each example as a turn of the user and one of the model."""
+    max_length: Positive | None = None
+    """Most tokens of a sequence; longer ones lose their beginning, as in lm-eval. Unset: the sequence length of the
+    model's training."""
+    batch_size: Positive = 16
+    """Texts that each copy of the model generates at once."""
+    output: str | None = None
+    """JSON file for the results, in lm-eval's form. Unset: none."""
+    log_samples: bool = False
+    """Write each sample's answer and metrics into the output file, too."""
+
+    def faults(self) -> Iterator[str]:
+        """Describe the options that contradict each other."""
+        if not self.tasks and not self.dataset:
+            yield "nothing to measure is given; use --tasks TASK ... or --dataset PREFIX ..."
+        if not self.tasks:
+            for name in OF_TASKS:
+                if getattr(self, name) != DEFAULTS[name]:
+                    yield f"--{name.replace('_', '-')} is for --tasks, which is not given; leave it out"
+        if not self.apply_chat_template:
+            for name in ("chat_template", "fewshot_as_multiturn"):
+                if getattr(self, name) != DEFAULTS[name]:
+                    yield f"--{name.replace('_', '-')} is for --apply-chat-template; add that, or leave it out"
+        if self.log_samples and self.output is None:
+            yield "--log-samples writes into the output file; give one with --output"
+        if self.output is not None and not Path(self.output).absolute().parent.is_dir():
+            yield f"--output {self.output}: the folder does not exist; create it"
+        elif self.output is not None and Path(self.output).is_dir():
+            yield f"--output {self.output} is a folder; give a file"
+        for prefix in self.dataset:
+            if not Path(f"{prefix}.idx").is_file():
+                yield f"--dataset {prefix}: there is no {prefix}.idx; give the path without .bin or .idx"
+        for task in self.tasks:
+            if task.endswith((".yaml", ".yml")) and not Path(task).is_file():
+                yield f"--tasks {task} is not there; correct the path"
+        for folder in self.task_path:
+            if not Path(folder).is_dir():
+                yield f"--task-path {folder} is not a folder; give the folder of the tasks' YAML files"
+
+
+OF_TASKS = (
+    "task_path", "num_fewshot", "limit", "apply_chat_template", "system_instruction", "batch_size", "log_samples"
+)  # fmt: skip
+DEFAULTS = {field.name: field.default for field in fields(EvaluationOptions)}

@@ -1,0 +1,52 @@
+"""Results of an evaluation: lines and tables on stdout, and a JSON file in lm-eval's form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.evaluation.command import EvaluateCommand
+from megatron.evaluation.commands import Commands
+from megatron.evaluation.perplexity import DatasetScore, described
+from megatron.files import replacing
+
+
+class EvaluationReport:
+    """Collection of what was measured. Only rank 0 prints and writes."""
+
+    def __init__(self, command: EvaluateCommand, *, is_first: bool) -> None:
+        self._command, self._is_first = command, is_first
+        self._datasets: dict[str, dict[str, Any]] = {}
+        self._tasks = "{}"
+
+    def add_dataset(self, prefix: str, found: DatasetScore) -> None:
+        values = dataclasses.asdict(found)
+        for name in ("loss", "perplexity", "bits_per_byte"):
+            values[name] = getattr(found, name)
+        self._datasets[prefix] = values
+        self._print(described(prefix, found))
+
+    def add_tasks(self, commands: Commands) -> None:
+        """Run the tasks. On rank 0 alone."""
+        from megatron.evaluation import harness  # late: it needs lm-eval
+
+        results = harness.run_tasks(commands, self._command.evaluation)
+        self._tasks = harness.as_json(results)
+        self._print(harness.table(results))
+
+    def write(self) -> None:
+        output = self._command.evaluation.output
+        if output is None or not self._is_first:
+            return
+        content = json.loads(self._tasks)
+        if self._datasets:
+            content["datasets"] = self._datasets
+        content["model"] = dataclasses.asdict(self._command.load)
+        with replacing(Path(output)) as file:
+            file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+
+    def _print(self, text: str) -> None:
+        if self._is_first:
+            print(text, flush=True)

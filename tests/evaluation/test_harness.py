@@ -1,0 +1,83 @@
+"""lm-eval's tasks give the metrics, and each request the log-likelihood, of lm-eval's own model of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.evaluation import runs
+from tests.evaluation.local_tasks import write_model, write_tasks
+from tests.ranks import RankFailure, RankPools
+
+lm_eval = pytest.importorskip("lm_eval")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tasks: list[str]) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
+
+    return lm_eval.simple_evaluate(  # type: ignore[no-any-return]
+        model="hf",
+        model_args={"pretrained": str(model), "dtype": "float32"},
+        tasks=tasks,
+        task_manager=TaskManager(include_defaults=False),
+        device="cpu",
+        bootstrap_iters=1000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (1, ""),
+        (2, "--tensor-model-parallel-size 2"),
+        (2, "--pipeline-model-parallel-size 2"),
+        pytest.param(2, "", marks=pytest.mark.slow),
+    ],
+)
+def test_results_are_those_of_lm_evals_own_model(
+    ranks: RankPools,
+    model: Path,
+    tasks: list[str],
+    expected: dict[str, Any],
+    tmp_path: Path,
+    num_ranks: int,
+    flags: str,
+) -> None:
+    output = tmp_path / "results.json"
+    words = ["--load", str(model), "--tasks", *tasks, "--output", str(output), "--log-samples", *flags.split()]
+    said = ranks(num_ranks)(runs.run, words)
+    assert "local_choice" in said[0]
+    found = json.loads(output.read_text())
+    for task in ("local_choice", "local_rolling", "local_answers"):
+        for name, value in expected["results"][task].items():
+            if isinstance(value, float):
+                assert found["results"][task][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (task, name)
+        for ours, theirs in zip(found["samples"][task], expected["samples"][task], strict=True):
+            for one, other in zip(ours["filtered_resps"], theirs["filtered_resps"], strict=True):
+                if isinstance(other, str):
+                    assert one == other
+                    continue
+                numbers, their_numbers = (each if isinstance(each, list | tuple) else [each] for each in (one, other))
+                assert float(numbers[0]) == pytest.approx(float(their_numbers[0]), abs=1e-4)
+                assert [str(each) for each in numbers[1:]] == [str(each) for each in their_numbers[1:]]
+
+
+def test_a_task_whose_data_is_missing_is_named(ranks: RankPools, model: Path, tasks: list[str], tmp_path: Path) -> None:
+    task = tmp_path / "lost.yaml"
+    task.write_text(Path(tasks[0]).read_text().replace("choice.jsonl", "lost.jsonl"))
+    with pytest.raises(RankFailure, match=r"lm-eval cannot run .*lost.yaml.*HF_DATASETS_OFFLINE=0"):
+        ranks(2)(runs.run, ["--load", str(model), "--tasks", str(task)])

@@ -1,0 +1,73 @@
+"""Loss and bits per byte of a dataset equal those by transformers' logits, and the loss of a run's validation."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from megatron.data.indexed_builder import IndexedDatasetBuilder
+from tests.evaluation import runs
+from tests.evaluation.local_tasks import SENTENCES, write_model
+from tests.generation.theirs import their_logits
+from tests.ranks import RankFailure, RankPools
+
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def documents(model: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return [[*tokenizer.encode(text, add_special_tokens=False).ids, 1] for text in SENTENCES]
+
+
+@pytest.fixture(scope="module")
+def prefix(documents: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("data") / "text"
+    with IndexedDatasetBuilder(place, np.uint16) as builder:
+        for document in documents:
+            builder.add_document(np.array(document, dtype=np.uint16))
+        builder.finalize()
+    return place
+
+
+@pytest.mark.parametrize(("num_ranks", "flags"), [(1, ""), (2, ""), (2, "--pipeline-model-parallel-size 2")])
+def test_loss_and_bits_per_byte_are_those_of_transformers(
+    ranks: RankPools, model: Path, documents: list[list[int]], prefix: Path, tmp_path: Path, num_ranks: int, flags: str
+) -> None:
+    words = ["--load", str(model), "--dataset", str(prefix), "--max-length", str(LENGTH)]
+    said = ranks(num_ranks)(runs.run, [*words, "--output", str(tmp_path / "out.json"), *flags.split()])
+    tokens, nats = np.concatenate([np.array(document) for document in documents]), 0.0
+    for begin in range(0, len(tokens) - 1, LENGTH):
+        window = tokens[begin : begin + LENGTH + 1]
+        log_probs = torch.from_numpy(their_logits(model, window[None, :-1])).double().log_softmax(-1)[:, 0]
+        nats -= float(log_probs[range(len(window) - 1), window[1:]].sum())
+    num_bytes = sum(len(text.encode()) for text in SENTENCES)
+    found: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["datasets"][str(prefix)]
+    assert found["num_tokens"] == len(tokens) - 1
+    assert found["num_bytes"] == num_bytes
+    assert found["nats"] == pytest.approx(nats, rel=1e-6)
+    assert found["loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
+    assert said[0].startswith(f"text: loss {found['loss']:.6f}, perplexity ")
+    assert said[1:] == [""] * (num_ranks - 1)
+
+
+def test_wrong_commands_are_refused_with_every_fault(ranks: RankPools, model: Path, prefix: Path) -> None:
+    words = ["--load", str(model / "lost"), "--dataset", f"{prefix}.bin", "--num-fewshot", "2", "--log-samples"]
+    with pytest.raises(RankFailure) as failure:
+        ranks(1)(runs.run, words)
+    for said in ("lost does not exist", "text.bin.idx; give the path without", "--num-fewshot is for --tasks",
+                 "--log-samples writes into the output file"):  # fmt: skip
+        assert said in str(failure.value)
