@@ -43,6 +43,9 @@ class PreferenceConfig:
     """Tokens of a prompt, of which the last are kept. Unset: no limit of its own."""
     truncation: Literal["keep_start", "keep_end"] = "keep_start"
     """Side that is kept of a prompt with its answer that is longer than seq_length + 1 tokens."""
+    unusable_pairs: Literal["skip", "error"] = "skip"
+    """Pairs of which, when they are cut, no answer or no difference is left. `skip`: leave them out, with a warning
+    that counts them. `error`: refuse the data."""
 
     @property
     def needs_reference(self) -> bool:

@@ -37,6 +37,9 @@ HeldOut = TokenDataset | SeparateSets | None
 Datasets = tuple[TokenDataset | None, HeldOut, HeldOut]
 """Training, validation and test samples."""
 SPLITS = ("train", "valid", "test")
+VOCABULARY_PARTS = 16
+VOCABULARY_PART = 1 << 18
+"""Parts of a dataset, and tokens in each, whose ids are compared with the vocabulary when it is opened."""
 SEPARATE_BELOW = 0.80
 """A last epoch of which less than this is needed is shuffled separately, so that no document repeats too early."""
 UINT32_MAX = 2**32 - 1
@@ -359,7 +362,10 @@ def cache_folder(data: DataConfig, prefix: str) -> Path:
 
 
 def check_vocabulary(data: IndexedDataset, vocab_size: int) -> None:
-    """Raise DataError if the file's type cannot hold every id of the vocabulary."""
+    """Raise DataError if the file's type cannot hold every id of the vocabulary, or the file has an id beyond it.
+
+    Of a large file, parts are read that lie evenly in it; every id is compared when it is read.
+    """
     if data.dtype.kind not in "iu":
         raise DataError(f"{data.prefix} holds {data.dtype}, not token ids; preprocess the text again")
     largest = int(np.iinfo(data.dtype).max)
@@ -368,6 +374,16 @@ def check_vocabulary(data: IndexedDataset, vocab_size: int) -> None:
             f"{data.prefix} stores ids as {data.dtype}, up to {largest}, but vocab_size={vocab_size}: it was made with "
             "another tokenizer; preprocess the text with this model's tokenizer, or set vocab_size to the data's"
         )
+    data.files.check()
+    count = len(data.tokens)
+    for begin in np.unique(np.linspace(0, max(0, count - VOCABULARY_PART), VOCABULARY_PARTS, dtype=np.int64)):
+        part = data.tokens[begin : begin + VOCABULARY_PART]
+        if len(part) and (int(part.max()) >= vocab_size or int(part.min()) < 0):
+            place = int(begin) + int(((part >= vocab_size) | (part < 0)).argmax())
+            raise DataError(
+                f"{data.prefix}: token {place} is {data.tokens[place]}, outside vocab_size={vocab_size}; preprocess it "
+                "with this model's tokenizer, or set vocab_size to the data's"
+            )
 
 
 def warn_of_sentences(data: IndexedDataset) -> None:

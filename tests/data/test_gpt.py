@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.config.options import DataConfig
+from megatron.data import gpt
 from megatron.data.blend import content_of
 from megatron.data.gpt import GPTDataset, build_datasets, plan_epochs, split_documents
 from megatron.data.indexed import DataError
@@ -163,7 +164,16 @@ def test_a_vocabulary_beyond_the_dtype_is_refused_when_built(tmp_path: Path) -> 
         build_train(config(tmp_path / "d"), vocab_size=250880)
 
 
-def test_an_id_outside_the_vocabulary_is_named_with_its_document(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_refused_when_built(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "d", [10] * 10)
+    with pytest.raises(DataError, match=r"d: token \d+ is \d+, outside vocab_size=73"):
+        build_train(config(tmp_path / "d", split="1"), vocab_size=73)
+
+
+def test_an_id_outside_the_vocabulary_is_named_with_its_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpt, "VOCABULARY_PARTS", 0)  # as of an id in a part that opening leaves out
     write_dataset(tmp_path / "d", [10] * 10)
     train = build_train(config(tmp_path / "d", split="1"), vocab_size=73)
     everything = range(len(train))

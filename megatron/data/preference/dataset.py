@@ -161,14 +161,14 @@ def open_pairs(config: Config, *, needs_both: bool) -> Splits[PairDataset]:
     `needs_both`: refuse rows with one answer. Raises DataError.
     """
     opened: dict[str, IndexedDataset] = {}
-    limits = PairLimits.of(config)
+    limits, refuses = PairLimits.of(config), config.preference.unusable_pairs == "error"
 
     def open_file(prefix: str, split: int) -> PairFile:
         if prefix not in opened:
             opened[prefix] = _open(prefix, config.model.vocab_size, needs_both=needs_both)
         tokens = opened[prefix]
         rows = rows_of_split(len(tokens) // SEQUENCES, config, None if config.data.per_split else split)
-        return PairFile(tokens, _usable(PairFile(tokens, rows, split), limits), split)
+        return PairFile(tokens, _usable(PairFile(tokens, rows, split), limits, refuses=refuses), split)
 
     def build(files: Sequence[PairFile], weights: Sequence[float] | None, said: str) -> PairDataset:
         return PairDataset(files, weights, limits, seed=config.training.seed, vocab_size=config.model.vocab_size)
@@ -194,8 +194,11 @@ def _open(prefix: str, vocab_size: int, *, needs_both: bool) -> IndexedDataset:
     return tokens
 
 
-def _usable(file: PairFile, limits: PairLimits) -> NDArray[np.int64]:
-    """Return the rows of which enough is left when they are cut. Those that are left out are counted in a warning."""
+def _usable(file: PairFile, limits: PairLimits, *, refuses: bool) -> NDArray[np.int64]:
+    """Return the rows of which enough is left when they are cut.
+
+    The others are counted in a warning, or `refuses` them. Raises DataError.
+    """
     stored = file.lengths()
     prompts, answers = limits.prompt_lengths(stored[:, :1]), stored[:, CHOSEN:]
     short = prompts[:, 0] >= limits.max_length if limits.truncation == "keep_start" else np.zeros(len(stored), np.bool_)
@@ -207,17 +210,16 @@ def _usable(file: PairFile, limits: PairLimits) -> NDArray[np.int64]:
         f"whose prompt has {limits.max_length} tokens or more, so that no answer is left": short,
         "whose answers are equal when they are cut": equal,
     }
-    for reason, left_out in reasons.items():
-        if left_out.any():
-            logger.warning(
-                "%s: %d pairs of %s %s (the first left out is row %d); left out: raise seq_length, or lower "
-                "max_prompt_length",
-                SPLITS[file.split],
-                int(left_out.sum()),
-                file.tokens.prefix,
-                reason,
-                int(file.rows[left_out.argmax()]),
-            )
+    found = [
+        f"{int(left_out.sum())} pairs {reason} (the first is row {int(file.rows[left_out.argmax()])})"
+        for reason, left_out in reasons.items()
+        if left_out.any()
+    ]
+    said, remedy = f"{SPLITS[file.split]}: {file.tokens.prefix} has", "raise seq_length, or lower max_prompt_length"
+    if found and refuses:
+        raise DataError(f"{said} {', and '.join(found)}; {remedy}, or take unusable_pairs=skip")
+    for each in found:
+        logger.warning("%s %s; left out: %s", said, each, remedy)
     return file.rows[~short & ~equal]
 
 

@@ -65,7 +65,10 @@ def test_pairs_without_an_answer_or_a_difference_are_left_out(
     for said, (reason, words) in zip(caplog.messages, reasons, strict=True):
         assert words in said
         assert f"{len(expected[reason])} pairs" in said
-        assert f"the first left out is row {expected[reason][0]})" in said
+        assert f"(the first is row {expected[reason][0]}); left out" in said
+    counts = "".join(f".*{len(expected[reason])} pairs .*{words}" for reason, words in reasons)
+    with pytest.raises(DataError, match=f"{counts}.*or take unusable_pairs=skip"):
+        opened(tmp_path / "pairs", f"{truncation} --unusable-pairs error")
 
 
 def test_a_pointer_outside_of_the_tokens_is_refused(tmp_path: Path) -> None:

@@ -163,6 +163,18 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path, tokenizer: Path, capsys: 
     assert len(IndexedDataset(tmp_path / "pairs")) == 3
 
 
+def test_a_json_array_of_rows_is_read_and_its_bad_row_named(tmp_path: Path, tokenizer: Path) -> None:
+    source, prefix = tmp_path / "in.json", tmp_path / "out" / "pairs"
+    job = PreferenceJob((str(source),), str(prefix), str(tokenizer), overwrite=True)
+    source.write_text(json.dumps([TEXT, CHAT, {"prompt": "Q", "completion": "A", "label": True}], indent=1))
+    assert preprocess_preferences(job).num_pairs == 3
+    data = IndexedDataset(prefix)
+    assert [data.read(number).tolist() for number in range(3)] == expected(tokenizer, TEXT)
+    source.write_text(json.dumps([TEXT, BAD["equal answers"]], indent=1))
+    with pytest.raises(DataError, match=r"in\.json, row 2: 'chosen' and 'rejected' are equal"):
+        preprocess_preferences(job)
+
+
 def test_real_pairs_have_trls_ids(tmp_path: Path, test_data: Path) -> None:
     """Needs TRL: its DPOTrainer tokenizes the same rows."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
