@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.ranks import RankPools
 from tests.tasks import pairs
 from tests.tasks.test_sft import LAYOUTS
 from tests.training.layouts import MODELS
+from tests.training.test_layouts import LAYOUTS as NINE_LAYOUTS
 
 LORA = "--lora-rank 4 --lora-alpha 8 --global-batch-size 5 --beta 0.5"
 STEPS = 3
@@ -97,8 +99,59 @@ def test_answers_of_kto_are_trained_as_alone(
     for found in ranks(world_size)(pairs.train, f"{common} {layout_flags}", STEPS):
         for step, there in zip(found, expected, strict=True):
             assert step == pytest.approx(there, rel=1e-6, abs=5e-6)
-    print([step["kl"] for step in expected], [step["rewards/margins"] for step in expected])
     assert max(step["kl"] for step in expected) > 0.01
+
+
+def trainings(folder: Path, model: str, objectives: Sequence[str]) -> list[str]:
+    """Arguments of runs over the data in a folder: each objective with adapters and without, by each reference."""
+    common = f"{MODELS[model]} --global-batch-size 6 --beta 0.5 --max-batch-len 64"
+    scale = LR[model] / LR["llama_gqa"]
+    kinds = {"": f"--lr {0.03 * scale}", "lora": f"--lora-rank 4 --lr {scale}"}
+    kinds["stored"] = f"{kinds['lora']} --reference stored"
+    return [
+        f"{common} --data-path {folder / ('answers' if 'kto' in loss or 'apo' in loss else 'pairs')} {flags} "
+        f"--preference-loss {loss}"
+        for loss in objectives
+        for kind, flags in kinds.items()
+        if kind != "stored" or loss not in ("orpo", "simpo")  # which have no reference
+    ]
+
+
+OTHERS = ("hinge", "ipo", "robust --label-smoothing 0.2 --sft-weight 0.7", "orpo", "simpo")
+ALL = ("sigmoid", *OTHERS, "kto --desirable-weight 4", "apo_zero_unpaired")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "objectives"),
+    [
+        ("llama_gqa", "121", ("ipo", "orpo")),
+        *(
+            pytest.param(model, layout, ALL, marks=pytest.mark.slow)
+            for model in ("llama_gqa", "bloom_alibi")
+            for layout in NINE_LAYOUTS[1:]
+        ),
+    ],
+)
+def test_every_objective_is_that_of_one_rank(
+    ranks: RankPools, tmp_path: Path, model: str, layout: str, objectives: Sequence[str]
+) -> None:
+    """Each rank's numbers of two steps. The stored references are computed on each layout by itself."""
+    tp, pp, dp = map(int, layout)
+    folders = [tmp_path / name for name in ("alone", "ranks")]
+    for folder in folders:
+        folder.mkdir()
+        rows: list[Any] = pairs.some_pairs(12, 33)
+        pairs.write_pairs(folder / "pairs", rows)
+        pairs.write_pairs(folder / "answers", [(p, c, r if n % 3 else []) for n, (p, c, r) in enumerate(rows)])
+    flags = f" --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+    alone, cut = (trainings(folder, model, objectives) for folder in folders)
+    (expected,) = ranks(1)(pairs.train_each, alone, 2)
+    for of_rank in ranks(tp * pp * dp)(pairs.train_each, [arguments + flags for arguments in cut], 2):
+        for found, there, arguments in zip(of_rank, expected, cut, strict=True):
+            found[0].pop("rewards/accuracies", None)  # of margins of 0, which a layout may round up
+            there[0].pop("rewards/accuracies", None)
+            for step, of_one in zip(found, there, strict=True):
+                assert step == pytest.approx(of_one, rel=1e-6, abs=5e-6), arguments
 
 
 def test_a_stored_reference_is_that_of_the_start(ranks: RankPools, tmp_path: Path) -> None:
