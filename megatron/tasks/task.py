@@ -224,7 +224,8 @@ class Task(ABC):
     @property
     def num_forwards(self) -> int:
         """Forward passes over as many tokens as a step has, made before it."""
-        return int(self.objective is not None and self.objective.needs_reference)
+        objective = self.objective
+        return int(objective is not None and objective.needs_reference and not objective.stores_reference)
 
     @property
     def pads_rows(self) -> bool:
