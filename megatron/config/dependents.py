@@ -106,6 +106,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (traces, "profile or profile_instructions", "turn one on", TRACING),
         (config.lora.lora_rank, "lora_rank", "give one", ADAPTERS),
         (config.lora.loraplus_lr_ratio != 1, "loraplus_lr_ratio", "give one", ("loraplus_lr_embedding",)),
+        (logging.generate_prompts, "generate_prompts", "give a file", ("generate_interval", "generate_max_new_tokens")),
         (logging.wandb_project, "wandb_project", "give one", WANDB),
         (logging.callbacks, "callbacks", "name one", ("callback_errors",)),
     ]

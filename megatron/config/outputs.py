@@ -125,6 +125,14 @@ class LoggingConfig:
     """wandb: name of the run. Unset: the name of the results folder."""
     wandb_save_dir: str | None = None
     """wandb: folder of its own files. Unset: results_dir."""
+    generate_prompts: str | None = None
+    """File of prompts for which the model of now generates answers at the start, every generate_interval steps and at
+    the end: one a line, or JSON lines with `prompt` or `messages`. They go to the log, to answers.jsonl in results_dir
+    and to TensorBoard."""
+    generate_interval: Positive | None = None
+    """generate_prompts: steps between two generations. Unset: eval_interval."""
+    generate_max_new_tokens: Positive = 64
+    """generate_prompts: largest number of tokens of an answer."""
     callbacks: tuple[str, ...] = ()
     """package.module:CLASS or FILE.py:CLASS ...: subclasses of megatron.training.callbacks.TrainerCallback, whose hooks
     are called at each step, evaluation, export and epoch."""

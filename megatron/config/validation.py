@@ -44,6 +44,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_tokenizer(config),
         *_check_checkpoint(config),
         *_check_logging(config, world_size),
+        *_check_generation(config),
         *_check_straggler(config),
         *_check_guard(config),
     ]
@@ -428,6 +429,19 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
             import_attribute("callbacks", name)
         except ConfigError as error:
             yield from error.faults
+
+
+def _check_generation(config: Config) -> Iterator[str]:
+    prompts, parallel = config.logging.generate_prompts, config.parallel
+    if prompts is None:
+        return
+    if config.training.skip_train:
+        yield f"generate_prompts={prompts} is for a training, but skip_train evaluates alone; leave one out"
+    if parallel.num_virtual_stages_per_pipeline_rank > 1:
+        yield (
+            f"generate_prompts={prompts} needs a pipeline stage in one piece, but num_virtual_stages_per_pipeline_rank="
+            f"{parallel.num_virtual_stages_per_pipeline_rank}; leave one out, or generate from the run's checkpoints"
+        )
 
 
 def _check_straggler(config: Config) -> Iterator[str]:

@@ -377,6 +377,8 @@ _VARIABLES: tuple[Variable, ...] = (
     _number(
         "HL_SAVE_SAMPLES", "--save-samples", "samples between two exports, beside each epoch's", scripts=FINE_TUNING
     ),
+    _text("HL_GENERATE_PROMPTS", "--generate-prompts", "file of prompts that the model answers while it trains"),
+    _number("HL_GENERATE_INTERVAL", "--generate-interval", "steps between two generations; unset: each validation"),
     _switch("HL_KEEP_BEST", "--keep-best", "1: keep, and export to `best`, the checkpoint of the best validation"),
     _number(
         "HL_EARLY_STOPPING_PATIENCE",

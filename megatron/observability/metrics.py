@@ -6,17 +6,18 @@ The records go to stdout and train.log (console.py), metrics.jsonl, TensorBoard 
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron.config.options import Config
 from megatron.observability.append_file import WriteErrors
 from megatron.observability.console import Console
-from megatron.observability.metrics_file import METRICS_FILE, MetricsFile
+from megatron.observability.metrics_file import ANSWERS_FILE, METRICS_FILE, RowFile
 from megatron.observability.rank_stats import RankStats
 from megatron.observability.run_totals import RunTotals
 from megatron.observability.step_metrics import Speed, StepMetrics, Validation, step_row, step_scalars
@@ -26,6 +27,23 @@ from megatron.planning.flops import flops_per_token
 
 MAX_LOG_PERPLEXITY = 20.0
 """Cap of the perplexity's exponent, as in Megatron, so that an untrained model's can be printed."""
+SHOWN_PROMPT = 60
+"""Last characters of a prompt that a line of the log shows."""
+
+
+class GeneratedAnswer(NamedTuple):
+    """A generated text."""
+
+    prompt: str
+    """The last message where it is a chat."""
+    text: str
+    reason: str
+    """stop: it ended by itself; length: it was cut off."""
+    num_tokens: int
+
+    def as_markdown(self) -> str:
+        """Return prompt and text as blocks of code, in which no character has a meaning."""
+        return "\n\n".join("    " + part.replace("\n", "\n    ") for part in (self.prompt, self.text))
 
 
 class MetricsLog:
@@ -65,13 +83,15 @@ class MetricsLog:
         if not writes:
             return
         options, self._errors = config.logging, WriteErrors()
+        self._has_answers = options.generate_prompts is not None
         self._folder = None if options.results_dir is None else Path(options.results_dir)
-        self._rows: MetricsFile | None = None
+        self._rows: RowFile | None = None
+        self._answers: RowFile | None = None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             # an evaluation trains no iteration again
             iteration = sys.maxsize if config.training.skip_train else resumed_iteration
-            self._rows = MetricsFile(self._folder, iteration, self.totals.add)
+            self._open_rows(iteration)
         tensorboard_dir = options.tensorboard_dir or (self._folder and self._folder / "tensorboard")
         self._tensorboard = TensorBoardLog(tensorboard_dir) if tensorboard_dir else None
         self._wandb = WandbLog(config, resumes=resumed_iteration > 0) if options.wandb_project is not None else None
@@ -96,8 +116,7 @@ class MetricsLog:
         if self._tensorboard is not None:
             with self._errors.reported("TensorBoard's event file"):
                 self._tensorboard.close()
-        if self._rows is not None:
-            self._rows.close()
+        self._close_rows()
         self._errors.close()
 
     def message(self, text: str) -> None:
@@ -152,6 +171,25 @@ class MetricsLog:
         self._write_scalars(scalars, iteration, consumed_samples)
         self._console.validation(name, iteration, found)
 
+    def log_answers(self, iteration: int, consumed_samples: int, answers: Sequence[GeneratedAnswer]) -> None:
+        """Log generated texts: a line and a row of answers.jsonl each, and one text of TensorBoard."""
+        if not self._writes:
+            return
+        for answer in answers:
+            end = "" if answer.reason == "stop" else " ..."
+            prompt, text = (_one_line(each) for each in (answer.prompt[-SHOWN_PROMPT:], answer.text))
+            self._console.message(f" answer at iteration {iteration} | {prompt} | {text}{end}")
+            if self._answers is not None:
+                with self._errors.reported(ANSWERS_FILE):
+                    self._answers.write_row(
+                        {"iteration": iteration, "consumed_samples": consumed_samples, **answer._asdict()}
+                    )
+        if self._tensorboard is not None:
+            with self._errors.reported("TensorBoard's event file"):
+                self._tensorboard.write_texts(
+                    {f"answers/{i}": each.as_markdown() for i, each in enumerate(answers)}, iteration
+                )
+
     def log_memory(
         self, event: str, iteration: int, values: Mapping[str, RankStats], *, was_printed: bool = False
     ) -> None:
@@ -189,10 +227,21 @@ class MetricsLog:
         if not self._writes:
             return
         if self._rows is not None and self._folder is not None:
-            self._rows.close()
+            self._close_rows()
             self.totals = self._no_totals()
-            self._rows = MetricsFile(self._folder, iteration, self.totals.add)
+            self._open_rows(iteration)
         self._console.rewind(iteration)
+
+    def _open_rows(self, iteration: int) -> None:
+        assert self._folder is not None
+        self._rows = RowFile(self._folder / METRICS_FILE, iteration, self.totals.add)
+        if self._has_answers:
+            self._answers = RowFile(self._folder / ANSWERS_FILE, iteration, lambda row: None)
+
+    def _close_rows(self) -> None:
+        for file in (self._rows, self._answers):
+            if file is not None:
+                file.close()
 
     def _no_totals(self) -> RunTotals:
         return RunTotals(self._flops_per_token, self._peak_tflops, self._world_size)
@@ -230,6 +279,10 @@ class MetricsLog:
             if consumed_samples is not None:
                 by_samples = {f"{tag} vs samples": value for tag, value in scalars.items()}
                 self._tensorboard.write(by_samples, consumed_samples)
+
+
+def _one_line(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _nested(values: Mapping[str, RankStats]) -> dict[str, dict[str, float]]:

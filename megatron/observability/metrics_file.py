@@ -1,4 +1,4 @@
-"""metrics.jsonl: a JSON object a line, in which each iteration is logged once."""
+"""metrics.jsonl and answers.jsonl: a JSON object a line, in which each iteration is logged once."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from megatron.files import replacing
 from megatron.observability.append_file import AppendFile
 
 METRICS_FILE = "metrics.jsonl"
-SUPERSEDED_FILE = "metrics.superseded.jsonl"
-"""Rows of iterations that a resumed run trains again: moved, not lost."""
+ANSWERS_FILE = "answers.jsonl"
 
 
-class MetricsFile(AppendFile):
-    """metrics.jsonl of a results folder, for a run that resumes at `iteration` (0: a run that starts).
+class RowFile(AppendFile):
+    """File of rows in a results folder, for a run that resumes at `iteration` (0: a run that starts).
 
-    Rows of later iterations, and torn ones, are moved to SUPERSEDED_FILE first; all rows for a run that starts at 0,
-    which begins with a validation of its own. `keep` receives each row that stays.
+    Rows of later iterations, and torn ones, are moved to NAME.superseded.jsonl first, not lost; all rows for a run that
+    starts at 0, which begins with a validation of its own. `keep` receives each row that stays.
     """
 
-    def __init__(self, folder: Path, iteration: int, keep: Callable[[Mapping[str, Any]], None]) -> None:
-        _supersede(folder, iteration, keep)
-        super().__init__(folder / METRICS_FILE)
+    def __init__(self, path: Path, iteration: int, keep: Callable[[Mapping[str, Any]], None]) -> None:
+        _supersede(path, iteration, keep)
+        super().__init__(path)
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Append a row. NaN and infinity become null. Raises OSError."""
         self.write(orjson.dumps({**row, "time": time.time()}, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _supersede(folder: Path, iteration: int, keep: Callable[[Mapping[str, Any]], None]) -> None:
-    # metrics.jsonl is replaced in one piece: a crash leaves the old file or the new
-    path = folder / METRICS_FILE
+def _supersede(path: Path, iteration: int, keep: Callable[[Mapping[str, Any]], None]) -> None:
+    # the file is replaced in one piece: a crash leaves the old one or the new
     kept: list[bytes] = []
     moved: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
@@ -45,7 +43,7 @@ def _supersede(folder: Path, iteration: int, keep: Callable[[Mapping[str, Any]],
             keep(row)
     if not moved:
         return
-    with open(folder / SUPERSEDED_FILE, "ab") as file:
+    with open(path.with_suffix(".superseded.jsonl"), "ab") as file:
         file.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
     with replacing(path, partial_name=f"{path.name}.new") as rows:
         rows.writelines(kept)

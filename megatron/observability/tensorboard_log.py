@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.observability.append_file import warn_deleted
 
@@ -38,11 +39,19 @@ class TensorBoardLog:
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Write one event. Raises OSError."""
+        self._write([self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()], step)
+
+    def write_texts(self, texts: Mapping[str, str], step: int) -> None:
+        """Write one event of texts in Markdown. Raises OSError."""
+        from torch.utils.tensorboard.summary import text as text_summary
+
+        self._write([value for tag, text in texts.items() for value in text_summary(tag, text).value], step)
+
+    def _write(self, values: Sequence[Any], step: int) -> None:
         if not self._file.exists():
             self._writer.close()
             self._open()
             warn_deleted(self._file)
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._writer.add_summary(self._summary(value=values), step)
 
     def close(self) -> None:

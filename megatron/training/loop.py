@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,6 +32,9 @@ from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult, pinned
 from megatron.training.evaluation import Evaluator
 from megatron.training.guard import Guard
+
+if TYPE_CHECKING:
+    from megatron.training.answers import Answers
 
 
 class Interval:
@@ -131,6 +134,11 @@ class Loop:
         self.shutdown.find_error = self._events.error
         if self.checkpoints is not None:
             self.checkpoints.on_saved = self._events.saved
+        self._answers: Answers | None = None
+        if config.logging.generate_prompts is not None:
+            from megatron.training.answers import Answers  # late: few runs generate
+
+            self._answers = Answers(self.engine, self.progress, self.log, self.watchdog)
         self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
 
     def _read(self, key: Any) -> Microbatch:
@@ -151,6 +159,7 @@ class Loop:
         if progress.iteration == 0:
             # the loss at the start; and a validation that cannot work fails now, not after hours
             self._evaluator.run("valid")
+            self._generate()
         elif self._best.is_evaluation_missing:
             self._validate()
             self._save_if_best()
@@ -179,6 +188,7 @@ class Loop:
                 paused_s = time.perf_counter()
                 if progress.iteration % config.data.eval_interval == 0:
                     self._validate()
+                self._generate()
                 self._save_where_due(consumed_before)
                 self._events.step_ends()
                 self._interval.pause(time.perf_counter() - paused_s)
@@ -192,6 +202,10 @@ class Loop:
             loss, count, metrics = evaluated
             self._best.evaluated(loss, metrics)
             self._events.evaluated(loss, count, metrics, self.task.loss_unit)
+
+    def _generate(self) -> None:
+        if self._answers is not None and self.shutdown.reason is None:
+            self._answers.generate_if_due()
 
     def _is_complete(self) -> bool:
         return self.schedule.is_complete(self.progress.consumed_samples)
@@ -363,6 +377,8 @@ class Loop:
             self.checkpoints.finish(self.log.message)
         if self.shutdown.reason is None:
             self._evaluator.run("test")
+            if self._answers is not None:
+                self._answers.generate_at_end()
         self._events.end()
         if self.engine.config.logging.callbacks:  # the last hooks may have failed
             self.shutdown.decide_error()

@@ -243,6 +243,18 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "warm-up init": ("--lr-warmup-init 1", 1, "lr_warmup_init=1.0 is above lr=0.0001", "lower it"),
     "evaluation of nothing": ("--skip-train --load runs --eval-iters 0", 1, "but eval_iters=0", "set the number"),
     "evaluation of no model": ("--skip-train", 1, "skip_train evaluates a checkpoint, but load", "give its folder"),
+    "answers of an evaluation": (
+        "--generate-prompts p.txt --skip-train --load runs",
+        1,
+        "p.txt is for a training",
+        "leave one out",
+    ),
+    "answers of an interleaved pipeline": (
+        "--generate-prompts p.txt --pipeline_model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        2,
+        "num_virtual_stages_per_pipeline_rank=2",
+        "leave one out",
+    ),
     "best of nothing": (
         "--keep-best --save runs --eval-iters 0",
         1,

@@ -1,0 +1,158 @@
+"""Answers generated while a run trains, with its weights of now (`generate_prompts`).
+
+Rank 0 reads the prompts and writes the texts; all ranks generate. Tokens are chosen greedily, so nothing is drawn, and
+the training goes on as it would without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.config.options import Config
+from megatron.data.indexed import DataError
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
+from megatron.generation.generator import BatchSettings, generate
+from megatron.generation.model import InferenceModel, ModelOrigin, training_model
+from megatron.generation.options import GenerationOptions
+from megatron.generation.prompts import PromptEncoder
+from megatron.generation.requests import Request
+from megatron.observability.metrics import GeneratedAnswer, MetricsLog
+from megatron.planning.progress import Progress
+from megatron.resilience.errors import raise_on_all_ranks
+from megatron.resilience.watchdog import Watchdog
+from megatron.training.engine import Engine
+from megatron.weights.opening import tokenizer_of
+
+TOKENIZER_FILE = "tokenizer.json"
+GENERATION_CONFIG = "generation_config.json"
+
+
+class Answers:
+    """Generates for the prompts of a file and logs the answers. Collective in construction and use.
+
+    Raises DataError for a file that cannot be read, a prompt that is wrong, or a run without a tokenizer.
+    """
+
+    def __init__(self, engine: Engine, progress: Progress, log: MetricsLog, watchdog: Watchdog) -> None:
+        logging = engine.config.logging
+        assert logging.generate_prompts is not None
+        self._engine, self._progress, self._log, self._watchdog = engine, progress, log, watchdog
+        self._path = Path(logging.generate_prompts)
+        self._interval = logging.generate_interval or engine.config.data.eval_interval
+        self._options = GenerationOptions(max_new_tokens=logging.generate_max_new_tokens)
+        self._encoder: PromptEncoder | None = None  # on rank 0
+        self._prompts: list[str] = []
+        with self._model() as model:
+            found = raise_on_all_ranks(engine.ctx, lambda: None if engine.ctx.rank else self._read(model))
+        requests, self._eos_ids = engine.ctx.broadcast_object(found)
+        self._requests = [Request(number, tuple(ids)) for number, ids in enumerate(requests)]
+
+    def generate_if_due(self) -> None:
+        """Generate if the interval has passed. Collective."""
+        if self._progress.iteration % self._interval == 0:
+            self.generate()
+
+    def generate_at_end(self) -> None:
+        """Generate unless the last step was due. Collective."""
+        if self._progress.iteration % self._interval:
+            self.generate()
+
+    def generate(self) -> None:
+        """Generate and log an answer for each prompt. Collective. Raises ConfigError for a prompt that is too long."""
+        iteration, samples = self._progress.iteration, self._progress.consumed_samples
+        self._watchdog.phase("generation", iteration)
+        found = []
+        with self._engine.timers.on_host("generate"), self._model() as model:
+            for completion in generate(
+                model,
+                self._requests,
+                self._options,
+                eos_ids=self._eos_ids,
+                settings=BatchSettings(batch_size=min(len(self._requests), BatchSettings().batch_size)),
+                on_token=lambda *token: self._watchdog.beat(),
+            ):
+                found.append(completion)
+        if self._encoder is not None:
+            decode = self._encoder.tokenizer.decode
+            hidden = self._encoder.tokenizer.special_ids
+            texts = [decode([token for token in each.ids if token not in hidden]) for each in found]
+            answers = [
+                GeneratedAnswer(prompt, text, each.reason, len(each.ids))
+                for prompt, text, each in zip(self._prompts, texts, found, strict=True)
+            ]
+            self._log.log_answers(iteration, samples, answers)
+
+    @contextmanager
+    def _model(self) -> Iterator[InferenceModel]:
+        """Yield the model of now, without a copy of its weights."""
+        engine = self._engine
+        with training_model(engine.module, engine.config, engine.ctx) as model:
+            yield model
+
+    def _read(self, model: InferenceModel) -> tuple[list[list[int]], list[int]]:
+        """Return the ids of the prompts, and those that end an answer. On rank 0."""
+        config = self._engine.config
+        folder = tokenizer_of(config)
+        model.tokenizer = _tokenizer(config, folder)
+        model.origin = _origin(folder)
+        self._encoder = PromptEncoder(model, tokenizer_model=None if folder is None else str(folder))
+        prompts, of_chats = [], False
+        for where, row in _rows(self._path):
+            try:
+                messages = row.get("messages")
+                if messages is None and config.training.task != "pretrain" and self._path.suffix != ".jsonl":
+                    messages = [{"role": "user", "content": row["prompt"]}]
+                ids = self._encoder.text(row["prompt"]) if messages is None else self._encoder.chat(messages)
+            except DataError as error:
+                raise DataError(f"generate_prompts: {where}: {error}") from None
+            of_chats |= messages is not None
+            prompts.append(list(ids))
+            self._prompts.append(row["prompt"] if messages is None else str(messages[-1].get("content")))
+        if not prompts:
+            raise DataError(f"generate_prompts={self._path} has no prompts; write one a line")
+        return prompts, sorted(self._encoder.final_ids(of_chats=of_chats))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and the content of each line. Raises DataError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"generate_prompts={path} cannot be read: {reason}") from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _row(line, where) if path.suffix == ".jsonl" else {"prompt": line}
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"generate_prompts: {where}: not JSON: {error}") from None
+    is_text = isinstance(row, dict) and isinstance(row.get("prompt"), str)
+    if not is_text and not (isinstance(row, dict) and row.get("messages")):
+        raise DataError(f"generate_prompts: {where}: give a prompt, which is a string, or messages")
+    return dict(row)
+
+
+def _tokenizer(config: Config, folder: Path | None) -> Tokenizer:
+    if folder is not None and (folder / TOKENIZER_FILE).is_file():
+        return build_tokenizer("HFTokenizer", str(folder), eod_token=config.data.eod_token)
+    if config.data.tokenizer_type is None:
+        raise DataError("generate_prompts needs a tokenizer; give tokenizer_type and its file")
+    return tokenizer_of_run(config)
+
+
+def _origin(folder: Path | None) -> ModelOrigin | None:
+    if folder is None:
+        return None
+    path = folder / GENERATION_CONFIG
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return ModelOrigin(folder, tokenizer=folder, generation_config=content)

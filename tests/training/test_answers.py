@@ -1,0 +1,163 @@
+"""Answers generated while a run trains: those of its weights, on every layout, and nothing of the training changes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.reader import Checkpoint
+from megatron.models.kv_cache import KVCache
+from tests import runs
+from tests.finetuning_files import write_tokenizer
+from tests.ranks import RankPools
+from tests.tasks import chats
+
+PROMPTS = ["5 6 7 8", "100 101", "3"]
+COUNT = 12
+MODEL = "--architecture llama --position-embedding-type rope --hidden-dropout 0.1"
+RUN = f"{MODEL} --train-iters 6 --eval-interval 4 --tokenizer-type NullTokenizer --generate-max-new-tokens {COUNT}"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.write_dataset(tmp_path_factory.mktemp("answers") / "text")
+
+
+def answers(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+
+
+def train_twice(flags: str, folder: str, prompts: str) -> tuple[list[str], int]:
+    """A run without and one with generation; the faults that ended them, and caches that are left."""
+    plain = f"{flags} --save {folder}/plain --results-dir {folder}/plain_out"
+    ended = [runs.train(plain)]
+    ended.append(runs.train(f"{flags} --save {folder}/saved --results-dir {folder}/out --generate-prompts {prompts}"))
+    gc.collect()
+    return ended, sum(isinstance(each, KVCache) for each in gc.get_objects())
+
+
+def state(folder: Path) -> dict[tuple[str, str], bytes]:
+    """Weights and moments after the last step."""
+    found = Checkpoint(folder / "global_step6")
+    return {
+        (name, kind): found.read(name, kind, shard, 0, 1, 0, math.prod(shard.shape)).numpy().tobytes()
+        for name, shard in found.parameters.items()
+        for kind in found.kinds
+        if any((each.name, each.kind) == (name, kind) for each in found.fragments)
+    }
+
+
+def expected_ids(ranks: RankPools, saved: Path, flags: str, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuations by the last checkpoint's weights, without a cache, on one rank."""
+    (found,) = ranks(1)(chats.greedy, f"{MODEL} --train-iters 6 --load {saved} --data-path x {flags}", prompts, COUNT)
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (1, ""),
+        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
+        (2, "--zero-stage 3 --untie-embeddings-and-output-weights"),
+        (2, "--lora-rank 2 --finetune"),
+        pytest.param(4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_are_those_of_the_weights_and_change_no_number(
+    ranks: RankPools, data: Path, tmp_path: Path, size: int, layout: str
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n\n".join(PROMPTS))
+    flags = f"{RUN} --data-path {data} {layout}"
+    if "--lora" in layout:
+        assert ranks(1)(runs.train, f"{RUN} --data-path {data} --save {tmp_path / 'base'}") == [""]
+        flags += f" --load {tmp_path / 'base'}"
+    found = ranks(size)(train_twice, flags, str(tmp_path), str(prompts))
+    assert found == [(["", ""], 0)] * size
+    assert state(tmp_path / "plain") == state(tmp_path / "saved")
+    plain, with_answers = (
+        [(row["lm_loss"], row["grad_norm"]) for row in runs.rows(tmp_path / name)] for name in ("plain_out", "out")
+    )
+    assert plain == with_answers
+    rows = answers(tmp_path / "out")
+    assert [(row["iteration"], row["prompt"]) for row in rows] == [
+        (step, each) for step in (0, 4, 6) for each in PROMPTS
+    ]
+    if "--bf16" not in layout and "--lora" not in layout:
+        ids = [[int(word) for word in prompt.split()] for prompt in PROMPTS]
+        untied = "--untie-embeddings-and-output-weights" if "untie" in layout else ""
+        expected = expected_ids(ranks, tmp_path / "saved", untied, ids)
+        assert [row["text"].split() for row in rows[-3:]] == [list(map(str, each)) for each in expected]
+    log = (tmp_path / "out" / "train.log").read_text()
+    assert f' answer at iteration 6 | "100 101" | {json.dumps(rows[-2]["text"])}' in log
+    events = b"".join(path.read_bytes() for path in (tmp_path / "out" / "tensorboard").glob("events*"))
+    assert events.count(b"answers/1/text_summary") == 3
+    assert f"    100 101\n\n    {rows[-2]['text']}".encode() in events
+
+
+def test_a_resumed_run_writes_each_answer_once(ranks: RankPools, data: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "5 6"}\n')
+    flags = f"{RUN} --data-path {data} --results-dir {tmp_path / 'out'} --save {tmp_path / 'saved'} --save-interval 3"
+    flags += f" --generate-prompts {prompts} --generate-interval 2"
+    assert ranks(1)(runs.train, f"{flags} --exit-interval 5 --save-retain-interval 3") == [""]
+    (tmp_path / "saved" / "latest").unlink()
+    shutil.rmtree(tmp_path / "saved" / "global_step5")
+    assert ranks(1)(runs.train, flags) == [""]
+    assert [row["iteration"] for row in answers(tmp_path / "out")] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "fault"),
+    [
+        ("none.txt", None, "", "cannot be read: No such file or directory"),
+        ("empty.txt", "\n", "", "has no prompts; write one a line"),
+        ("bad.jsonl", '{"prompt": "1"}\n{"prompt": 3}', "", "line 2: give a prompt, which is a string, or messages"),
+        ("words.txt", "1\nhello", "", "line 2: NullTokenizer reads ids"),
+        ("ids.txt", "1\n5000", "", "line 2: id 5000"),
+        ("some.txt", "1", "--tokenizer-type none", "generate_prompts needs a tokenizer"),
+        (
+            "long.txt",
+            "1 " * 40,
+            "--position-embedding-type learned --architecture bloom",
+            "prompt 0 needs 40 positions",
+        ),
+    ],
+)
+def test_wrong_prompts_are_named_on_all_ranks(
+    ranks: RankPools, data: Path, tmp_path: Path, name: str, text: str | None, flags: str, fault: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    found = ranks(2)(runs.train, f"{RUN} --data-path {data} --generate-prompts {tmp_path / name} {flags}")
+    assert len(found) == 2
+    assert all(fault in each for each in found), found
+
+
+def test_a_line_is_a_message_to_a_chat_model(ranks: RankPools, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab_size = write_tokenizer(tmp_path / "model")
+    data = chats.write_chats(tmp_path / "chats", [12] * 40)
+    (tmp_path / "prompts.txt").write_text("hello\n")
+    model = f"--vocab-size {vocab_size} --hidden-dropout 0"
+    flags = (
+        f"{MODEL} {model} --task sft --train-iters 6 --data-path {data} --tokenizer-type HFTokenizer "
+        "--micro-batch-size 1 "
+        f"--tokenizer-model {tmp_path / 'model'} --save {tmp_path / 'saved'} --results-dir {tmp_path / 'out'} "
+        f"--generate-prompts {tmp_path / 'prompts.txt'} --generate-max-new-tokens {COUNT}"
+    )
+    assert ranks(1)(runs.train, flags) == [""]
+    row = answers(tmp_path / "out")[-1]
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    prompt = tokenizer.encode("<user>hello", add_special_tokens=False).ids
+    (expected,) = expected_ids(ranks, tmp_path / "saved", model, [prompt])
+    assert row["prompt"] == "hello"
+    assert row["text"] == tokenizer.decode(expected[: row["num_tokens"]])
+    assert row["num_tokens"] == COUNT or row["reason"] == "stop"
