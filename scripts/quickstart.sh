@@ -70,7 +70,7 @@ resolved config {folder}/run/config.yaml""")
 sys.exit(0 if last["lm_loss"] < 0.6 * guess else "the loss did not fall below 60 % of a uniform guess")
 END
 step "8/8 Complete a line of Python"
-"$python" tools/generate.py --load "$HL_RESULTS_DIR/checkpoints" --device cpu --prompt "    def __init__(self" \
-    --max-new-tokens 60
+"$python" tools/generate.py --load "$HL_RESULTS_DIR/checkpoints" --tokenizer-model "$folder/tokenizer" --device cpu \
+    --prompt "    def __init__(self" --max-new-tokens 60
 
 printf '\nDone in %d s after set-up.\n' "$((SECONDS - began))"

@@ -53,10 +53,11 @@ def run(commands: str, folder: Path, **variables: str) -> str:
 
 def test_training_and_converting_work_as_written(checkout: Path) -> None:
     (commands,) = blocks_below("Train on your own text")
-    assert len(commands.strip().splitlines()) == 5
+    assert len(commands.strip().splitlines()) == 6
     printed = run(commands, checkout)
     assert "iteration       40/      40" in printed
     assert "validation loss at iteration 40" in printed
+    assert len(printed.rpartition("The model")[2].strip()) > 10, "the model continues the prompt"
     assert (checkout / "out" / "run.png").stat().st_size > 10_000
     assert (checkout / "out" / "run" / "checkpoints" / "latest").read_text().split()[0] == "global_step40"
 
