@@ -113,9 +113,10 @@ def add_sample_and_output_flags(parser: argparse.ArgumentParser) -> None:
     samples.add_argument("--max-length", type=int, metavar="N", help="tokens in a sample (default: no limit)")
     samples.add_argument(
         "--too-long",
-        choices=("drop", "truncate", "split"),
+        choices=("drop", "truncate", "split", "error"),
         default="drop",
-        help="longer samples: drop them, keep the beginning, or cut before questions (default: drop)",
+        help="longer samples: drop them, keep the beginning, cut before questions, or count them and write nothing "
+        "(default: drop)",
     )
     samples.add_argument("--min-length", type=int, default=1, metavar="N", help="drop shorter samples (default: 1)")
     samples.add_argument(
@@ -275,21 +276,13 @@ def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
     ]
     if totals.added_tokens:
         rows.append(("added tokens", " ".join(totals.added_tokens)))
-    counted = {
-        "EOS appended": totals.num_appended_eos,
-        "truncated": totals.num_truncated,
-        "split": totals.num_split,
-        "blank lines": totals.num_blank,
-        **{f"dropped, {reason}": count for reason, count in totals.dropped.items()},
-        **{f"bad, {reason}": count for reason, count in totals.bad.items()},
-        **{f"not written by the template, {kind}": count for kind, count in totals.left_out.items()},
-    }
+    counted = {"blank lines": totals.num_blank, **totals.outcomes}
     rows += [(name, f"{count:,}") for name, count in counted.items() if count]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
     if (manifest := read_manifest(job.output_prefix)) is not None:
-        print(f"{manifest.path}: {manifest.describe()}")
+        print(f"{manifest.path}: {manifest.describe(with_outcomes=False)}")
     written = [f"{job.output_prefix}.bin", f"{job.output_prefix}{LOSS_MASK_SUFFIX}.bin"]
     if job.tokenizer_output:
         written.append(f"{job.tokenizer_output}/tokenizer.json")

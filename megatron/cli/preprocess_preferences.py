@@ -148,16 +148,7 @@ def summarize(job: PreferenceJob, totals: PreferenceTotals, elapsed_s: float) ->
         ),
         ("vocabulary", f"{totals.vocab_size:,}"),
     ]
-    counted = {
-        "rows with one answer": counts.num_unpaired,
-        "EOS appended to answers": counts.num_appended_eos,
-        "prompts whose end merges with an answer": counts.num_shortened_prompts,
-        "pairs whose answers have the same score": counts.num_equal_scores,
-        "pairs whose rejected answer has the higher score": counts.num_reversed_scores,
-        "blank lines": totals.num_blank,
-        **{f"bad, {reason}": count for reason, count in counts.bad.items()},
-        **{f"not written by the template, {kind}": count for kind, count in counts.left_out.items()},
-    }
+    counted = {"blank lines": totals.num_blank, **counts.outcomes()}
     rows += [(name, f"{count:,}") for name, count in counted.items() if count]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -199,8 +199,12 @@ def manifest_writer(
     options: dict[str, Any],
     shard: InputShard | None,
     input_digest: str,
+    outcomes: Mapping[str, int] | None = None,
 ) -> WriteManifest:
-    """Return the function that writes the manifest of a dataset made of a listing."""
+    """Return the function that writes the manifest of a dataset made of a listing.
+
+    `outcomes`: numbers of rows that were changed or left out, by what happened to them.
+    """
 
     def write(file: IO[bytes], dataset: dict[str, Any]) -> None:
         skipped = [{"name": name, "passed_over": reason} for name, reason in listing.passed_over]
@@ -211,6 +215,7 @@ def manifest_writer(
             "tokenizer": tokenizer,
             "options": options,
             "shard": {"number": shard.number, "count": shard.count, "input": input_digest} if shard else None,
+            "outcomes": dict(outcomes or {}),
         }
         lines = (_json(line) for line in skipped)
         _write(file, dataset, header, counts, [lines, log.lines()])
@@ -249,7 +254,7 @@ class DatasetManifest:
     path: Path
     dataset: dict[str, Any]
     header: dict[str, Any]
-    """Tokenizer, options and shard."""
+    """Tokenizer, options, shard, and outcomes: rows that were changed or left out, by what happened to them."""
     counts: dict[str, int]
     files: list[dict[str, Any]] = field(repr=False)
 
@@ -258,7 +263,7 @@ class DatasetManifest:
         found: dict[str, Any] | None = self.header["shard"]
         return found
 
-    def describe(self) -> str:
+    def describe(self, *, with_outcomes: bool = True) -> str:
         """Return one line for the user."""
         skipped = Counter(line["passed_over"] for line in self.files if "passed_over" in line)
         text = f"{counted(self.counts['files_read'], 'file')} read"
@@ -266,6 +271,8 @@ class DatasetManifest:
         text += f" ({reasons_in_words(skipped)})" if skipped else ""
         lost = [f"{self.counts[name]:,} {name}" for name in ("blank", "empty", "bad") if self.counts[name]]
         text += f"; documents left out: {', '.join(lost)}" if lost else ""
+        if with_outcomes:
+            text += "".join(f"; {name}: {count:,}" for name, count in self.header["outcomes"].items())
         for number in sorted({line["stopped_after"] for line in self.files if "stopped_after" in line}):
             text += f"; reading stopped after {counted(number, 'document')} of the input (--max-documents)"
         return text + (f"; shard {self.shard['number']}/{self.shard['count']}" if self.shard else "")
@@ -310,7 +317,7 @@ def read_manifest(prefix: str | Path) -> DatasetManifest | None:
         _check_content(content)
     except ValueError as error:
         raise _damaged(path, error) from error
-    header = {name: content[name] for name in ("tokenizer", "options", "shard")}
+    header = {name: content.get(name, {}) for name in ("tokenizer", "options", "shard", "outcomes")}
     return DatasetManifest(path, content["dataset"], header, content["counts"], content["files"])
 
 
@@ -335,6 +342,8 @@ def _check_content(content: dict[str, Any]) -> None:
     _require(isinstance(content.get("options"), dict), "its options")
     is_shard = isinstance(shard, dict) and all(_is_count(shard.get(name)) for name in ("number", "count"))
     _require("shard" in content and (shard is None or (is_shard and "input" in shard)), "its shard")
+    outcomes = content.get("outcomes", {})  # a later addition
+    _require(isinstance(outcomes, dict) and all(map(_is_count, outcomes.values())), "its outcomes")
     names = ("files_read", "files_passed_over", *COUNTS)
     has_names = isinstance(counts, dict) and set(counts) == set(names)
     _require(has_names and all(_is_count(content["counts"][name]) for name in names), "its counts")
@@ -387,6 +396,7 @@ def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]
                 if all(h["options"].get(name, ...) == value for h in headers)
             },
             "shard": None,
+            "outcomes": dict(sum((Counter(h.get("outcomes", {})) for h in headers), Counter[str]())),
         }
         _write(file, dataset, header, counts, [(_json(line) for line in lines)])
 

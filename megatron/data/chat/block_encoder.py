@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.data.block_workers import rows_of
 from megatron.data.chat.conversation import BadRow, Chat
-from megatron.data.chat.encoder import ChatCounts, ChatEncoder, Sample
+from megatron.data.chat.encoder import TOO_LONG, ChatCounts, ChatEncoder, Sample
 from megatron.data.chat.job import ChatJob, prepare_chats
 from megatron.data.chat.row_forms import EXAMPLE
 from megatron.data.document_blocks import Block, Fault
@@ -77,7 +77,10 @@ def encode_block(encoder: ChatEncoder, block: Block, job: ChatJob) -> EncodedBlo
             problems.append((number, error.kind, str(error)))
     samples: list[Sample] = []
     for number, result in zip(numbers, encoder.encode(chats, counts), strict=True):
-        if isinstance(result, BadRow):
+        if isinstance(result, BadRow) and result.kind == TOO_LONG:
+            counts.num_too_long += 1
+            counts.first_too_long = counts.first_too_long or f"{block.place(number)}, {result}"
+        elif isinstance(result, BadRow):
             problems.append((number, result.kind, str(result)))
         else:
             samples += result

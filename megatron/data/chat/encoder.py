@@ -23,7 +23,9 @@ from megatron.data.indexed import DataError
 
 TrainOn = Literal["assistant", "all_but_system"]
 Turns = Literal["together", "as_prompted"]
-TooLong = Literal["drop", "truncate", "split"]
+TooLong = Literal["drop", "truncate", "split", "error"]
+TOO_LONG = "too long"
+"""Kind of the BadRow of a conversation that may be neither cut nor left out."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ class ChatCounts:
     """File -> form of rows (row_forms.py) -> place of its first row there."""
     num_of_forms: Counter[str] = field(default_factory=Counter)
     """Rows of each form."""
+    num_too_long: int = 0
+    """Rows that may be neither cut nor left out (too_long=error)."""
+    first_too_long: str = ""
+    """File and line of the first of them, and its number of tokens."""
+    longest: int = 0
+    """Tokens of the longest of them."""
 
     def add(self, other: ChatCounts) -> None:
         self.num_rows += other.num_rows
@@ -84,8 +92,23 @@ class ChatCounts:
         self.bad.update(other.bad)
         self.left_out.update(other.left_out)
         self.num_of_forms.update(other.num_of_forms)
+        self.num_too_long += other.num_too_long
+        self.first_too_long = self.first_too_long or other.first_too_long
+        self.longest = max(self.longest, other.longest)
         for name, places in other.forms.items():
             self.forms[name] = {**places, **self.forms.get(name, {})}
+
+    def outcomes(self) -> dict[str, int]:
+        """Return how many rows or samples were changed or left out, by what happened to them."""
+        found = {
+            "EOS appended": self.num_appended_eos,
+            "truncated": self.num_truncated,
+            "split": self.num_split,
+            **{f"dropped, {reason}": count for reason, count in self.dropped.items()},
+            **{f"bad, {reason}": count for reason, count in self.bad.items()},
+            **{f"not written by the template, {kind}": count for kind, count in self.left_out.items()},
+        }
+        return {name: count for name, count in found.items() if count}
 
 
 class ChatEncoder:
@@ -216,6 +239,9 @@ class ChatEncoder:
         limit = rules.max_length
         if limit is None or sample.length <= limit:
             return [sample]
+        if rules.too_long == "error":
+            counts.longest = max(counts.longest, sample.length)
+            raise BadRow(TOO_LONG, f"{sample.length} tokens")
         if rules.too_long == "drop":
             counts.dropped[f"longer than {limit} tokens"] += 1
             return []

@@ -74,6 +74,8 @@ class ChatJob:
         if self.turns == "as_prompted" and (self.train_on != "assistant" or self.too_long == "split"):
             other = "too_long=split" if self.train_on == "assistant" else f"train_on={self.train_on}"
             raise DataError(f"turns=as_prompted cuts conversations before turns, which {other} would undo; drop one")
+        if self.too_long != "drop" and self.max_length is None:
+            raise DataError(f"too_long={self.too_long} needs max_length, which is not given; give it")
         if self.max_length is not None and self.max_length < self.min_length:
             raise DataError(f"max_length={self.max_length} is below min_length={self.min_length}; no sample fits both")
         _ = self.reader

@@ -44,12 +44,10 @@ class ChatTotals:
     num_tokens: int
     num_loss_tokens: int
     """Trained tokens."""
-    num_appended_eos: int
-    num_truncated: int
-    num_split: int
-    """Rows that became several samples."""
     num_blank: int
     """Blank lines."""
+    outcomes: dict[str, int]
+    """Rows or samples that were changed or left out, by what happened to them: `ChatCounts.outcomes`."""
     dropped: dict[str, int]
     """Samples left out, by reason."""
     bad: dict[str, int]
@@ -98,7 +96,7 @@ class _Datasets:
         self.lengths.append(block.lengths)
         self.num_loss_tokens += int(block.mask.sum(dtype=np.int64))
 
-    def seal(self) -> None:
+    def seal(self, outcomes: dict[str, int]) -> None:
         self._log.finish()
         job, chats = self._job, self._chats
         options = {
@@ -113,7 +111,9 @@ class _Datasets:
             "max_documents": job.max_documents,
         }
         tokenizer = self._setup.tokenizer.identity
-        write_manifest = manifest_writer(chats.listing, self._log, tokenizer, options, job.shard, chats.whole.digest)
+        write_manifest = manifest_writer(
+            chats.listing, self._log, tokenizer, options, job.shard, chats.whole.digest, outcomes
+        )
         self._tokens.seal(write_manifest)
         self._mask.seal(write_manifest)
 
@@ -160,10 +160,12 @@ def preprocess_chats(
                 num_blank += block.num_blank
                 if progress:
                     progress(num_bytes)
+        if counts.num_too_long:
+            raise DataError(_too_long(job, counts))
         lengths = np.concatenate([*datasets.lengths, np.empty(0, np.int64)])
         if not len(lengths):
             raise DataError(_empty_output(job, counts, num_blank))
-        datasets.seal()
+        datasets.seal(counts.outcomes())
         if job.tokenizer_output is not None:
             write_tokenizer(job.tokenizer_output, setup.tokenizer, job.tokenizer, setup.source)
         datasets.publish()
@@ -175,10 +177,8 @@ def preprocess_chats(
         num_samples=len(lengths),
         num_tokens=int(lengths.sum()),
         num_loss_tokens=datasets.num_loss_tokens,
-        num_appended_eos=counts.num_appended_eos,
-        num_truncated=counts.num_truncated,
-        num_split=counts.num_split,
         num_blank=num_blank,
+        outcomes=counts.outcomes(),
         dropped=dict(counts.dropped),
         bad=dict(counts.bad),
         left_out=dict(counts.left_out),
@@ -220,6 +220,14 @@ def _check_forms(job: ChatJob, counts: ChatCounts) -> None:
                 f"{place}: the row is of the form {second}, and the file began with {first}; separate them, or pass "
                 f"--row-format {MIXED}"
             )
+
+
+def _too_long(job: ChatJob, counts: ChatCounts) -> str:
+    return (
+        f"{counts.num_too_long} of {counts.num_rows} conversations have more than max_length={job.max_length} tokens; "
+        f"the first is {counts.first_too_long}, the longest has {counts.longest} tokens; raise --max-length, or choose "
+        "what becomes of them: --too-long drop, truncate or split"
+    )
 
 
 def _empty_output(job: ChatJob, counts: ChatCounts, num_blank: int) -> str:

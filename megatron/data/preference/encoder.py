@@ -75,6 +75,19 @@ class PairCounts:
         self.num_reversed_scores += other.num_reversed_scores
         self.left_out.update(other.left_out)
 
+    def outcomes(self) -> dict[str, int]:
+        """Return how many rows were changed, left out or are doubtful, by what was found."""
+        found = {
+            "rows with one answer": self.num_unpaired,
+            "EOS appended to answers": self.num_appended_eos,
+            "prompts whose end merges with an answer": self.num_shortened_prompts,
+            "pairs whose answers have the same score": self.num_equal_scores,
+            "pairs whose rejected answer has the higher score": self.num_reversed_scores,
+            **{f"bad, {reason}": count for reason, count in self.bad.items()},
+            **{f"not written by the template, {kind}": count for kind, count in self.left_out.items()},
+        }
+        return {name: count for name, count in found.items() if count}
+
 
 @dataclass(frozen=True)
 class _Written:

@@ -259,7 +259,7 @@ def preprocess_preferences(job: PreferenceJob, progress: Callable[[int], None] |
             "max_documents": job.max_documents,
         }
         tokenizer = setup.tokenizer.identity
-        builder.seal(manifest_writer(listing, log, tokenizer, listed, job.shard, whole.digest))
+        builder.seal(manifest_writer(listing, log, tokenizer, listed, job.shard, whole.digest, counts.outcomes()))
         log.close()
         (builder.work_dir / LOG_NAME).unlink(missing_ok=True)
         builder.finalize()
