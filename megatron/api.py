@@ -39,6 +39,7 @@ from megatron.instructlab.data_process import Samples
 from megatron.instructlab.launch import agent_command, environment_of_ranks, run_to_the_end
 from megatron.instructlab.mapping import Setting, build_config, refusals, remarks
 from megatron.launch.checks import warn_of_new_tokens
+from megatron.launch.plan import FineTuning
 from megatron.training.callbacks import TrainerCallback, TrainingContext
 
 __all__ = [
@@ -118,10 +119,15 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
         num_ranks=torch_args.nnodes * ranks_per_node,
         model=preset_of(model_folder)["model"],
         model_folder=str(model_folder),
-        data_prefix=str(Path(args.data_output_dir, data_process.NAME)),
+        data_path=("DATASET",),
         num_samples=None,
         tokenizer=None,
     )
+    folders: list[tuple[str, str]] = []
+    try:
+        folders = data_process.output_folders(args.data_path, args.data_output_dir)
+    except DataError as error:
+        faults.append(str(error))
     try:
         build_config(args, setting)
     except ConfigError as error:
@@ -130,16 +136,16 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
         raise ConfigError(faults)
     _make_folder(Path(args.ckpt_output_dir))
     callbacks = write_callbacks(args.callbacks or (), Path(args.ckpt_output_dir))
-    samples = _samples(args, model_folder, setting.model["vocab_size"])
-    vocab_size = max(setting.model["vocab_size"], samples.vocab_size or 0)
+    samples = [_samples(args, file, folder, model_folder, setting.model["vocab_size"]) for file, folder in folders]
+    vocab_size = max(setting.model["vocab_size"], *(each.vocab_size or 0 for each in samples))
     for warning in warn_of_new_tokens(build_config(args, setting), vocab_size):
         logger.warning("%s", warning)
     setting = dataclasses.replace(
         setting,
         model=preset_of(model_folder, vocab_size)["model"],
-        data_prefix=samples.prefix,
-        num_samples=samples.num_samples,
-        tokenizer=samples.tokenizer,
+        data_path=tuple(FineTuning.of("", args.data_path, "").data_path(Path(args.data_output_dir))),
+        num_samples=sum(each.num_samples for each in samples),
+        tokenizer=next((each.tokenizer for each in samples if each.tokenizer is not None), None),
         callbacks=callbacks,
     )
     config = build_config(args, setting)
@@ -155,9 +161,9 @@ def _make_folder(folder: Path) -> None:
         raise ConfigError([f"ckpt_output_dir={folder} cannot be created: {error.strerror}; choose another"]) from None
 
 
-def _samples(args: TrainingArgs, model_folder: Path, vocab_size: int) -> Samples:
-    """Return the dataset, which is made first unless process_data is off."""
-    folder = Path(args.data_output_dir)
+def _samples(args: TrainingArgs, file: str, output: str, model_folder: Path, vocab_size: int) -> Samples:
+    """Return the dataset of a file, which is made first unless process_data is off."""
+    folder = Path(output)
     if args.mock_data:
         num_samples = data_process.MOCK_STEPS * args.effective_batch_size
         longest = args.mock_data_len or args.max_seq_len
@@ -173,10 +179,10 @@ def _samples(args: TrainingArgs, model_folder: Path, vocab_size: int) -> Samples
         return samples
     if args.pretraining_config is not None:
         block_size, column = args.pretraining_config.block_size, args.pretraining_config.document_column_name
-        return data_process.process_documents(args.data_path, str(folder), str(model_folder), block_size, column)
+        return data_process.process_documents(file, str(folder), str(model_folder), block_size, column)
     legacy = legacy_template.__file__ if args.use_legacy_tmpl else None
     return data_process.process_data(
-        data_path=args.data_path,
+        data_path=file,
         data_output_path=str(folder),
         max_seq_len=args.max_seq_len,
         model_path=str(model_folder),

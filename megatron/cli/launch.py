@@ -18,6 +18,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,11 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script 
         is_folder = Path(chats).is_dir()
         folder, file = (chats, None) if is_folder else (None, chats)
         request.fine_tuning = FineTuning(model or "", file, template, folder)
+        try:
+            _ = request.fine_tuning.files
+        except ValueError as why:
+            request.faults.append(f"--chats {chats!r} {why}")
+            request.fine_tuning = None
     return request, None
 
 
@@ -353,25 +359,29 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
     """
     from megatron.instructlab.data_process import open_samples, process_data, process_pairs  # they import torch
 
-    folder, has_pairs = Path(given.folder or ""), load_task(plan.config).preprocessor == "preprocess_preferences"
-    if given.data is None:
-        samples = open_samples(folder, has_pairs=has_pairs)
-    elif has_pairs:
-        samples = process_pairs(given.data, str(folder), given.model, chat_tmpl_path=given.chat_template)
-    else:
-        samples = process_data(
-            data_path=given.data,
-            data_output_path=str(folder),
-            max_seq_len=plan.config.training.seq_length,
-            model_path=given.model,
-            chat_tmpl_path=given.chat_template,
-        )
-    print(f"{samples.num_samples} {samples.unit} in {samples.prefix}, {samples.longest} tokens at most")
-    added = []
-    if samples.tokenizer is not None:
-        added += ["--tokenizer-model", samples.tokenizer]
-    for warning in warn_of_new_tokens(plan.config, samples.vocab_size or 0):
+    has_pairs = load_task(plan.config).preprocessor == "preprocess_preferences"
+    found = []
+    for prefix, file in zip_longest(plan.config.data.prefixes, given.files):
+        folder = Path(prefix).parent
+        if file is None:
+            samples = open_samples(folder, has_pairs=has_pairs)
+        elif has_pairs:
+            samples = process_pairs(file, str(folder), given.model, chat_tmpl_path=given.chat_template)
+        else:
+            samples = process_data(
+                data_path=file,
+                data_output_path=str(folder),
+                max_seq_len=plan.config.training.seq_length,
+                model_path=given.model,
+                chat_tmpl_path=given.chat_template,
+            )
+        print(f"{samples.num_samples} {samples.unit} in {samples.prefix}, {samples.longest} tokens at most")
+        found.append(samples)
+    added, vocab_size = [], max(samples.vocab_size or 0 for samples in found)
+    if tokenizers := [samples.tokenizer for samples in found if samples.tokenizer is not None]:
+        added += ["--tokenizer-model", tokenizers[0]]
+    for warning in warn_of_new_tokens(plan.config, vocab_size):
         print(f"warning: {warning}", file=sys.stderr)
-    if samples.vocab_size is not None and samples.vocab_size > plan.config.model.vocab_size:
-        added += ["--vocab-size", str(samples.vocab_size)]
+    if vocab_size > plan.config.model.vocab_size:
+        added += ["--vocab-size", str(vocab_size)]
     return dataclasses.replace(plan, train_flags=(*plan.train_flags, *added))

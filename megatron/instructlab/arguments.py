@@ -149,8 +149,8 @@ class PretrainingConfig(Arguments):
 class DataProcessArgs(Arguments):
     """Arguments of data_process.main."""
 
-    data_path: str
-    """Messages, a chat a line."""
+    data_path: str | list[str | float]
+    """Messages, a chat a line: a file, or a list of files, each with a weight before it or none."""
     data_output_path: str
     """Folder of the tokenized samples, and of the tokenizer with what the chat template added to it."""
     max_seq_len: Positive
@@ -169,8 +169,8 @@ class TrainingArgs(Arguments):
 
     model_path: str
     """Folder of a model that transformers wrote, or a hub name that has been downloaded."""
-    data_path: str
-    """Messages, a chat a line."""
+    data_path: str | list[str | float]
+    """Messages, a chat a line: a file, or a list of files, each with a weight before it or none."""
     ckpt_output_dir: str
     """Folder of the exports (hf_format/), the checkpoints (full_state/) and the logs."""
     data_output_dir: str

@@ -16,13 +16,14 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.config.data import parse_data_path
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
 from megatron.data.chat.template import find_template
@@ -39,6 +40,7 @@ from megatron.data.preference.preprocessing import (
 from megatron.files import replacing
 from megatron.instructlab.arguments import DataProcessArgs
 from megatron.instructlab.documents import write_blocks
+from megatron.launch.plan import FineTuning
 
 logger = logging.getLogger("megatron.api")
 
@@ -69,9 +71,20 @@ class Samples:
 
 
 def main(args: DataProcessArgs) -> None:
-    """Tokenize the chats of a file. Raises DataError for what cannot be read, encoded or written."""
+    """Tokenize the chats of a file, or of several. Raises DataError for what cannot be read, encoded or written."""
     set_up_logging("INFO")
-    process_data(**args.model_dump())
+    for file, folder in output_folders(args.data_path, args.data_output_path):
+        process_data(**args.model_dump() | {"data_path": file, "data_output_path": folder})
+
+
+def output_folders(data_path: str | Sequence[str | float], folder: str) -> list[tuple[str, str]]:
+    """Return each file, and the folder of its dataset. Raises DataError for a list that cannot be read."""
+    given = FineTuning.of("", data_path, folder)
+    try:
+        prefixes = parse_data_path(given.data_path(Path(folder)))[0]
+        return [(file, str(Path(prefix).parent)) for file, prefix in zip(given.files, prefixes, strict=True)]
+    except ValueError as why:
+        raise DataError(f"data_path={data_path} {why}") from None
 
 
 def set_up_logging(level: str) -> None:

@@ -45,7 +45,7 @@ class Setting:
     model: Mapping[str, Any]
     """The model section, as `huggingface_config.preset_of` gives it."""
     model_folder: str
-    data_prefix: str
+    data_path: tuple[str, ...]
     num_samples: int | None
     """In the processed data; None before it has been processed."""
     tokenizer: str | None
@@ -275,7 +275,7 @@ def _sharding(args: TrainingArgs, num_ranks: int) -> dict[str, Any]:
 def _data(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
     share = args.validation_split
     section: dict[str, Any] = {
-        "data_path": [setting.data_prefix],
+        "data_path": [*setting.data_path],
         "split": f"{1 - share:.9g},{share:.9g},0",
         "eval_iters": 0,
         "tokenizer_type": "HFTokenizer",

@@ -7,6 +7,7 @@ docs/finetuning.md. A key is translated, noted as needless, or refused by name.
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,7 @@ def read_finetune_file(name: str) -> FinetuneFile | None:
     _batch(values, found)
     _adapters(values, found)
     if "data_path" in values:
-        _data(Path(str(values["data_path"])), values.get("split"), found)
+        _data(values["data_path"], values.get("split"), found)
     found.notes += [f"{key}={values[key]} has no effect: {why}" for key, why in NEEDLESS.items() if key in values]
     _deepspeed(Path(name).parent / DEEPSPEED_FILE, found)
     found.faults = [f"{name}: {fault}" for fault in found.faults]
@@ -144,8 +145,25 @@ def _adapters(values: Mapping[str, Any], found: FinetuneFile) -> None:
             found.variables.pop(name, None)
 
 
-def _data(path: Path, split: object, found: FinetuneFile) -> None:
-    """Set the file of chats: `data_path` itself, or the one in this folder, by the name in `split`."""
+def _data(value: object, split: object, found: FinetuneFile) -> None:
+    """Set the file of chats: `data_path` itself, or the one in this folder, by the name in `split`.
+
+    A list holds several of them, with or without weights before them.
+    """
+    words = [str(word) for word in value] if isinstance(value, list) else [str(value)]
+    files = [word if _is_number(word) and len(words) > 1 else _file(Path(word), split, found) for word in words]
+    found.variables["HL_DATA"] = files[0] if len(files) == 1 else shlex.join(files)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _file(path: Path, split: object, found: FinetuneFile) -> str:
     if path.is_dir():
         files = list(path.glob("*.jsonl"))
         path = path / f"{split}.jsonl" if split is not None else files[0] if len(files) == 1 else path
@@ -153,7 +171,7 @@ def _data(path: Path, split: object, found: FinetuneFile) -> None:
         found.faults.append(
             f"split={split} selects a file of a folder, but data_path={path} is a file, which is read whole; remove it"
         )
-    found.variables["HL_DATA"] = str(path)
+    return str(path)
 
 
 def _deepspeed(path: Path, found: FinetuneFile) -> None:

@@ -361,8 +361,8 @@ def _fine_tuning(given: Mapping[str, str], script: Script, reader: _VariableRead
             f"HL_DATA is not set; set it to a JSONL file of {rows}, or HL_DATA_OUTPUT_DIR to the folder of processed "
             "ones"
         )
-    elif data is not None and not Path(data).is_file():
-        reader.fault(f"HL_DATA={data} is not a file; set it to a JSONL file of {rows}")
+    elif data is not None:
+        _check_files(request.fine_tuning, rows, reader)
     if model is None:
         reader.fault("HL_MODEL is not set; set it to the folder of a model that transformers wrote")
         request.unread.add("config")
@@ -380,6 +380,20 @@ def _fine_tuning(given: Mapping[str, str], script: Script, reader: _VariableRead
     for name, value in options.items():
         request.train_flags += [flag(name), str(value).lower() if isinstance(value, bool) else str(value)]
     request.train_flags += ["--load", model, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", model]
+
+
+def _check_files(given: FineTuning, rows: str, reader: _VariableReader) -> None:
+    try:
+        files = given.files
+    except ValueError as why:
+        reader.fault(f"HL_DATA={given.data} {why}; put a name with spaces in quotes")
+        reader.request.fine_tuning = dataclasses.replace(given, data=None)
+        reader.request.unread.add("data_path")
+        return
+    for file in files:
+        if not Path(file).is_file():
+            named = f"HL_DATA={given.data}" if len(files) == 1 else f"HL_DATA={given.data}: {file}"
+            reader.fault(f"{named} is not a file; set it to a JSONL file of {rows}")
 
 
 def _data(given: Mapping[str, str], script: Script, preset: str | None, reader: _VariableReader) -> None:

@@ -349,7 +349,10 @@ _VARIABLES: tuple[Variable, ...] = (
     _launch("HL_QNPU_DIR", "folder of an environment whose `activate` is sourced first, on every node"),
     # data
     _launch(
-        "HL_DATA", "training data, a JSONL file: chats for run_sft.sh, pairs of answers for run_dpo.sh", *FINE_TUNING
+        "HL_DATA",
+        "training data: a file of chats, for run_dpo.sh of pairs of answers; several files, or WEIGHT FILE pairs, "
+        "are mixed",
+        *FINE_TUNING,
     ),
     _launch("HL_DATA_OUTPUT_DIR", "folder of the tokenized data; unset: data/ in the results folder", *FINE_TUNING),
     _launch("HL_DATA_DIR_ROOT", "folder of the dataset and of the tokenizer's files", *PRETRAINING),

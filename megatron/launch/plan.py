@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from megatron.config.data import parse_data_path
 from megatron.config.options import Config
 from megatron.launch.addresses import address_of
 
@@ -16,10 +19,53 @@ class FineTuning:
     model: str
     """Folder that transformers wrote."""
     data: str | None
-    """A JSONL file of what the task trains on. None: it is already processed, in `folder`."""
+    """The files that the task trains on, as `file_words` reads them. None: they are already processed, in `folder`."""
     chat_template: str | None
     folder: str | None
     """Folder of the processed data. None: `data` in the results folder."""
+
+    @classmethod
+    def of(cls, model: str, files: str | Sequence[str | float], folder: str) -> FineTuning:
+        """Return the data of a file, or of a list of files, with or without weights before them."""
+        words = [files] if isinstance(files, str) else map(str, files)
+        return cls(model, shlex.join(words), None, folder)
+
+    @property
+    def files(self) -> list[str]:
+        """Files to process. Raises ValueError that states the rule for `data`."""
+        return self._parsed()[0]
+
+    def data_path(self, folder: Path) -> list[str]:
+        """Return the data path of the datasets that are made of the files in a folder.
+
+        One file becomes FOLDER/data, each of several NAME/data in it. Raises ValueError as `files`.
+        """
+        files, weights = self._parsed()
+        names = [Path(file).name.split(".")[0] for file in files]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                names[number] = f"{name}_{number + 1}"
+        prefixes = [str(folder / name / "data") for name in names] if len(files) > 1 else [str(folder / "data")]
+        if weights is None:
+            return prefixes
+        return [word for weight, prefix in zip(weights, prefixes, strict=True) for word in (f"{weight:.15g}", prefix)]
+
+    def _parsed(self) -> tuple[list[str], list[float] | None]:
+        if self.data is None:
+            return [], None
+        try:
+            return parse_data_path(file_words(self.data))
+        except ValueError as why:
+            rule = str(why).replace("prefixes", "files").replace("prefix", "file").replace("PREFIX", "FILE")
+            raise ValueError(rule) from None
+
+
+def file_words(text: str) -> list[str]:
+    """Return the words of HL_DATA: a file, or files with or without weights, in quotes where they hold spaces.
+
+    Raises ValueError.
+    """
+    return [text] if Path(text).exists() else shlex.split(text)
 
 
 @dataclass

@@ -83,7 +83,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     flags += derived
     data = request.fine_tuning
     if data is not None:
-        data = dataclasses.replace(data, folder=str(Path(given.data.data_path[0]).parent))
+        data = dataclasses.replace(data, folder=str(Path(given.data.data_path[-1]).parent))
     return LaunchPlan(
         config=layout.config,
         train_flags=tuple(flags),
@@ -251,9 +251,17 @@ def _check_folders(request: LaunchRequest, config: Config) -> Iterator[str]:
             f"rendezvous={request.rendezvous}: each node, and each attempt, would name the results folder after its "
             "own clock; set HL_RESULTS_DIR (--results-dir) to one folder for all"
         )
-    path = " ".join(config.data.data_path)
-    if request.fine_tuning is not None and Path(path).name != "data":
+    given, path = request.fine_tuning, " ".join(config.data.data_path)
+    if given is None:
+        return
+    try:
+        prefixes = config.data.prefixes
+    except ValueError:  # reported with the other options
+        return
+    if any(Path(prefix).name != "data" for prefix in prefixes):
         yield f"data_path={path}: the tokenized data are a dataset named data; give FOLDER/data, or leave it out"
+    elif given.data is not None and len(prefixes) != len(given.files):
+        yield f"data_path={path} does not name one dataset for each file of HL_DATA={given.data}; leave it out"
 
 
 def run_id(request: LaunchRequest, flags: Sequence[str]) -> str:
@@ -294,8 +302,8 @@ def _output_flags(request: LaunchRequest, command: CommandLine) -> list[str]:
         if request.resume and "load" not in given:
             flags += ["--load", checkpoints]
     if request.fine_tuning is not None:
-        folder = request.fine_tuning.folder or Path(results or ".", "data")
-        flags += [] if command.namespace.data_path else ["--data-path", str(Path(folder, "data"))]
+        folder = Path(request.fine_tuning.folder or Path(results or ".", "data"))
+        flags += [] if command.namespace.data_path else ["--data-path", *request.fine_tuning.data_path(folder)]
         # the exports are what is wanted, checkpoints serve a restart
         of_exports = {"save_hf": str(Path(results or ".", "hf_format")), "keep_last": "1", "save_at_epoch": "true"}
         for name, value in of_exports.items():

@@ -18,7 +18,7 @@ SETTING = Setting(
     num_ranks=8,
     model={"architecture": "llama", "position_embedding_type": "rope", "vocab_size": 300},
     model_folder="model",
-    data_prefix="data/data",
+    data_path=("data/data",),
     num_samples=1000,
     tokenizer=None,
 )

@@ -165,3 +165,11 @@ def test_every_key_is_in_the_documentation() -> None:
     section = DOCUMENTATION.read_text(encoding="utf-8").split("## Run a finetune_lora.yaml\n")[1].split("\n## ")[0]
     named = {word for row in re.findall(r"^\| (`.*?) \|", section, re.M) for word in re.findall(r"`([\w.]+)`", row)}
     assert named == {*KEYS, "ds_config.json"} - {"LoRA"}
+
+
+def test_a_list_of_data_is_a_mix(folder: Path) -> None:
+    write_chats(folder / "data" / "b.jsonl")
+    write(folder / "config" / "finetune_lora.yaml", data_path=[0.7, "data", 0.3, "data/b.jsonl"])
+    assert plan(CONFIG).config.data.data_path == ("0.7", "save_dir/data/full/data", "0.3", "save_dir/data/b/data")
+    write(folder / "config" / "finetune_lora.yaml", data_path=["data/b.jsonl"])
+    assert plan(CONFIG).config.data.data_path == ("save_dir/data/data",)

@@ -104,28 +104,72 @@ def test_a_variable_of_fine_tuning_does_not_apply_to_pretraining(tmp_path: Path)
 
 
 def test_a_run_tokenizes_trains_on_a_layout_and_exports(folder: Path) -> None:
+    write_chats(folder / "more chats.jsonl", 8)
     done = run(
         "run_sft.sh",
         folder,
         "--lr=1e-3",
-        **({"HL_DATA": "chats.jsonl", "HL_CHAT_TEMPLATE": "chatml", "HL_RESULTS_DIR": "results"} | TINY),
+        **(
+            {"HL_DATA": "3 chats.jsonl 1 'more chats.jsonl'", "HL_CHAT_TEMPLATE": "chatml", "HL_RESULTS_DIR": "results"}
+            | TINY
+        ),
         HL_NUM_EPOCHS="2",
         HL_TP="2",
         HL_SAVE_SAMPLES="30",
     )
     assert done.returncode == 0, done.stderr
     results = folder / "results"
-    # steps of 16, 16, 8 samples in each epoch; 30 and 60 are passed by the second and the fifth, 40 ends an epoch
+    # steps of 16 samples, 48 in each epoch; 30, 60 and 90 are passed by the second, the fourth and the last
     exports = sorted(path.name for path in (results / "hf_format").iterdir() if not path.name.startswith("."))
-    assert exports == ["samples_32", "samples_40", "samples_72", "samples_80"]
+    assert exports == ["samples_32", "samples_48", "samples_64", "samples_96"]
     losses = [row["lm_loss"] for row in runs.rows(results)]
     assert losses[-1] < losses[1]
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(results / "hf_format" / "samples_80")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(results / "hf_format" / "samples_80")
+    model = transformers.AutoModelForCausalLM.from_pretrained(results / "hf_format" / "samples_96")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(results / "hf_format" / "samples_96")
     assert len(tokenizer) == model.config.vocab_size == 280  # <|im_start|> and <|im_end|> were added
-    assert (results / "data" / "data.json").is_file()
+    assert sorted(path.name for path in results.glob("data/*/data.json")) == ["data.json"] * 2
+    assert "mix: results/data/chats/data: 72 samples (75.0%), " in done.stdout
+    assert "mix: results/data/more chats/data: 24 samples (25.0%), " in done.stdout
+    assert "3.00 epochs" in done.stdout
+
+
+def test_several_files_are_datasets_of_one_mix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for name in ("b.jsonl", "other/chats.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("{}")
+    given = {"HL_RESULTS_DIR": "r"}
+    for data, expected in (
+        ("chats.jsonl", "r/data/data"),
+        ("0.7 chats.jsonl 0.3 b.jsonl", "0.7 r/data/chats/data 0.3 r/data/b/data"),
+        ("chats.jsonl other/chats.jsonl", "r/data/chats/data r/data/chats_2/data"),
+    ):
+        plan = preflight(from_environment(TINY | given | {"HL_DATA": data}, "sft", []))
+        assert " ".join(plan.config.data.data_path) == expected
+        assert plan.fine_tuning is not None
+        assert plan.fine_tuning.data == data
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            "0.7 chats.jsonl none.jsonl",
+            "must be one file, files alone, or WEIGHT FILE pairs with weights above 0; put a",
+        ),
+        ("chats.jsonl 'b", "HL_DATA=chats.jsonl 'b No closing quotation"),
+        ("1 chats.jsonl 2 none.jsonl", "HL_DATA=1 chats.jsonl 2 none.jsonl: none.jsonl is not a file; set it to"),
+    ],
+)
+def test_a_mix_of_files_that_cannot_be_read_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, data: str, said: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(RefusedError) as refusal:
+        preflight(from_environment(TINY | {"HL_DATA": data, "HL_RESULTS_DIR": "r"}, "sft", []))
+    assert [fault for fault in refusal.value.faults if said in fault], refusal.value.faults
 
 
 def test_tokens_that_a_template_adds_are_not_frozen_unnoticed(folder: Path) -> None:
