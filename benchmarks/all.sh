@@ -70,6 +70,7 @@ run() {
 
 run step - 2
 run lora - 2
+run generate - 2
 run pipeline - 1
 run framework_tax - 2
 run framework_tax:tiny_llama - 2 --config tiny_llama

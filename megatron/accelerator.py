@@ -302,6 +302,16 @@ def memory_stats() -> dict[str, float]:
     return {ALLOCATED: allocated / GB, MAX_ALLOCATED: peak / GB, TOTAL: total / GB}
 
 
+def free_memory_bytes() -> int:
+    """Return what this process may still allocate: of its device, or on a CPU of the host, which its ranks share."""
+    if _device() == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    stats = memory_stats()
+    return int((stats[TOTAL] - stats[ALLOCATED]) * GB)
+
+
 @functools.lru_cache(maxsize=1)
 def _process(pid: int) -> Any:
     """Return the process, cached: to create one costs more than its queries in a step. `pid`: a fork has another."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.accelerator import free_memory_bytes
 from megatron.config.options import ConfigError
 from megatron.generation.batch import (
     MostTokens,
@@ -34,8 +35,9 @@ from megatron.generation.options import GenerationOptions
 from megatron.generation.passes import PromptPass, StagePasses, prompt_passes
 from megatron.generation.requests import Completion, Request
 from megatron.models.attention import SelfAttention
-from megatron.models.kv_cache import KVCache
+from megatron.models.kv_cache import KVCache, row_bytes
 from megatron.parallel.distributed_waits import wait_for
+from megatron.resilience.errors import raise_on_all_ranks
 
 VERDICT_TAG = 5
 TURNS_BETWEEN_EXCHANGES = 32
@@ -177,6 +179,21 @@ def attention_layers(module: nn.Module) -> list[SelfAttention]:
     return found
 
 
+def check_memory(layers: Sequence[SelfAttention], num_rows: int, length: int, dtype: torch.dtype) -> None:
+    """Raise ConfigError if the cache of a batch does not fit in what is free."""
+    free, one = free_memory_bytes(), row_bytes(layers, length, dtype)
+    if num_rows * one <= free:
+        return
+    most = free // one
+    remedy = f"set batch_size to {most} or less" if most else "shorten the prompts, or lower max_new_tokens"
+    raise ConfigError(
+        [
+            f"a batch of {num_rows} texts of up to {length} tokens needs {num_rows * one / 2**30:.2f} GB on a rank for "
+            f"keys and values, but {free / 2**30:.2f} GB are free; {remedy}"
+        ]
+    )
+
+
 @dataclass
 class _Pending:
     """Verdicts of a pass on some rows, to be applied at the group's next turn."""
@@ -213,7 +230,9 @@ class _Replica:
         self._pending: dict[int, list[_Pending]] = {group.first: [] for group in self._groups}
         self._sent: deque[tuple[Any, Tensor]] = deque()
         length = max((len(request.prompt) + self._most(request) for request in requests), default=1)
-        cache = KVCache(attention_layers(model.module), num_groups * size, length, model.dtype, ctx.device)
+        attentions, num_rows = attention_layers(model.module), num_groups * size
+        raise_on_all_ranks(ctx, lambda: check_memory(attentions, num_rows, length, model.dtype))
+        cache = KVCache(attentions, num_rows, length, model.dtype, ctx.device)
         statistics.cache_bytes = cache.num_bytes
         self._cache = cache
         self._passes = StagePasses(model, cache, use_graphs=settings.use_graphs)

@@ -38,6 +38,12 @@ class LayerCache(NamedTuple):
     values: Tensor
 
 
+def row_bytes(layers: Sequence[CachingLayer], length: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a row of a cache for at least `length` places."""
+    numbers = sum(layer.num_kv_heads * layer.head_size for layer in layers)
+    return 2 * numbers * bucketed(length) * dtype.itemsize
+
+
 class KVCache:
     """Keys and values of the attention layers of this rank."""
 
@@ -46,15 +52,12 @@ class KVCache:
     ) -> None:
         """Allocate `num_rows` rows with at least `length` places."""
         self.num_rows, self.length = num_rows, bucketed(length)
+        self.num_bytes = num_rows * row_bytes(layers, length, dtype)
         self._layers: dict[Any, LayerCache] = {}
         for layer in layers:
             shape = (num_rows, layer.num_kv_heads, self.length, layer.head_size)
             # zeros: a place that no token has written is masked, but 0 x NaN would be NaN
             self._layers[layer] = LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(2 * cache.keys.numel() * cache.keys.element_size() for cache in self._layers.values())
 
     def of(self, layer: nn.Module) -> LayerCache:
         return self._layers[layer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.options import ConfigError
 from megatron.generation.requests import Completion
 from tests.generation.outputs import LAYOUT, completions
 from tests.models.outputs import Array
@@ -34,11 +36,13 @@ class Reference:
     options: dict[str, Any]
 
 
+def arguments_of(name: str) -> str:
+    return CASES[name]().arguments.replace("--max-position-embeddings 40", f"--max-position-embeddings {POSITIONS}")
+
+
 @cache
-def reference(name: str) -> Reference:
-    case = CASES[name]()
-    arguments = case.arguments.replace("--max-position-embeddings 40", f"--max-position-embeddings {POSITIONS}")
-    config = case.theirs().config
+def their_model(name: str) -> Any:
+    config = CASES[name]().theirs().config
     if name == "gpt2":
         config.n_positions = POSITIONS
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
@@ -52,11 +56,18 @@ def reference(name: str) -> Reference:
             mean = 0.1 if "embeddings_layernorm.weight" in parameter_name else mean
             is_inner = parameter.dim() == 2 and any(part in parameter_name for part in (".attn", ".mlp", "attention."))
             parameter.normal_(mean, 0.5 if is_inner else 0.1, generator=generator)
+    return model
+
+
+@cache
+def reference(name: str) -> Reference:
+    arguments, model = arguments_of(name), their_model(name)
+    generator = torch.Generator().manual_seed(8)
     prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
     texts = [greedy(model, prompt) for prompt in prompts]
     weights = to_ours({each: p.detach() for each, p in model.named_parameters()}, arguments)
     arrays = {each: tensor.numpy() for each, tensor in weights.items()}
-    options = {"max_new_tokens": NUM_NEW, **OPTIONS.get(config.model_type, {})}
+    options = {"max_new_tokens": NUM_NEW, **OPTIONS.get(model.config.model_type, {})}
     return Reference(arguments, arrays, prompts, texts, options)
 
 
@@ -97,3 +108,109 @@ def test_ranks_generate_the_same(ranks: RankPools, name: str, world: int, layout
     results = ranks(world)(completions, arguments, theirs.weights, theirs.prompts, theirs.options, 3)
     assert ids_of(results[0]) == theirs.texts
     assert results[1:] == [[]] * (world - 1)
+
+
+DRAWN = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "num_samples": 3, "logprobs": 2, "seed": 5}
+BEAMS = {"max_new_tokens": 9, "num_beams": 2}
+
+
+@cache
+def alone(name: str, kind: str) -> list[Completion]:
+    theirs = reference(name)
+    options = DRAWN if kind == "drawn" else BEAMS
+    return completions(
+        theirs.arguments, theirs.weights, theirs.prompts, options, 16, theirs.texts[0][:1], is_alone=True
+    )
+
+
+def assert_same(ours: list[Completion], expected: list[Completion]) -> None:
+    """Ids and reasons; log-probabilities and scores within what sums in another order change."""
+    assert [each[:4] for each in map(fields_of, ours)] == [each[:4] for each in map(fields_of, expected)]
+    for one, other in zip(ours, expected, strict=True):
+        assert (one.score is None) == (other.score is None)
+        if one.score is not None:
+            assert one.score == pytest.approx(other.score, abs=1e-5)
+        if one.logprobs is not None:
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert [[token for token, _ in each] for each in one.alternatives or ()] == [
+                [token for token, _ in each] for each in other.alternatives or ()
+            ]
+
+
+def fields_of(completion: Completion) -> tuple[Any, ...]:
+    return completion.request, completion.sample, completion.ids, completion.reason
+
+
+@pytest.mark.parametrize("kind", ["drawn", "beams"])
+def test_the_batch_changes_nothing(kind: str) -> None:
+    theirs = reference("llama_gqa")
+    expected = alone("llama_gqa", kind)
+    options = DRAWN if kind == "drawn" else BEAMS
+    assert len(expected) == len(LENGTHS) * (3 if kind == "drawn" else 1)
+    assert len({each.ids for each in expected}) > len(LENGTHS) - 1
+    # two rows: three samples of a prompt are generated in parts
+    ours = completions(theirs.arguments, theirs.weights, theirs.prompts, options, 2, theirs.texts[0][:1], is_alone=True)
+    assert_same(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "layout"), [("drawn", 2, (1, 2)), ("drawn", 4, (2, 1)), ("beams", 4, (2, 2))]
+)
+def test_samples_and_beams_are_the_same_on_ranks(
+    ranks: RankPools, kind: str, world: int, layout: tuple[int, int]
+) -> None:
+    theirs = reference("llama_gqa")
+    arguments = f"{theirs.arguments} {LAYOUT.format(*layout)}"
+    options = DRAWN if kind == "drawn" else BEAMS
+    results = ranks(world)(completions, arguments, theirs.weights, theirs.prompts, options, 5, theirs.texts[0][:1])
+    assert_same(results[0], alone("llama_gqa", kind))
+
+
+def test_beams_are_those_of_transformers() -> None:
+    theirs = reference("llama_gqa")
+    model = their_model("llama_gqa")
+    for prompt, ours in zip(theirs.prompts, alone("llama_gqa", "beams"), strict=True):
+        ids = torch.tensor([prompt])
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            eos_token_id=theirs.texts[0][0],
+            **BEAMS,
+        )
+        assert list(ours.ids) == found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "batch_size", "expected"),
+    [
+        ([[1], []], {}, 4, "prompt 11 has no tokens"),
+        ([[1, 123]], {}, 4, "prompt 10 has the id 123, but the model's vocabulary has the ids 0 to 122"),
+        ([[1], [1] * (POSITIONS + 1)], {}, 4, f"prompt 11 needs {POSITIONS + 1} positions, but the model has"),
+        ([[1]], {"num_beams": 4}, 2, "batch_size=2 is too small for num_beams=4"),
+    ],
+)
+def test_wrong_requests_are_named_before_anything_runs(
+    prompts: list[list[int]], options: dict[str, Any], batch_size: int, expected: str
+) -> None:
+    theirs = reference("gpt2")
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        completions(theirs.arguments, theirs.weights, prompts, options, batch_size, is_alone=True)
+
+
+def test_a_text_ends_with_the_learned_positions() -> None:
+    theirs = reference("gpt2")
+    prompts = [[5] * POSITIONS, [7] * (POSITIONS - 3)]
+    found = completions(theirs.arguments, theirs.weights, prompts, {"max_new_tokens": 64}, is_alone=True)
+    assert [len(each.ids) for each in found] == [1, 4]
+    assert {each.reason for each in found} == {"length"}
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_the_size_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = reference("llama_gqa")
+    one = 2 * 2 * (2 * 8) * 128 * 4  # layers, keys and values, heads x size, places, bytes
+    monkeypatch.setattr("megatron.generation.generator.free_memory_bytes", lambda: 4 * one - 1)
+    needed = r"a batch of 5 texts of up to 118 tokens needs 0.00 GB .* set batch_size to 3 or less"
+    with pytest.raises(ConfigError, match=needed):
+        completions(theirs.arguments, theirs.weights, theirs.prompts, theirs.options, is_alone=True)
+    assert completions(theirs.arguments, theirs.weights, theirs.prompts, theirs.options, 3, is_alone=True)
