@@ -132,8 +132,8 @@ def test_passages_of_a_book_are_forgotten_and_other_books_kept(
     ranks: RankPools, tmp_path: Path, test_data: Path
 ) -> None:
     real_data(tmp_path, test_data)
-    model = "--config tiny_llama --num-layers 2 --vocab-size 2048 --seq-length 128 --micro-batch-size 16"
-    model += " --global-batch-size 32 --lr-warmup-samples 0 --min-lr 0"
+    model = "--config tiny_llama --num-layers 2 --hidden-size 128 --vocab-size 2048 --seq-length 128"
+    model += " --make-vocab-size-divisible-by 128 --micro-batch-size 16 --global-batch-size 32 --lr-warmup-samples 0"
     data = "--train-data-path 0.3 forget_text_document 0.7 retain_text_document"
     flags = f"{model} {data} --lr 4e-3 --lr-warmup-samples 960 --train-iters 300 --save base"
     assert ranks(1)(runs.train_apart, [str(tmp_path)], flags) == [""]
