@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron.checkpoint.reader import newest_checkpoint
+from megatron.config.adapters import LoraConfig
 from megatron.interop.huggingface import export_huggingface
+from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.interop.native import native_model
+from megatron.interop.peft_export import AdaptedModel, export_adapter
 from tests.generation.stages import Array, loaded_logits, logits_in_training
 from tests.generation.theirs import CASES, LAYOUTS, VOCABULARY, their_logits, write_folder
 from tests.ranks import RankPools
 from tests.training import layouts
 from tests.training.test_layouts import arguments
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 TOKENS = np.random.default_rng(3).integers(0, VOCABULARY, (2, 24))
 
@@ -97,3 +103,34 @@ def test_a_run_under_way_has_the_logits_of_its_checkpoint(
     assert [loss for _, loss in found] == losses
     (expected,) = ranks(1)(loaded_logits, {"load": str(tmp_path)}, TOKENS)
     assert_near(found[-1][0], expected)
+
+
+def write_adapter(base: Path, folder: Path) -> Path:
+    """Adapters in PEFT's format with random numbers, on q_proj and down_proj of a Llama."""
+    config = HuggingFaceStart(base).config
+    lora = LoraConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("q_proj", "down_proj"))
+    config = dataclasses.replace(config, lora=lora)
+    generator = torch.Generator().manual_seed(4)
+    shards = AdaptedModel(config).shards
+    tensors = ((name, torch.randn(shard.shape, generator=generator) * 0.1) for name, shard in shards.items())
+    export_adapter(folder, config, tensors, base_name=str(base))
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["one", "TP2", "PP2"])
+def test_adapters_are_loaded_with_their_base(
+    ranks: RankPools, folders: Callable[[str], Path], tmp_path: Path, layout: str
+) -> None:
+    base = folders("llama_gqa")
+    folder = write_adapter(base, tmp_path)
+    found = load_file(folder / "adapter_model.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, down in found.items():
+            if ".lora_A." in name:
+                update = 2.0 * found[name.replace("lora_A", "lora_B")] @ down
+                place = name.removeprefix("base_model.model.").replace(".lora_A", "")
+                model.get_parameter(place).add_(update)
+        expected = model(torch.from_numpy(TOKENS), use_cache=False).logits.transpose(0, 1).numpy()
+    world_size, options = LAYOUTS[layout]
+    assert_near(ranks(world_size)(loaded_logits, {"load": str(folder), **options}, TOKENS)[-1], expected)
