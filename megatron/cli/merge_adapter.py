@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,9 @@ from tqdm import tqdm
 
 from megatron.cli.command import command, run_command
 from megatron.command_names import command_name
+
+EXPORT = re.compile(r"samples_\d+")
+"""Name of a run's export: training/exports.py."""
 
 
 def weighted(text: str) -> tuple[Path, float]:
@@ -31,6 +37,31 @@ def weighted(text: str) -> tuple[Path, float]:
     if not math.isfinite(weight) or not folder:
         raise ValueError(text)
     return Path(folder), weight
+
+
+def newest_export(folder: Path) -> Path:
+    """Return the newest export in a run's folder of them, such as hf_format/samples_4096; any other folder itself."""
+    if not folder.is_dir() or os.path.lexists(folder / "adapter_config.json"):
+        return folder
+    exports = [path for path in folder.iterdir() if EXPORT.fullmatch(path.name)]
+    return max(exports, key=lambda path: int(path.name.removeprefix("samples_")), default=folder)
+
+
+def notes_on(given: Sequence[tuple[Path, float]], found: Sequence[tuple[Path, float]]) -> list[str]:
+    """Return which exports were chosen, and a warning where several of one run add up."""
+    chosen = [
+        f"adapter: {path}, the newest export"
+        for (folder, _), (path, _) in zip(given, found, strict=True)
+        if path != folder
+    ]
+    whole = [path for path, weight in found if weight == 1 and EXPORT.fullmatch(path.name)]
+    runs = Counter(path.absolute().parent for path in whole)
+    return chosen + [
+        f"warning: {count} adapters are exports of one run, {run}, and what they change adds up; give the newest "
+        "alone, or weights: FOLDER=WEIGHT"
+        for run, count in runs.items()
+        if count > 1
+    ]
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,7 +79,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=weighted,
         metavar="FOLDER[=WEIGHT]",
-        help="adapters of PEFT; a weight multiplies what the adapter changes (default: 1)",
+        help="adapters of PEFT, or a run's hf_format, whose newest are taken; a weight multiplies what they change "
+        "(default: 1)",
     )
     parser.add_argument(
         "--save", required=True, type=Path, metavar="FOLDER", help="folder to write; must be new or empty"
@@ -71,9 +103,10 @@ def run(base: Path, adapters: Sequence[tuple[Path, float]], save: Path, verify: 
     from megatron.interop.folder_files import new_folder
 
     began_s = time.monotonic()
+    found = [(newest_export(folder), weight) for folder, weight in adapters]
     with new_folder(save) as work:
-        merge = Merge(base, adapters)
-        for note in merge.notes:
+        merge = Merge(base, found)
+        for note in (*notes_on(adapters, found), *merge.notes):
             print(note, flush=True)
         total = sum(math.prod(merge.tensors[name].shape) for name in merge.changes)
         with progress_bar(total, "merging") as bar:

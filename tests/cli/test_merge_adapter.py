@@ -115,6 +115,23 @@ def test_merges_patterns_whole_tensors_and_shards_in_pieces(
     assert names(tmp_path) == ["adapter", "base", "merged"]
 
 
+def test_the_newest_export_of_a_run_is_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make("llama_gqa", tmp_path / "base", "50KB")
+    exports = [tmp_path / "run" / "hf_format" / f"samples_{samples}" for samples in (90, 471)]
+    for folder in exports:
+        write_adapter(folder, weights(tmp_path / "base"), {})
+    for name, given in {"newest": exports[0].parent, "named": exports[1]}.items():
+        assert merge(tmp_path / "base", tmp_path / name, given) == 0
+    same(weights(tmp_path / "newest"), weights(tmp_path / "named"))
+    printed = capsys.readouterr().out
+    assert printed.count(f"adapter: {exports[1]}, the newest export") == 1
+    assert "warning" not in printed
+    assert merge(tmp_path / "base", tmp_path / "both", *exports) == 0
+    assert f"warning: 2 adapters are exports of one run, {exports[0].parent}" in capsys.readouterr().out
+    assert merge(tmp_path / "base", tmp_path / "mean", *(f"{folder}=0.5" for folder in exports)) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("by_kernel", [True, False])
 def test_writes_every_byte_once(by_kernel: bool, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
