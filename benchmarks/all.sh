@@ -12,6 +12,7 @@
 #                         (default: .venv/bin/python)
 #   PEER                  interpreter of an environment with megatron-core (docs/benchmarks.md)
 #   TUNING                interpreter of an environment with TRL and InstructLab (docs/benchmarks.md)
+#   PREFERENCE            interpreter of an environment with TRL and PEFT (docs/benchmarks.md)
 #   CHATS                 folder of processed chats for sft_throughput, and CHATS_VOCAB their vocabulary size
 #   MEGATRON_TEST_DATA    folder of the corpora and tokenizers of the tests
 set -uo pipefail
@@ -99,6 +100,7 @@ run tokenize_chats TUNING,MEGATRON_TEST_DATA 2 --peer-python "${TUNING:-}" --rep
 run pack_dataset TUNING 1 --peer-python "${TUNING:-}"
 run pack_steps TUNING 1 --peer-python "${TUNING:-}"
 run bucketing - 1
+run preference PREFERENCE,MEGATRON_TEST_DATA 2 --peer-python "${PREFERENCE:-}"
 
 echo "table: $table"
 exit $missed

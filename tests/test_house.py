@@ -436,7 +436,8 @@ def test_every_import_is_required() -> None:
     # triton: comes with torch's CUDA builds, imported on CUDA; liger_kernel: an optional peer of benchmarks/loss.py
     declared |= {"triton", "liger_kernel"}
     declared |= {"peft"}  # a peer of benchmarks/merge_adapter.py, in an environment of its own
-    declared |= {"trl", "instructlab"}  # in the environment of benchmarks/peers/tuning_peer.py, never in ours
+    # in the environments of benchmarks/peers/tuning_peer.py and preference_peer.py, never in ours
+    declared |= {"trl", "instructlab", "datasets"}
     top = {module for module in imported() if "." not in module and module not in sys.stdlib_module_names}
     beside = {path.stem for path in sources("tools", "benchmarks")}
     assert sorted(top - declared - beside) == []

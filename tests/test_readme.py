@@ -31,7 +31,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(commands: str, folder: Path, **variables: str) -> str:
+def run(commands: str, folder: Path, timeout_s: float = 300, **variables: str) -> str:
     """Run commands in `folder`; return what they print. They must succeed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HL_")}
     environment |= {
@@ -45,7 +45,7 @@ def run(commands: str, folder: Path, **variables: str) -> str:
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

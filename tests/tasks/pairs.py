@@ -37,6 +37,18 @@ def some_pairs(count: int, longest: int, seed: int = 0) -> list[tuple[list[int],
     ]
 
 
+def pairs_by_parity(count: int) -> list[tuple[list[int], list[int], list[int]]]:
+    """Prompts of random tokens, chosen answers of even ones, rejected ones of odd ones."""
+    generator = np.random.default_rng(0)
+    return [
+        (
+            generator.integers(0, VOCABULARY, 6).tolist(),
+            *((2 * generator.integers(0, VOCABULARY // 2, generator.integers(5, 12)) + odd).tolist() for odd in (0, 1)),
+        )  # type: ignore[misc]
+        for _ in range(count)
+    ]
+
+
 def write_pairs(prefix: Path, pairs: list[Any]) -> Path:
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for pair in pairs:
