@@ -10,6 +10,8 @@ from pydantic.dataclasses import dataclass
 
 from megatron.config.types import STRICT, Positive, PositiveFloat, Probability
 
+MIN_FLEX_HEAD_SIZE = 16
+"""Smallest number of channels of a head that flex_attention has a kernel for. Source: torch 2.11's error."""
 NOT_COMPUTED = frozenset(
     {
         "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std", "attention_backend",
@@ -78,8 +80,8 @@ class ModelConfig:
     operators that need no compiler. docs/kernels.md has the table."""
     attention_backend: Literal["auto", "sdpa", "flex", "fused_hpu"] = "auto"
     """Attention kernel. `sdpa`: torch's. `flex`: flex_attention, CUDA only. `fused_hpu`: Habana's FusedSDPA. `auto`:
-    fused_hpu on HPU, flex on CUDA for ALiBi or packed documents, matrix products by blocks of queries on a CPU where
-    they are faster, otherwise and with `kernels=plain` sdpa."""
+    fused_hpu on HPU, flex on CUDA for ALiBi or packed documents with heads of 16 channels or more, matrix products by
+    blocks of queries on a CPU where they are faster, otherwise and with `kernels=plain` sdpa."""
     use_fast_softmax: bool = False
     """Use the fast softmax of Habana's FusedSDPA. HPU only."""
     fused_sdpa_recompute: bool = True
@@ -105,6 +107,11 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def suits_flex(self) -> bool:
+        """flex_attention has no dropout, and no kernel for heads of fewer than 16 channels."""
+        return self.attention_dropout == 0 and self.head_size >= MIN_FLEX_HEAD_SIZE
 
     def uses_fused_sdpa(self, device: str) -> bool:
         """Return True if the attention runs in Habana's FusedSDPA on this device."""

@@ -14,6 +14,7 @@ from dataclasses import fields
 from megatron.config.data import parse_data_path, parse_split
 from megatron.config.dependents import RECOMPUTED, idle_options, idle_without
 from megatron.config.devices import KNOWN_DEVICES, known_device, parse_memory_gib
+from megatron.config.model import MIN_FLEX_HEAD_SIZE
 from megatron.config.options import Config, ConfigError, batch_sizes, samples_after, sections
 from megatron.config.pipeline_rules import check_partition
 from megatron.config.plugins import import_attribute, known_plugins, load_plugin, load_task
@@ -240,6 +241,11 @@ def _check_attention(config: Config) -> Iterator[str]:
         yield (
             f"attention_backend=flex does not support dropout, but attention_dropout={model.attention_dropout}; "
             "set it to 0, or use sdpa"
+        )
+    if model.attention_backend == "flex" and model.head_size < MIN_FLEX_HEAD_SIZE:
+        yield (
+            f"attention_backend=flex takes heads of {MIN_FLEX_HEAD_SIZE} channels or more, but these have "
+            f"{model.head_size}; use sdpa"
         )
 
 

@@ -335,9 +335,9 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
         backend = "sdpa"
     if backend == "auto":
         wants_flex = device == "cuda" and (slopes is not None or packed)
-        on_flex = wants_flex and model.attention_dropout == 0
+        on_flex = wants_flex and model.suits_flex
         backend = "fused_hpu" if device == "hpu" else "flex" if on_flex else "sdpa"
-        if wants_flex and not on_flex and ctx.rank == 0:
+        if wants_flex and model.attention_dropout > 0 and ctx.rank == 0:
             log.warning(
                 "attention_dropout=%g takes SDPA with a mask in memory, since flex_attention, the faster kernel for "
                 "ALiBi and documents, has no dropout; set attention_dropout=0 for that",
@@ -372,7 +372,11 @@ class Shared:
         self.config, self.ctx = config, ctx
         self.kernels = choose_kernels(config, ctx.device)
         self.kernel = build_kernel(config.model, ctx, packed=load_task(config).packs_documents)
+        self.prompt_kernel = self.kernel
+        """For prompts of a batch: they have many lengths, and flex_attention is compiled for each."""
         slopes = own_slopes(config.model, ctx)
+        if isinstance(self.kernel, FlexAttention):
+            self.prompt_kernel = SDPAttention(slopes)
         self.slopes = None if slopes is None else slopes.to(ctx.device)
         self.rotary = RotaryEmbedding(config.model) if config.model.position_embedding_type == "rope" else None
 
@@ -433,7 +437,7 @@ class SelfAttention(nn.Module):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, n, Q, d], [B, k, K, d] -> [B, n, Q, d] by the device's kernel; the queries are the last Q of K tokens."""
-        return self.shared.kernel(q, k, v, None, 0.0)
+        return self.shared.prompt_kernel(q, k, v, None, 0.0)
 
     def _core(self, q_SBnd: Tensor, k_SBkd: Tensor, v_SBkd: Tensor, packing: Packing | None) -> Tensor:
         """Heads in, context out: [S, B, n, d] -> [S, B, n d]."""

@@ -141,7 +141,7 @@ def mask_bytes(config: Config) -> int:
     model, length = config.model, load_task(config).row_length
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
     on_cpu, alibi = config.parallel.device == "cpu", model.position_embedding_type == "alibi"
-    flex = config.parallel.device in ("auto", "cuda") and model.attention_dropout == 0
+    flex = config.parallel.device in ("auto", "cuda") and model.suits_flex
     if flex and model.attention_backend in ("auto", "flex"):
         return 0
     packed = load_task(config).packs_documents and not on_cpu  # the CPU attends document by document

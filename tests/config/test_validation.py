@@ -38,6 +38,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "attention_backend=flex does not support dropout",
         "set it to 0, or use sdpa",
     ),
+    "flex heads": (
+        "--attention-backend flex --attention-dropout 0 --kv-channels 8 --device cuda",
+        1,
+        "attention_backend=flex takes heads of 16 channels or more, but these have 8",
+        "use sdpa",
+    ),
     "plain kernels": (
         "--kernels plain --attention-backend flex --device cuda --attention-dropout 0",
         1,

@@ -19,6 +19,7 @@ from megatron.models.attention import (
     Packing,
     RotaryEmbedding,
     SDPAttention,
+    Shared,
     alibi_slopes,
     build_kernel,
     repeat_heads,
@@ -448,6 +449,18 @@ def test_kernel_is_chosen_by_device_and_need(
     assert type(build_kernel(model, ctx, packed=packed)).__name__ == kernel
     slower = device == "cuda" and dropout > 0 and position == "alibi"
     assert ("set attention_dropout=0" in caplog.text) == slower
+
+
+def test_heads_too_small_for_flex_take_sdpa() -> None:
+    ctx = ParallelContext(device=torch.device("cuda"))
+    model = ModelConfig(position_embedding_type="alibi", attention_dropout=0.0, kv_channels=8)
+    assert isinstance(build_kernel(model, ctx, packed=True), SDPAttention)
+
+
+def test_prompts_of_many_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention is compiled for each shape."""
+    monkeypatch.setattr("megatron.models.attention.build_kernel", lambda *_, **__: FlexAttention(None, compiled=False))
+    assert isinstance(Shared(parse_arguments([])[0], ParallelContext.single()).prompt_kernel, SDPAttention)
 
 
 def test_kernel_asked_for_is_taken() -> None:
