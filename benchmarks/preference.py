@@ -173,7 +173,6 @@ class Sides:
         from megatron.tasks.packed import samples_of
         from megatron.tasks.preference import PreferenceTask
         from megatron.tasks.preference_losses import answer_logps
-        from megatron.tasks.stored_reference import StoredReference
         from megatron.tasks.task import StartWeights
         from megatron.training.build import build_engine
 
@@ -189,7 +188,7 @@ class Sides:
 
         def stored() -> float:
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            StoredReference(task, samples_of(dataset), StartWeights("benchmark", True), ctx).complete(engine.forward)
+            task.before_training([dataset], engine.forward, StartWeights("benchmark", True), ctx)
             (path,) = self._folder.glob("few.reference-*")
             path.unlink()
             return self._note("stored", time.process_time() - began_cpu_s, time.perf_counter() - began_s)

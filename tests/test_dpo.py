@@ -75,7 +75,7 @@ def trained(checkout: Path) -> Path:
     assert len(steps) == 2
     for step in steps:
         run(step, checkout, timeout_s=2400, **ON_CPU)
-    assert "models/dpo says: " in run(answer, checkout, **ON_CPU)
+    assert "models/dpo says: " in run(answer, checkout, 300, **ON_CPU)
     return checkout
 
 

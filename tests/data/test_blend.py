@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron.config.options import DataConfig
-from megatron.data.blend import BlendedDataset, TokenDataset, content_of
-from megatron.data.gpt import GPTDataset, build_datasets
+from megatron.data.blend import BlendedDataset, content_of
+from megatron.data.gpt import Datasets, GPTDataset, build_datasets
 from megatron.data.indexed import DataError
 from tests.data.datasets import write_dataset
 from tests.data.twins import numpy_blend
@@ -21,9 +21,7 @@ def config(*data_path: str | Path, split: str = "8,1,1", cache: Path | None = No
     )
 
 
-def build(
-    data: DataConfig, num_samples: tuple[int, int, int], seq_length: int = 4, seed: int = 1
-) -> tuple[TokenDataset | None, TokenDataset | None, TokenDataset | None]:
+def build(data: DataConfig, num_samples: tuple[int, int, int], seq_length: int = 4, seed: int = 1) -> Datasets:
     return build_datasets(data, seq_length=seq_length, seed=seed, num_samples=num_samples, vocab_size=60000)
 
 
@@ -154,7 +152,7 @@ def test_a_validation_set_shorter_than_a_sample_is_left_out_of_a_blend_by_size(
     short = write_dataset(tmp_path / "short", [2, 2])
     data = DataConfig(train_data_path=(str(three[0]),), valid_data_path=(str(three[1]), str(short)))
     _, valid, _ = build(data, (5, 5, 0))
-    assert valid is not None
+    assert isinstance(valid, BlendedDataset)
     assert len(valid.get_batch(range(5))) == 5
     assert "no valid samples in" in caplog.text
     assert "short" in caplog.text

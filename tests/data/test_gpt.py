@@ -130,7 +130,7 @@ def test_build_datasets_splits_by_documents(tmp_path: Path) -> None:
     datasets = build_datasets(config(tmp_path / "d"), seq_length=4, seed=1, num_samples=(50, 3, 0), vocab_size=60000)
     train, valid, test = datasets
     assert train is not None
-    assert valid is not None
+    assert isinstance(valid, GPTDataset)
     assert test is None
     assert {int(t) for i in range(len(train)) for t in train[i]} == set(range(160))
     assert {int(t) for i in range(len(valid)) for t in valid[i]} <= set(range(160, 180))

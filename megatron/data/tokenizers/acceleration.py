@@ -16,7 +16,15 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron.data.tokenizers.base import IdentifiedTokenizer, TokenBatch, Tokenizer, any_of, refusal, surrounded
+from megatron.data.tokenizers.base import (
+    Added,
+    IdentifiedTokenizer,
+    TokenBatch,
+    Tokenizer,
+    any_of,
+    refusal,
+    surrounded,
+)
 from megatron.data.tokenizers.bloom import is_bloom, load_bloom
 from megatron.data.tokenizers.library import LibraryTokenizer
 from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -85,6 +93,14 @@ class AcceleratedTokenizer:
         return self._reference.eod
 
     @property
+    def added(self) -> Added:
+        return self._reference.added
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._reference.special_ids
+
+    @property
     def identity(self) -> dict[str, Any]:
         return self._reference.identity
 
@@ -93,9 +109,9 @@ class AcceleratedTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        return surrounded(self._encode_plain(texts), self._reference.added)
+        return surrounded(self.encode_plain(texts), self._reference.added)
 
-    def _encode_plain(self, texts: Sequence[str]) -> TokenBatch:
+    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
         left = [i for i, text in enumerate(texts) if self._apart(text)] if self._apart else []
         if not left:
             return self._encode(list(texts))
@@ -121,6 +137,9 @@ class AcceleratedTokenizer:
             raise refusal(texts, error) from error
         finally:
             self._idle.append(inner)
+
+    def token_id(self, token: str) -> int | None:
+        return self._reference.token_id(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._reference.decode(ids)

@@ -116,6 +116,10 @@ class IdentifiedTokenizer(ABC):
         """Return the ids of all texts, with nothing added. Raises DataError. Thread-safe."""
 
     @abstractmethod
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its text. See Tokenizer."""
+
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text. See Tokenizer."""
 
