@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.evaluate import process
+from megatron.cli.evaluate import main
 
 if __name__ == "__main__":
-    process()
+    sys.exit(main())

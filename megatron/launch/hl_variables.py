@@ -13,10 +13,12 @@ from typing import Literal, get_args, get_type_hints
 
 from megatron.config.data import DataConfig
 
-Script = Literal["bloom13b", "llama", "sft", "dpo", "generate"]
+Script = Literal["bloom13b", "llama", "sft", "dpo", "generate", "evaluate"]
 ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft", "dpo")
 """The scripts that train."""
 GENERATE: tuple[Script, ...] = ("generate",)
+EVALUATE: tuple[Script, ...] = ("evaluate",)
+INFERENCE = (*GENERATE, *EVALUATE)
 PRETRAINING: tuple[Script, ...] = ("bloom13b", "llama")
 FINE_TUNING: tuple[Script, ...] = ("sft", "dpo")
 DPO: tuple[Script, ...] = ("dpo",)
@@ -70,8 +72,8 @@ def _text(name: str, flag: str, meaning: str, scripts: tuple[Script, ...] = ALL)
     return Variable(name, meaning, lambda text: [flag, text], scripts, (flag,))
 
 
-def _words(name: str, flag: str, meaning: str) -> Variable:
-    return Variable(name, meaning, lambda text: [flag, *text.replace(",", " ").split()], flags=(flag,))
+def _words(name: str, flag: str, meaning: str, scripts: tuple[Script, ...] = ALL) -> Variable:
+    return Variable(name, meaning, lambda text: [flag, *text.replace(",", " ").split()], scripts, (flag,))
 
 
 def _switch(name: str, flag: str, meaning: str) -> Variable:
@@ -413,9 +415,14 @@ _VARIABLES: tuple[Variable, ...] = (
     _launch("HL_DRY_RUN", "1: print the plan and start nothing"),
     # text
     _text("HL_PROMPTS", "--input", "file of prompts: .jsonl, or a prompt a line", GENERATE),
-    _text("HL_OUTPUT", "--output", "JSONL file for the texts; unset: the terminal", GENERATE),
-    _number("HL_BATCH_SIZE", "--batch-size", "texts that each copy of the model generates at once", scripts=GENERATE),
+    _text("HL_OUTPUT", "--output", "file for the texts (JSONL) or results (JSON); unset: the terminal", INFERENCE),
+    _number("HL_BATCH_SIZE", "--batch-size", "texts that each copy of the model generates at once", scripts=INFERENCE),
     _number("HL_MAX_NEW_TOKENS", "--max-new-tokens", "largest number of tokens of a text", scripts=GENERATE),
+    # evaluation
+    _words("HL_TASKS", "--tasks", "tasks of lm-eval: YAML files or names", EVALUATE),
+    _words("HL_TASK_PATH", "--task-path", "folders with YAML files of tasks", EVALUATE),
+    _words("HL_DATASETS", "--dataset", "prefixes of indexed datasets, of which to report the loss", EVALUATE),
+    _number("HL_NUM_FEWSHOT", "--num-fewshot", "examples in each prompt of a task", 0, EVALUATE),
 )
 
 OF_INFERENCE = frozenset(
@@ -426,16 +433,16 @@ OF_INFERENCE = frozenset(
         *("HL_HNIC", "HL_HCCL_OVER_OFI", "HL_HCCL_GAUDI_DIRECT", "HL_FI_PROVIDER", "HL_QNPU_DIR", "HL_DRY_RUN"),
     )
 )
-"""Variables of training that mean the same for scripts/generate.sh."""
+"""Variables of training that mean the same for scripts/generate.sh and scripts/evaluate.sh."""
 VARIABLES = tuple(
-    replace(variable, scripts=(*variable.scripts, *GENERATE)) if variable.name in OF_INFERENCE else variable
+    replace(variable, scripts=(*variable.scripts, *INFERENCE)) if variable.name in OF_INFERENCE else variable
     for variable in _VARIABLES
 )
 
 
 def path_of(script: Script) -> str:
     """Return the path of a script in the repository."""
-    return "scripts/generate.sh" if script in GENERATE else f"scripts/run_{script}.sh"
+    return f"scripts/{script}.sh" if script in INFERENCE else f"scripts/run_{script}.sh"
 
 
 LLAMA_PRESETS: dict[str, dict[str, str]] = {

@@ -7,20 +7,116 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from megatron.accelerator import detect_device
-from megatron.config.options import Config
+from megatron.command_names import command_name
+from megatron.config.flags import dashed
+from megatron.config.options import Config, ConfigError
+from megatron.exit_codes import DONE, REFUSED
 from megatron.generation.load_options import LoadOptions
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.hl_requests import inference_request
-from megatron.launch.hl_variables import VARIABLES, Script
+from megatron.launch.hl_variables import VARIABLES, Script, path_of
 from megatron.launch.host_environment import check_variables, sent_variables
 from megatron.launch.hostsfile import check_addresses, find_hosts
 from megatron.launch.plan import LaunchPlan, LaunchRequest
 from megatron.launch.preflight import run_id
+from megatron.resilience.process import leave, status_of
+
+
+class Command(Protocol):
+    """Content of the flags of a command."""
+
+    @property
+    def load(self) -> LoadOptions: ...
+
+
+C = TypeVar("C", bound=Command)
+
+
+@dataclass(frozen=True)
+class InferenceCommand(Generic[C]):
+    """A command that runs a model, as `megatron-NAME` and by scripts/NAME.sh."""
+
+    name: Script
+    build_parser: Callable[[str], argparse.ArgumentParser]
+    """Returns the parser of the flags, without those of the launch, for a name of the program."""
+    read: Callable[[Sequence[str]], tuple[C, list[str]]]
+    """Returns what the flags say, and notes. Raises ConfigError with every fault."""
+    check: Callable[[C, LaunchRequest, LaunchPlan], Iterable[str]] = lambda command, request, plan: ()
+    """Describes what is wrong with the command on these ranks."""
+    is_chat: Callable[[C], bool] = lambda command: False
+    """The command reads the terminal."""
+
+    @property
+    def main(self) -> str:
+        """Module that each rank runs."""
+        return f"megatron.{self.name}"
+
+    def run(self, argv: Sequence[str] | None) -> int:
+        """Run the command on its ranks; return the exit status.
+
+        A single rank runs in this process, as does one that torchrun or another launcher has started; the agent that
+        starts training starts several. `argv` None: the process's own, which then ends here.
+        """
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        parser = self.build_parser(command_name(self.name))
+        add_launch_flags(parser, self.name)
+        if "--help" in arguments or "-h" in arguments:
+            print(parser.format_help(), end="")
+            if "--variables" in arguments:
+                print(f"\nvariables of {path_of(self.name)}, which flags override:\n{variables_text(self.name)}")
+            return DONE
+        if "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            return self._run_here(arguments, ends=argv is None)
+        own = type(parser)(allow_abbrev=False, add_help=False)
+        add_launch_flags(own, self.name)
+        namespace, flags = own.parse_known_args(dashed(arguments))
+        request = launch_request(namespace, self.name, os.environ)
+        flags = [*request.train_flags, *flags]
+        faults, request.faults = request.faults, []
+        try:
+            command, notes = self.read(flags)
+        except ConfigError as error:
+            return refused([*faults, *error.faults])
+        plan = plan_ranks(self.main, request, flags, command.load, is_chat=self.is_chat(command))
+        if faults := [*faults, *request.faults, *self.check(command, request, plan)]:
+            return refused(faults)
+        if request.dry_run:
+            where = ", ".join(host.name for host in plan.hosts) or "this machine"
+            print(f"{plan.nodes * plan.devices_per_node} ranks of {self.main} on {where}; nothing was started")
+            print(shlex.join([sys.executable, "-m", self.main, *plan.train_flags]))
+            return DONE
+        for note in [*request.notes, *notes]:
+            print(f"note: {note}", file=sys.stderr)
+        if plan.nodes * plan.devices_per_node == 1 and not plan.hosts:
+            os.environ.update(plan.environment)
+            return self._run_here(plan.train_flags, ends=argv is None)
+        from megatron.launch.hosts import launch
+
+        return launch(plan if plan.hosts else with_terminal(plan, "MEGATRON_TERMINAL"))
+
+    def _run_here(self, flags: Sequence[str], *, ends: bool) -> int:
+        """Run a rank in this process."""
+        status = status_of(importlib.import_module(self.main).main, flags)
+        return leave(status) if ends else status
+
+
+def refused(faults: Sequence[str]) -> int:
+    """Print all faults, each once; return the exit status."""
+    faults = list(dict.fromkeys(faults))
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    lines = [f"refused, {count}; nothing was started or written:", *(f"  - {fault}" for fault in faults)]
+    print("\n".join(lines), file=sys.stderr)
+    return REFUSED
 
 
 def add_launch_flags(parser: argparse.ArgumentParser, script: Script) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from megatron.cli import generate as cli
 from megatron.config.options import ConfigError
 from megatron.generation.command import OTHER_NAMES, REFUSED, WITHOUT_EFFECT, build_generate_parser, read_command
 
@@ -82,41 +79,3 @@ def test_help_has_a_line_for_every_flag_and_fits() -> None:
     text = build_generate_parser().format_help()
     assert max(map(len, text.splitlines())) <= 100
     assert "--top-p" in text
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("--tensor-model-parallel-size 3 --devices-per-node 2", "= 3 ranks, but nodes x devices = 1 x 2"),
-        ("--nodes 2", "2 nodes need a hostsfile"),
-        ("--data-parallel-size 0", "--data-parallel-size 0 must be 1 or more"),
-    ],
-)
-def test_layouts_that_do_not_fit_are_refused(
-    line: str, expected: str, folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["--load", folder, "--device", "cpu", "--prompt", "a", *line.split()]) == 2
-    assert expected in capsys.readouterr().err
-
-
-def test_the_script_passes_its_variables(
-    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"HL_MODEL": folder, "HL_TP": "2", "HL_DP": "2", "HL_BF16": "1", "HL_DEVICE": "cpu"}.items():
-        monkeypatch.setenv(name, value)
-    assert cli.main(["--variables", "generate", "--prompt", "a", "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("4 ranks of megatron.generate on this machine; nothing was started\n")
-    assert f"--load {folder} --precision bf16 --tensor-model-parallel-size 2 --prompt a --device cpu" in shown
-    monkeypatch.setenv("HL_GBS", "8")
-    assert cli.main(["--variables", "generate", "--prompt", "a", "--dry-run"]) == 2
-    assert "HL_GBS=8 does not apply to this script" in capsys.readouterr().err
-
-
-def test_a_wrong_command_loads_neither_torch_nor_deepspeed() -> None:
-    code = (
-        "import sys; from megatron.cli import generate; status = generate.main(['--load', 'none']); "
-        "print(status, sorted({'torch', 'deepspeed'} & set(sys.modules)))"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert ran.stdout == "2 []\n", ran.stderr

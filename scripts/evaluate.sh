@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Measure a checkpoint, a Hugging Face model or adapters by lm-eval's tasks and by datasets, on any layout.
+#
+#   HL_MODEL=checkpoints/run HL_DATASETS=data/held_out_text_document scripts/evaluate.sh
+#   HL_MODEL=models/llama HL_TP=2 HL_DP=4 HL_TASKS=tasks/quiz.yaml HL_OUTPUT=results.json scripts/evaluate.sh
+#
+# Arguments are flags of tools/evaluate.py, and override the variables; --help lists both. docs/evaluation.md has more.
+set -euo pipefail
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
+    set +u # not our code
+    # shellcheck source=/dev/null
+    source "$HL_QNPU_DIR/activate"
+    set -u
+fi
+
+python=${PYTHON:-$repository/.venv/bin/python}
+[[ -n ${PYTHON:-} || -x $python ]] || python=python3
+exec "$python" "$repository/tools/evaluate.py" --variables evaluate "$@"

@@ -1,0 +1,110 @@
+"""The commands that run a model without training it: their layouts, HL_* variables, and what starts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megatron.cli import evaluate, generate
+from megatron.launch.hl_variables import VARIABLES
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = {"generate": (generate.main, "--prompt a"), "evaluate": (evaluate.main, "--dataset DATA")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "data.idx").touch()
+    return str(tmp_path)
+
+
+def work_of(name: str, folder: str) -> list[str]:
+    """Flags that give a command something to do."""
+    return COMMANDS[name][1].replace("DATA", f"{folder}/data").split()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--tensor-model-parallel-size 3 --devices-per-node 2", "= 3 ranks, but nodes x devices = 1 x 2"),
+        ("--nodes 2", "2 nodes need a hostsfile"),
+        ("--data-parallel-size 0", "--data-parallel-size 0 must be 1 or more"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(
+    name: str, line: str, expected: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = COMMANDS[name][0]
+    assert main(["--load", folder, "--device", "cpu", *work_of(name, folder), *line.split()]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_script_passes_its_variables(
+    name: str, folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, work = COMMANDS[name][0], work_of(name, folder)
+    for variable, value in {"HL_MODEL": folder, "HL_TP": "2", "HL_DP": "2", "HL_BF16": "1", "HL_DEVICE": "cpu"}.items():
+        monkeypatch.setenv(variable, value)
+    assert main(["--variables", name, *work, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"4 ranks of megatron.{name} on this machine; nothing was started\n")
+    flags = f"--load {folder} --precision bf16 --tensor-model-parallel-size 2 {' '.join(work)} --device cpu"
+    assert flags in shown
+    monkeypatch.setenv("HL_GBS", "8")
+    assert main(["--variables", name, *work, "--dry-run"]) == 2
+    assert "HL_GBS=8 does not apply to this script" in capsys.readouterr().err
+
+
+def test_an_evaluation_is_described_by_variables(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (Path(folder) / "quiz.yaml").touch()
+    given = {
+        "HL_MODEL": folder, "HL_DEVICE": "cpu", "HL_TASKS": f"arc, {folder}/quiz.yaml", "HL_TASK_PATH": folder,
+        "HL_DATASETS": f"{folder}/data", "HL_NUM_FEWSHOT": "0", "HL_BATCH_SIZE": "4", "HL_OUTPUT": f"{folder}/out.json",
+    }  # fmt: skip
+    with patch.dict("os.environ", given):
+        assert evaluate.main(["--variables", "evaluate", "--dry-run"]) == 0
+        shown = capsys.readouterr().out
+        for flags in (
+            f"--tasks arc {folder}/quiz.yaml", f"--task-path {folder}", f"--dataset {folder}/data",
+            "--num-fewshot 0", "--batch-size 4", f"--output {folder}/out.json",
+        ):  # fmt: skip
+            assert flags in shown
+    with patch.dict("os.environ", {"HL_MODEL": folder, "HL_PROMPTS": "prompts.txt"}):
+        assert evaluate.main(["--variables", "evaluate", "--dry-run"]) == 2
+    assert "HL_PROMPTS=prompts.txt does not apply to this script; it belongs to scripts/generate.sh" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_rank_of_another_launcher_runs_in_its_process(name: str, folder: str) -> None:
+    work = ["--load", folder, *work_of(name, folder), "--tensor-model-parallel-size", "2"]
+    with patch.dict("os.environ", LOCAL_RANK="0", RANK="0", WORLD_SIZE="2"), patch(f"megatron.{name}.main") as rank:
+        assert COMMANDS[name][0](work) == 0
+    rank.assert_called_once_with(work)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_lists_the_variables_of_the_script_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert COMMANDS[name][0](["--variables", name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 110
+    listed = set(re.findall(r"^  (HL_\w+)", shown, re.MULTILINE))
+    assert listed == {variable.name for variable in VARIABLES if name in variable.scripts}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_command_loads_neither_torch_nor_deepspeed(name: str) -> None:
+    code = (
+        f"import sys; from megatron.cli import {name}; status = {name}.main(['--load', 'none']); "
+        "print(status, sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout == "2 []\n", ran.stderr
