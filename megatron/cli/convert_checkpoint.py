@@ -218,6 +218,7 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     from megatron.interop.folder_files import check_space
     from megatron.interop.huggingface_files import DTYPES as TYPES
     from megatron.interop.native import count
+    from megatron.interop.serving import served
 
     source = open_adapters(Path(arguments.load), arguments.config, arguments.max_drift)
     precision: Precision = DTYPES[arguments.dtype] if arguments.dtype else "fp32"
@@ -235,6 +236,8 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
         tokenizer=Path(arguments.tokenizer) if arguments.tokenizer else None,
     )
     print_copied(copied)
+    content = peft_export.adapter_config(source.config, source.base_name)
+    print(served(content, source.config.model.architecture), flush=True)
     if source.base_name is None:
         print("base_model_name_or_path is null: the base was not loaded from a Hugging Face folder", flush=True)
     if arguments.verify is not False:

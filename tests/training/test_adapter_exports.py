@@ -91,13 +91,20 @@ def test_a_run_resumes_without_the_folder_of_peft_that_it_began_with(
     [(2, "--zero-stage 3 --micro-batch-size 1 --lora-init pissa"), (1, "--quantize-base nf4 --bf16")],
 )
 def test_a_merged_export_is_what_merge_adapter_makes(
-    ranks: RankPools, data: Path, base: Path, tmp_path: Path, world_size: int, layout: str
+    ranks: RankPools,
+    data: Path,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    world_size: int,
+    layout: str,
 ) -> None:
     """Bit by bit, of the adapters that convert_checkpoint writes, also where the run held the base in 4 bits."""
     words = command(data, base, tmp_path, f"{layout} --save-hf-merged")
     assert ranks(world_size)(runs.train, words) == [""] * world_size
     export, adapter, merged = tmp_path / "hf/samples_16", tmp_path / "adapter", tmp_path / "merged"
     assert convert_checkpoint.main(["--load", f"{tmp_path}/saved", "--save", str(adapter), "--to", "peft"]) == 0
+    assert "vLLM serves these adapters with --enable-lora --max-lora-rank 8" in capsys.readouterr().out
     assert merge_adapter.main(["--base", str(base), "--adapter", str(adapter), "--save", str(merged)]) == 0
     expected, found = (load_file(folder / "model.safetensors") for folder in (merged, export))
     assert set(expected) == set(found)
