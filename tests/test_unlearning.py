@@ -136,12 +136,12 @@ def test_passages_of_a_book_are_forgotten_and_other_books_kept(
     model += " --make-vocab-size-divisible-by 128 --micro-batch-size 16 --global-batch-size 32 --lr-warmup-samples 0"
     data = "--train-data-path 0.3 forget_text_document 0.7 retain_text_document"
     flags = f"{model} {data} --lr 4e-3 --lr-warmup-samples 960 --train-iters 300 --save base"
-    assert ranks(1)(runs.train_apart, [str(tmp_path)], flags) == [""]
+    assert ranks(1)(runs.train_apart, [str(tmp_path)], flags, timeout_s=1800) == [""]
     model += f" {data} --valid-data-path 0.5 forget_text_document 0.5 heldout_text_document --load base --finetune"
     npo = "--lora-rank 16 --lora-alpha 32 --lora-target-modules all-linear --lr 3e-3 --train-iters 60"
     for loss, flags in (("npo", npo), ("gradient_difference", "--lr 3e-4 --train-iters 10")):
         words = f"{model} {flags} --lr-decay-style constant --eval-interval 10 --eval-iters 8 --loss {LOSSES}:{loss}"
-        assert ranks(1)(runs.train_apart, [str(tmp_path)], f"{words} --results-dir {loss}") == [""]
+        assert ranks(1)(runs.train_apart, [str(tmp_path)], f"{words} --results-dir {loss}", timeout_s=1800) == [""]
         before, *_, after = (row["metrics"] for row in runs.rows(tmp_path / loss, "valid"))
         assert after["nll/0"] > before["nll/0"] + 1, loss
         assert abs(after["nll/1"] / before["nll/1"] - 1) < 0.02, loss
