@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -76,7 +77,10 @@ class Evaluator:
 
 
 def mean_of(found: Sequence[Evaluated], weights: Sequence[float] | None) -> Evaluated:
-    """Return the mean of evaluations by their weights, or else by their normalisers; of those that count something."""
+    """Return the mean of evaluations by their weights, or else by their normalisers; of those that count something.
+
+    A metric that has nothing to count in one of them, which is NaN there, is the mean over the others.
+    """
     normaliser = sum(each.normaliser for each in found)
     if len(found) == 1 or normaliser == 0:
         return found[0]._replace(normaliser=normaliser)
@@ -84,12 +88,18 @@ def mean_of(found: Sequence[Evaluated], weights: Sequence[float] | None) -> Eval
         each.normaliser if weights is None else weights[i] * (each.normaliser > 0) for i, each in enumerate(found)
     ]
 
-    def mean(values: Sequence[float]) -> float:
-        kept = [(share, value) for share, value in zip(shares, values, strict=True) if share]
-        return sum(share * value for share, value in kept) / sum(share for share, _ in kept)
+    def mean(values: Sequence[float | None]) -> float:
+        kept = [(share, value) for share, value in zip(shares, values, strict=True) if share and value is not None]
+        return sum(share * value for share, value in kept) / sum(share for share, _ in kept) if kept else math.nan
 
-    metrics = {name: mean([each.metrics[name] for each in found]) for name in found[0].metrics}
+    metrics = {name: mean([_counted(each, name) for each in found]) for name in found[0].metrics}
     return Evaluated(mean([each.loss for each in found]), normaliser, metrics)
+
+
+def _counted(found: Evaluated, name: str) -> float | None:
+    """Return a metric, or None if it has nothing to count: it is NaN though the loss is finite."""
+    value = found.metrics[name]
+    return None if math.isnan(value) and math.isfinite(found.loss) else value
 
 
 def evaluate(

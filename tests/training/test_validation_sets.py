@@ -96,6 +96,12 @@ def test_means_leave_out_what_counts_nothing() -> None:
     assert tuple(mean_of(found, None)) == (pytest.approx(3.5), 40, {"a": pytest.approx(2.5)})
     assert tuple(mean_of(found, [0.25, 0.5, 0.25])) == (pytest.approx(3.0), 40, {"a": pytest.approx(2.0)})
     assert mean_of(found[1:2], None).normaliser == 0
+    found = [Evaluated(2.0, 10, {"a": 1.0, "b": math.nan}), Evaluated(4.0, 30, {"a": math.nan, "b": math.nan})]
+    assert mean_of(found, [0.5, 0.5]).metrics["a"] == 1.0
+    assert math.isnan(mean_of(found, None).metrics["b"])
+    assert math.isnan(
+        mean_of([found[0], Evaluated(math.nan, 30, {"a": math.nan, "b": 1.0})], None).metrics["a"]
+    )  # diverged
 
 
 @pytest.mark.parametrize(
