@@ -23,6 +23,7 @@ from megatron.cli.text_flags import (
     add_sample_flags,
     add_share_flags,
     check_sample_flags,
+    name_unshown,
     shard_given,
 )
 from megatron.command_names import command_name
@@ -173,24 +174,28 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
 
 
 def first_samples(job: ChatJob, setup: ChatSetup, chats: ChatInput, count: int) -> Iterator[Sample]:
-    """Yield the first samples of the input, without bad rows. Raises DataError."""
+    """Yield the first samples of the input, without bad rows: named if samples run short. Raises DataError."""
     from dataclasses import replace
 
-    from megatron.data.chat.block_encoder import encode_block
+    from megatron.data.chat.block_encoder import SHOWN_FAULTS, encode_block
     from megatron.data.document_blocks import ReadingRules
     from megatron.data.source_reader import read_blocks
 
-    left = count
+    left, faults = count, list[str]()
     skipping = replace(job, bad_rows="skip")
     rules = ReadingRules(
         job.reader.keys, block_bytes=1 << 16, max_documents=job.max_documents, names=job.names, as_rows=True
     )
     for block in read_blocks(chats.listing.sources, rules):
-        for sample in encode_block(setup.encoder, block, skipping).samples():
+        encoded = encode_block(setup.encoder, block, skipping)
+        faults += encoded.faults
+        for sample in encoded.samples():
             if not left:
                 return
             left -= 1
             yield sample
+    if left:
+        name_unshown(faults[:SHOWN_FAULTS], count - left)
 
 
 def pieces(sample: Sample, setup: ChatSetup) -> Iterator[tuple[str, bool]]:

@@ -21,6 +21,7 @@ from megatron.cli.text_flags import (
     add_sample_flags,
     add_share_flags,
     check_sample_flags,
+    name_unshown,
     shard_given,
 )
 from megatron.command_names import command_name
@@ -102,15 +103,18 @@ def job_of(arguments: argparse.Namespace) -> PreferenceJob:
 
 
 def show_pairs(job: PreferenceJob, count: int) -> None:
-    """Print the first pairs of the input, without bad rows. Raises DataError."""
+    """Print the first pairs of the input, without bad rows: named if pairs run short. Raises DataError."""
     from dataclasses import replace
 
+    from megatron.data.chat.block_encoder import SHOWN_FAULTS
     from megatron.data.preference.preprocessing import encode_pairs, find_pairs, prepare_preferences
     from megatron.data.source_reader import read_blocks
 
-    setup, number = prepare_preferences(job), 0
+    setup, number, faults = prepare_preferences(job), 0, list[str]()
     for block in read_blocks(find_pairs(job).sources, job.reading(1 << 16)):
-        for pair in encode_pairs(setup.encoder, replace(job, bad_rows="skip"), [block]).pairs():
+        encoded = encode_pairs(setup.encoder, replace(job, bad_rows="skip"), [block])
+        faults += encoded.faults
+        for pair in encoded.pairs():
             if number == count:
                 return
             number += 1
@@ -118,6 +122,8 @@ def show_pairs(job: PreferenceJob, count: int) -> None:
             for name, ids in zip(("prompt", "chosen", "rejected"), pair.parts, strict=True):
                 print(f"[{name}: {len(ids)} tokens]\n{setup.tokenizer.decode(ids.tolist())}")
             print()
+    if number < count:
+        name_unshown(faults[:SHOWN_FAULTS], number)
 
 
 def run(arguments: argparse.Namespace) -> None:

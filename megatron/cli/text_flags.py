@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.config.flags import unescaped
@@ -113,6 +115,16 @@ def check_sample_flags(parser: argparse.ArgumentParser, arguments: argparse.Name
         parser.error("--workers must be at least 1")
     if arguments.show < 0:
         parser.error("--show must not be negative")
+
+
+def name_unshown(faults: Sequence[str], num_shown: int) -> None:
+    """Name the bad rows where --show has found too few others. Raises DataError if it has found none."""
+    from megatron.data.indexed import DataError
+
+    if not num_shown:
+        raise DataError(faults[0] if faults else "no row of the input can be shown; a whole run counts why")
+    for fault in faults:
+        print(f"skipped {fault}", file=sys.stderr)
 
 
 def shard_given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> InputShard | None:

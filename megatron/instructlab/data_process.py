@@ -166,7 +166,9 @@ def process_pairs(data_path: str, data_output_path: str, model_path: str, chat_t
         if chat_tmpl_path is not None:  # for the exports
             source = find_template(chat_tmpl_path, model)
             write_tokenizer(str(folder / "tokenizer"), prepare_preferences(job).tokenizer, model_path, source)
-        logger.info("processed %s: %d pairs", data_path, totals.num_pairs)
+        num_unpaired = totals.counts.num_unpaired
+        found = f"{totals.num_pairs - num_unpaired} pairs, {num_unpaired} rows with one answer"
+        logger.info("processed %s: %s", data_path, found)
         return {"vocab_size": totals.vocab_size, "tokenizer": None if chat_tmpl_path is None else "tokenizer"}
 
     return _once(folder, made_of, make, has_pairs=True)

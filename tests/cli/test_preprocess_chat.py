@@ -72,6 +72,9 @@ def test_samples_are_shown_with_brackets_where_there_is_no_terminal(
     said = capsys.readouterr().out
     assert "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n\u27e61<|im_end|>\u27e7\n" in said
     assert "two?" not in said
+    chats(source, rows[0])
+    assert preprocess("--input", source, "--tokenizer-model", tokenizer, *flags) == 1
+    assert f"error: {source}:1: 'messages' is empty" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "tokenizer.json"]
 
 

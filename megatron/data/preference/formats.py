@@ -79,13 +79,14 @@ class Preference:
 
 def parse_preference(row: Mapping[str, Any], *, as_chat: bool = False) -> Preference:
     """Return the preference in a row. `as_chat`: make messages of texts. Raises BadRow."""
+    given = row
     form, row = canonical_row(row, as_chat=as_chat)
     if "completion" in row:
         prompt, chosen, rejected = _unpaired(row)
     else:
         for key in ("chosen", "rejected"):
             if key not in row:
-                keys = ", ".join(map(repr, row)) or "none"
+                keys = ", ".join(map(repr, given)) or "none"
                 raise BadRow(f"no {key}", f"no key {key!r}; the row has {keys}: write it as {EXAMPLE}")
         prompt, chosen, rejected = _paired(row)
     if as_chat and isinstance(prompt, str):
@@ -100,6 +101,8 @@ def parse_preference(row: Mapping[str, Any], *, as_chat: bool = False) -> Prefer
 
 def _unpaired(row: Mapping[str, Any]) -> tuple[Side, Side | None, Side | None]:
     label = row.get("label")
+    if label is None:
+        raise BadRow("no label", "the row has a completion and no label; write true for a wanted one, or false")
     if not isinstance(label, bool) and label not in (0, 1):
         raise BadRow("bad label", f"'label' is {str(label)[:40]!r}; write true for a wanted completion, or false")
     completion, prompt = _side(row["completion"], "completion"), _given_prompt(row)
