@@ -55,6 +55,10 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(command: GenerateCommand, model: InferenceModel) -> None:
     """Do what the command says with a loaded model. Collective."""
+    from megatron.generation.graphs import describe_choice
+
+    if command.prompts.use_graphs is None and (line := describe_choice(model.ctx)):
+        announce(line)
     if command.prompts.benchmark:
         from megatron.generation.throughput import print_throughput
 

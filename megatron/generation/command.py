@@ -48,8 +48,9 @@ class PromptOptions:
     """Write special tokens, such as that of the end, as text."""
     batch_size: Positive = 16
     """Largest number of texts that each copy of the model generates at once."""
-    use_graphs: bool = False
-    """Replay each token's pass as a graph of the device (CUDA, HPU)."""
+    use_graphs: bool | None = None
+    """Replay each token's pass as a graph of the device (CUDA, HPU). Unset: on CUDA, unless tensor-parallel ranks share
+    layers."""
     benchmark: bool = False
     """Measure tokens per second with random prompts, over the batch sizes and lengths below."""
     benchmark_batch_sizes: tuple[Positive, ...] = (1, 4, 16)

@@ -30,6 +30,7 @@ from megatron.generation.batch import (
 )
 from megatron.generation.beam_search import BeamResult
 from megatron.generation.chooser import Chooser, IsFinished
+from megatron.generation.graphs import uses_graphs
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
 from megatron.generation.passes import PromptPass, StagePasses, prompt_passes
@@ -53,8 +54,8 @@ class BatchSettings:
 
     batch_size: int = 16
     """Largest number of texts that a replica generates at once."""
-    use_graphs: bool = False
-    """Replay each token's pass as a graph of the device."""
+    use_graphs: bool | None = None
+    """Replay each token's pass as a graph of the device. None: on CUDA, unless ranks share layers."""
 
 
 @dataclass
@@ -235,7 +236,7 @@ class _Replica:
         cache = KVCache(attentions, num_rows, length, model.dtype, ctx.device)
         statistics.cache_bytes = cache.num_bytes
         self._cache = cache
-        self._passes = StagePasses(model, cache, use_graphs=settings.use_graphs)
+        self._passes = StagePasses(model, cache, use_graphs=uses_graphs(settings.use_graphs, ctx))
         self._others = [] if ctx.world_size == 1 else self._model_ranks()
 
     def run(self, on_token: OnToken) -> Iterator[list[Completion]]:

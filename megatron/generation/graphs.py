@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.options import ConfigError
+from megatron.parallel.context import ParallelContext
 
 DEVICES = ("cuda", "hpu")
 """Devices with graphs."""
@@ -19,6 +20,20 @@ def check_graphs(device: torch.device) -> None:
     """Raise ConfigError where a device has no graphs."""
     if device.type not in DEVICES:
         raise ConfigError([f"use_graphs is for {' and '.join(DEVICES)} devices, not {device.type}; leave it out"])
+
+
+def uses_graphs(chosen: bool | None, ctx: ParallelContext) -> bool:
+    """Return whether tokens' passes are replayed as graphs: as chosen, or else on CUDA where no ranks share a layer."""
+    return ctx.device.type == "cuda" and ctx.tensor_size == 1 if chosen is None else chosen
+
+
+def describe_choice(ctx: ParallelContext) -> str:
+    """Return the line that says what an unset `use_graphs` means; '': this device needs none."""
+    if ctx.device.type != "cuda":
+        return ""
+    if uses_graphs(None, ctx):
+        return "each token's pass is replayed as a CUDA graph; --no-use-graphs leaves graphs out"
+    return "CUDA graphs are off: with tensor parallelism they are untested; --use-graphs takes them"
 
 
 @dataclass(frozen=True)

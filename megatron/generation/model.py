@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.config.options import Config, ConfigError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.models.sequential import build_layers, compute_dtype, default_dtype
+from megatron.models.transformer import OutputProjection, WordEmbedding
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.cpu_weights import lay_out, onednn_product, pack, transpose, transposed_product
 from megatron.parallel.losses import gather_logits
 from megatron.parallel.nf4 import QuantizedWeight, quantized_weights
 from megatron.parallel.shards import named_parameters
@@ -27,6 +30,9 @@ from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers
 
 Layer = Callable[[Any], Any]
+OutputProduct = Callable[[Tensor, Tensor], Tensor]
+OUTPUTS = (WordEmbedding, OutputProjection)
+"""Modules whose weight may project onto the vocabulary: the last one in a stage does."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,36 @@ class InferenceModel:
         *,
         tokenizer: Tokenizer | None = None,
         origin: ModelOrigin | None = None,
+        is_trained: bool = False,
     ) -> None:
-        """`layers`: those of this stage, in order. `module`: the modules behind them, each once."""
+        """`layers`: those of this stage, in order. `module`: the modules behind them, each once.
+
+        `is_trained`: the weights are those of a run under way. Otherwise they are this model's own, and those of linear
+        layers are laid out for inference.
+        """
         self.config, self.ctx, self.module = config, ctx, module.eval()
         self._layers = list(layers)
         self.tokenizer, self.origin = tokenizer, origin
+        quantized = (weight.packed for _, weight in quantized_weights(module))
+        tensors = [*(parameter for _, parameter in named_parameters(module)), *quantized]
+        self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """Bytes of this rank's weights."""
+        self._product: OutputProduct = F.linear
+        if not is_trained:
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Lay the weights out for inference."""
+        lay_out(self.module)
+        output = next((each for each in reversed(list(self.module.children())) if isinstance(each, OUTPUTS)), None)
+        if output is None or output.adapters is not None or not self.ctx.is_last_stage:
+            return
+        if (packed := pack(output.weight)) is not None:
+            # a copy: the same weight may be the embedding, and losses take it
+            self.weight_bytes += output.weight.nbytes
+            self._product = lambda x, _weight: onednn_product(x, packed)
+        elif transpose(output.weight):
+            self._product = transposed_product
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,13 +111,6 @@ class InferenceModel:
             return None
         return model.max_position_embeddings or self.config.training.seq_length
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of this rank's weights."""
-        quantized = (weight.packed for _, weight in quantized_weights(self.module))
-        tensors = [*(parameter for _, parameter in named_parameters(self.module)), *quantized]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
     @torch.no_grad()  # not inference mode: a training run's rotary table may grow here
     def forward_stage(self, stream: Any) -> Any:
         """Run this stage's layers, without gradients.
@@ -101,7 +125,7 @@ class InferenceModel:
 
     def logits(self, outputs: tuple[Tensor, Tensor]) -> Tensor:
         """Return the logits [S, B, V] of what the last stage returned, whole on each of its ranks. Collective there."""
-        return gather_logits(*outputs, self.ctx)
+        return gather_logits(*outputs, self.ctx, self._product)
 
 
 def build_stage(config: Config, ctx: ParallelContext, device: torch.device) -> tuple[list[Layer], nn.ModuleList]:
@@ -162,7 +186,7 @@ def training_model(
             if isinstance(child, QuantizedWeight):
                 each._modules[name] = packed[child.full_name]
     with _gathered(list(held.values()), config):
-        yield InferenceModel(config, alone, layers, modules, tokenizer=tokenizer)
+        yield InferenceModel(config, alone, layers, modules, tokenizer=tokenizer, is_trained=True)
 
 
 def _gathered(parameters: list[nn.Parameter], config: Config) -> contextlib.AbstractContextManager[Any]:

@@ -165,7 +165,26 @@ class Kernels:
 
 
 PLAIN = Kernels("plain")
-EAGER = Kernels("eager", rotate=_Rotate.apply, swiglu=_Swiglu.apply, rms_norm=_RMSNorm.apply)
+FEW_NUMBERS = 2**15
+"""Size of an input up to which the calls of operators take longer than their passes over memory."""
+
+
+def _plain_for_tokens(eager: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the eager operator, or the plain one for few numbers without gradients, which has fewer calls."""
+
+    def chosen(x: Tensor, *others: Any) -> Any:
+        is_small = not torch.is_grad_enabled() and x.numel() <= FEW_NUMBERS
+        return (plain if is_small else eager)(x, *others)
+
+    return chosen
+
+
+EAGER = Kernels(
+    "eager",
+    rotate=_plain_for_tokens(_Rotate.apply, rotate),
+    swiglu=_plain_for_tokens(_Swiglu.apply, swiglu),
+    rms_norm=_plain_for_tokens(_RMSNorm.apply, rms_norm),
+)
 
 
 @functools.cache

@@ -225,9 +225,11 @@ class ParallelLinear(nn.Module):
     """
 
     weight: nn.Parameter
-    """Absent where the weight is quantised."""
+    """Absent where the weight is quantised or packed."""
     quantized: QuantizedWeight
-    """Present there."""
+    """Present where it is quantised."""
+    packed: Tensor
+    """Weight in oneDNN's blocks, for inference (cpu_weights.py)."""
     bias: nn.Parameter | None
 
     def __init__(self, shards: Shards, ctx: ParallelContext) -> None:
@@ -246,6 +248,8 @@ class ParallelLinear(nn.Module):
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's weight, dequantised to `dtype` where it is held in 4 bits."""
+        if hasattr(self, "packed"):
+            return self.packed.to_dense()
         return self.quantized.dense(dtype) if self.weight_shard.quantized else self.weight
 
 

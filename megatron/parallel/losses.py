@@ -5,12 +5,13 @@ N tokens of the microbatch (S x B), C of them in a chunk, H hidden, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -324,14 +325,23 @@ def own_vocabulary(weight: Tensor, ctx: ParallelContext) -> tuple[int, int]:
     return start, max(0, min(stop, shard.shape[0]) - start)
 
 
-def gather_logits(hidden: Tensor, weight: Tensor, ctx: ParallelContext) -> Tensor:
-    """[S, B, true vocabulary] on every rank, padding cut off; no autograd. For evaluation and generation."""
+def gather_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    ctx: ParallelContext,
+    product: Callable[[Tensor, Tensor], Tensor] = F.linear,
+) -> Tensor:
+    """[S, B, true vocabulary] on every rank, padding cut off; no autograd. For evaluation and generation.
+
+    `product` of (hidden, weight): hidden @ weight^T, where the weight has another layout.
+    """
     with torch.no_grad():
         up, channels = _up(weight), weight.shape[1]
         local = enter_tensor_region(hidden, ctx)
-        local = (
-            local @ weight.t() if up is None else local[..., :channels] @ weight.t() + local[..., channels:] @ up.t()
-        )
+        if up is None:
+            local = product(local, weight)
+        else:
+            local = local[..., :channels] @ weight.t() + local[..., channels:] @ up.t()
         if ctx.tensor_size > 1:
             parts = [torch.empty_like(local) for _ in range(ctx.tensor_size)]
             dist.all_gather(parts, local.contiguous(), group=ctx.tensor_group)

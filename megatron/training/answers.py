@@ -73,7 +73,10 @@ class Answers:
                 self._requests,
                 self._options,
                 eos_ids=self._eos_ids,
-                settings=BatchSettings(batch_size=min(len(self._requests), BatchSettings().batch_size)),
+                # no graphs: they would be captured at each evaluation, and hold memory that training needs
+                settings=BatchSettings(
+                    batch_size=min(len(self._requests), BatchSettings().batch_size), use_graphs=False
+                ),
                 on_token=lambda *token: self._watchdog.beat(),
             ):
                 found.append(completion)

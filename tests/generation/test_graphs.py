@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -109,3 +110,22 @@ def test_replayed_graphs_give_the_same_texts(arguments: str, accelerator: Accele
 def test_a_device_without_graphs_is_named() -> None:
     with pytest.raises(ConfigError, match="use_graphs is for cuda and hpu devices, not cpu; leave it out"):
         graphs.check_graphs(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "chosen", "expected"),
+    [
+        ("cuda", 1, None, True),
+        ("cuda", 2, None, False),
+        ("cuda", 2, True, True),
+        ("cuda", 1, False, False),
+        ("hpu", 1, None, False),
+        ("cpu", 1, None, False),
+    ],
+)
+def test_graphs_are_the_default_on_cuda(device: str, ranks: int, chosen: bool | None, expected: bool) -> None:
+    ctx = dataclasses.replace(ParallelContext.single(), device=torch.device(device), tensor_size=ranks)
+    assert graphs.uses_graphs(chosen, ctx) == expected
+    line = graphs.describe_choice(ctx)
+    assert bool(line) == (device == "cuda")
+    assert ("off" in line) == (device == "cuda" and ranks == 2)
