@@ -38,6 +38,7 @@ PROFILING = (
 )
 TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 PATIENCE = "early_stopping_patience"
+LM_EVAL = ("lm_eval_task_path", "lm_eval_interval", "lm_eval_limit")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 ADAPTERS = (
     "lora_alpha",
@@ -61,6 +62,7 @@ def idle_without(config: Config) -> Iterator[str]:
     checkpoint, logging, model = config.checkpoint, config.logging, config.model
     rope, tokenizer = model.position_embedding_type == "rope", config.data.tokenizer_type
     traces = logging.profile or logging.profile_instructions
+    recompute = config.training.recompute_granularity
     exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
@@ -87,12 +89,7 @@ def idle_without(config: Config) -> Iterator[str]:
             "choose that",
             ("use_fast_softmax", "fused_sdpa_recompute"),
         ),
-        (
-            config.training.recompute_granularity == "selective",
-            "recompute_granularity=selective",
-            "choose that",
-            ("recompute_modules",),
-        ),
+        (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),
         (
             tokenizer == "GPT2BPETokenizer",
             "tokenizer_type=GPT2BPETokenizer",
@@ -107,6 +104,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (config.lora.lora_rank, "lora_rank", "give one", ADAPTERS),
         (config.lora.loraplus_lr_ratio != 1, "loraplus_lr_ratio", "give one", ("loraplus_lr_embedding",)),
         (logging.generate_prompts, "generate_prompts", "give a file", ("generate_interval", "generate_max_new_tokens")),
+        (logging.lm_eval_tasks, "lm_eval_tasks", "name one", LM_EVAL),
         (logging.wandb_project, "wandb_project", "give one", WANDB),
         (logging.callbacks, "callbacks", "name one", ("callback_errors",)),
     ]

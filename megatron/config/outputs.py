@@ -133,6 +133,15 @@ class LoggingConfig:
     """generate_prompts: steps between two generations. Unset: eval_interval."""
     generate_max_new_tokens: Positive = 64
     """generate_prompts: largest number of tokens of an answer."""
+    lm_eval_tasks: tuple[str, ...] = ()
+    """Tasks of lm-eval, YAML files or names, that measure the model of now at the start, every lm_eval_interval steps
+    and at the end. The results go to the log, to metrics.jsonl and to TensorBoard."""
+    lm_eval_task_path: tuple[str, ...] = ()
+    """lm_eval_tasks: folders with YAML files of tasks."""
+    lm_eval_interval: Positive | None = None
+    """lm_eval_tasks: steps between two evaluations. Unset: eval_interval."""
+    lm_eval_limit: PositiveFloat | None = None
+    """lm_eval_tasks: samples of each task; below 1, a share of them. Unset: all."""
     callbacks: tuple[str, ...] = ()
     """package.module:CLASS or FILE.py:CLASS ...: subclasses of megatron.training.callbacks.TrainerCallback, whose hooks
     are called at each step, evaluation, export and epoch."""

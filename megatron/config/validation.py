@@ -45,7 +45,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_tokenizer(config),
         *_check_checkpoint(config),
         *_check_logging(config, world_size),
-        *_check_generation(config),
+        *_check_interludes(config),
         *_check_straggler(config),
         *_check_guard(config),
     ]
@@ -437,17 +437,19 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
             yield from error.faults
 
 
-def _check_generation(config: Config) -> Iterator[str]:
-    prompts, parallel = config.logging.generate_prompts, config.parallel
-    if prompts is None:
-        return
-    if config.training.skip_train:
-        yield f"generate_prompts={prompts} is for a training, but skip_train evaluates alone; leave one out"
-    if parallel.num_virtual_stages_per_pipeline_rank > 1:
-        yield (
-            f"generate_prompts={prompts} needs a pipeline stage in one piece, but num_virtual_stages_per_pipeline_rank="
-            f"{parallel.num_virtual_stages_per_pipeline_rank}; leave one out, or generate from the run's checkpoints"
-        )
+def _check_interludes(config: Config) -> Iterator[str]:
+    """Check that the run trains and each stage is in one piece, as work between the steps needs."""
+    logging, chunks = config.logging, config.parallel.num_virtual_stages_per_pipeline_rank
+    given = {"generate_prompts": logging.generate_prompts, "lm_eval_tasks": " ".join(logging.lm_eval_tasks)}
+    for name, value in given.items():
+        if value and config.training.skip_train:
+            yield f"{name}={value} is for a training, but skip_train evaluates alone; leave one out"
+        if value and chunks > 1:
+            verb = "generate from" if name == "generate_prompts" else "evaluate"
+            yield (
+                f"{name}={value} needs a pipeline stage in one piece, but num_virtual_stages_per_pipeline_rank="
+                f"{chunks}; leave one out, or {verb} the run's checkpoints"
+            )
 
 
 def _check_straggler(config: Config) -> Iterator[str]:

@@ -24,8 +24,9 @@ T = TypeVar("T")
 class Commands:
     """Computations of all ranks, as rank 0 calls them."""
 
-    def __init__(self, model: InferenceModel, batch_size: int = 16) -> None:
-        self.model = model
+    def __init__(self, model: InferenceModel, batch_size: int = 16, beat: Callable[[], None] = lambda: None) -> None:
+        """`beat` is called on each rank as its computations advance."""
+        self.model, self._beat = model, beat
         self._settings = BatchSettings(batch_size=batch_size)
         self._is_computing = False
 
@@ -58,6 +59,7 @@ class Commands:
 
     def _send(self, name: str, content: Any) -> Any:
         self.model.ctx.broadcast_object([name, content])
+        self._beat()
         self._is_computing = True
         result = self._compute(name, content)
         self._is_computing = False
@@ -66,6 +68,7 @@ class Commands:
     def _follow(self) -> None:
         while True:
             name, content = self.model.ctx.broadcast_object(None)
+            self._beat()
             if name == "end":
                 if content is not None:
                     raise OtherRankFailed(f"rank 0 failed: {content[0]}", content[1])
@@ -74,7 +77,8 @@ class Commands:
 
     def _compute(self, name: str, content: Any) -> Any:
         if name == "score":
-            return score(self.model, [Continuation(tuple(context), tuple(ids)) for context, ids in content])
+            continuations = [Continuation(tuple(context), tuple(ids)) for context, ids in content]
+            return score(self.model, continuations, on_row=self._beat)
         prompts, options, eos_ids = content
         return self._generate(prompts, GenerationOptions(**options), eos_ids)
 
@@ -93,6 +97,12 @@ class Commands:
 
         requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
         completions = generate(
-            self.model, requests, options, eos_ids=eos_ids, settings=self._settings, is_finished=is_finished
+            self.model,
+            requests,
+            options,
+            eos_ids=eos_ids,
+            settings=self._settings,
+            is_finished=is_finished,
+            on_token=lambda *token: self._beat(),
         )
         return [list(completion.ids) for completion in completions]

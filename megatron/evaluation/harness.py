@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.config.options import ConfigError
@@ -31,7 +32,7 @@ try:
     from lm_eval.tasks import TaskManager
 except ImportError as error:
     raise ConfigError(
-        [f"--tasks needs lm-eval, which cannot be imported ({error}); install the extra: pip install '.[eval]'"]
+        [f"tasks need lm-eval, which cannot be imported ({error}); install the extra: pip install '.[eval]'"]
     ) from None
 
 MAX_NEW_TOKENS = 256
@@ -163,36 +164,55 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return until, options
 
 
-def run_tasks(commands: Commands, options: EvaluationOptions) -> dict[str, Any]:
-    """Return lm-eval's results of the tasks. On rank 0 alone. Raises ConfigError or DataError."""
+def check_tasks(options: EvaluationOptions) -> None:
+    """Read the tasks and their data as `run_tasks` does. Raises DataError."""
+    with _named_faults(options):
+        _manager(options).load(list(options.tasks))
+
+
+def run_tasks(commands: Commands, options: EvaluationOptions, *, bootstrap_iters: int = 1000) -> dict[str, Any]:
+    """Return lm-eval's results of the tasks. On rank 0 alone. Raises ConfigError or DataError.
+
+    `bootstrap_iters` 0: without standard errors, and without the processes that lm-eval forks for them.
+    """
     encoder = PromptEncoder(commands.model, options.chat_template, None, None)
     if options.apply_chat_template:
         encoder.template  # noqa: B018  # its faults come before the tasks are read
-    names = [task for task in options.tasks if not task.endswith((".yaml", ".yml"))]
     limit = options.limit
     if limit is not None and limit >= 1:
         limit = int(limit)
-    try:
-        manager = TaskManager(include_path=list(options.task_path) or None, include_defaults=bool(names))
+    with _named_faults(options):
         results: dict[str, Any] | None = evaluator.simple_evaluate(
             model=HarnessModel(commands, encoder, options),
             tasks=list(options.tasks),
-            task_manager=manager,
+            task_manager=_manager(options),
             num_fewshot=options.num_fewshot,
             limit=limit,
             log_samples=options.log_samples,
             system_instruction=options.system_instruction,
             apply_chat_template=options.apply_chat_template,
             fewshot_as_multiturn=options.fewshot_as_multiturn and options.apply_chat_template,
-            bootstrap_iters=1000,
+            bootstrap_iters=bootstrap_iters,
         )
-    except (DataError, ConfigError):
-        raise
-    except (KeyError, ValueError, OSError) as error:  # lm-eval's and datasets' own, of tasks and their files
-        downloads = "; nothing is downloaded unless HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0 are set"
-        raise DataError(f"lm-eval cannot run {' '.join(options.tasks)}: {error}{downloads}") from error
     assert results is not None  # they are on rank 0
     return results
+
+
+def _manager(options: EvaluationOptions) -> TaskManager:
+    has_names = any(not task.endswith((".yaml", ".yml")) for task in options.tasks)
+    return TaskManager(include_path=list(options.task_path) or None, include_defaults=has_names)
+
+
+@contextmanager
+def _named_faults(options: EvaluationOptions) -> Iterator[None]:
+    """Turn lm-eval's and datasets' errors of tasks and their files into a DataError."""
+    try:
+        yield
+    except (DataError, ConfigError):
+        raise
+    except (KeyError, ValueError, OSError) as error:
+        downloads = "; nothing is downloaded unless HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0 are set"
+        raise DataError(f"lm-eval cannot run {' '.join(options.tasks)}: {error}{downloads}") from error
 
 
 def table(results: dict[str, Any]) -> str:

@@ -55,10 +55,16 @@ class Score:
         return float(self.logprobs.sum())
 
 
-def score(model: InferenceModel, requests: Sequence[Continuation], *, row_tokens: int = ROW_TOKENS) -> list[Score]:
+def score(
+    model: InferenceModel,
+    requests: Sequence[Continuation],
+    *,
+    row_tokens: int = ROW_TOKENS,
+    on_row: Callable[[], None] = lambda: None,
+) -> list[Score]:
     """Return the score of each request, in order, on every rank. Collective: every rank passes the same requests.
 
-    Raises ConfigError for requests that the model cannot take.
+    `on_row` is called before each pass of this rank. Raises ConfigError for requests that the model cannot take.
     """
     if faults := list(_faults(model, requests)):
         more = [f"and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
@@ -67,7 +73,7 @@ def score(model: InferenceModel, requests: Sequence[Continuation], *, row_tokens
     # log-probability of each id, and 1 where it is the most probable one
     found = torch.zeros(2, int(ends[-1]) if len(ends) else 0, dtype=torch.float64)
     rows = list(_rows(_documents(requests, row_tokens), row_tokens))[ctx.batch_rank :: ctx.num_batch_ranks]
-    for row, (log_probs, largest) in _run(model, rows):
+    for row, (log_probs, largest) in _run(model, rows, on_row):
         places = np.concatenate([np.arange(ends[n] - len(requests[n].ids), ends[n]) for n in row.requests])
         found[:, torch.from_numpy(places)] = torch.stack([log_probs.double(), largest.double()]).cpu()
     if ctx.world_size > 1:
@@ -220,12 +226,15 @@ class _BranchingTokens(CachedTokens):
 # Passes through the stages
 
 
-def _run(model: InferenceModel, rows: Sequence[_Row]) -> Iterator[tuple[_Row, tuple[Tensor, Tensor]]]:
+def _run(
+    model: InferenceModel, rows: Sequence[_Row], on_row: Callable[[], None]
+) -> Iterator[tuple[_Row, tuple[Tensor, Tensor]]]:
     """Run the rows through all stages; yield each with its scores on the rank that reports them."""
     ctx = model.ctx
     distance = ctx.world_size // ctx.num_stages
     sends: deque[Any] = deque()
     for row in rows:
+        on_row()
         inside = torch.from_numpy(row.tokens).unsqueeze(0).to(ctx.device)
         if not ctx.is_first_stage:
             shape = (len(row.tokens), 1, model.config.model.hidden_size)

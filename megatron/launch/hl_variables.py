@@ -384,6 +384,8 @@ _VARIABLES: tuple[Variable, ...] = (
     ),
     _text("HL_GENERATE_PROMPTS", "--generate-prompts", "file of prompts that the model answers while it trains"),
     _number("HL_GENERATE_INTERVAL", "--generate-interval", "steps between two generations; unset: each validation"),
+    _words("HL_LM_EVAL_TASKS", "--lm-eval-tasks", "tasks of lm-eval that measure the model while it trains"),
+    _number("HL_LM_EVAL_INTERVAL", "--lm-eval-interval", "steps between two of them; unset: each validation"),
     _switch("HL_KEEP_BEST", "--keep-best", "1: keep, and export to `best`, the checkpoint of the best validation"),
     _number(
         "HL_EARLY_STOPPING_PATIENCE",

@@ -190,6 +190,17 @@ class MetricsLog:
                     {f"answers/{i}": each.as_markdown() for i, each in enumerate(answers)}, iteration
                 )
 
+    def log_tasks(self, iteration: int, consumed_samples: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Log the metrics of each task of lm-eval."""
+        if not self._writes:
+            return
+        self._write_row("lm_eval", {"iteration": iteration, "consumed_samples": consumed_samples, "results": results})
+        scalars = {f"lm-eval/{task}/{name}": value for task, found in results.items() for name, value in found.items()}
+        self._write_scalars(scalars, iteration, consumed_samples)
+        for task, found in results.items():
+            values = " | ".join(f"{name}: {value:.4f}" for name, value in found.items())
+            self._console.message(f" lm-eval at iteration {iteration} | {task} | {values}")
+
     def log_memory(
         self, event: str, iteration: int, values: Mapping[str, RankStats], *, was_printed: bool = False
     ) -> None:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.config.options import Config
 from megatron.data.indexed import DataError
-from megatron.data.tokenizers.base import Tokenizer
-from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
 from megatron.generation.generator import BatchSettings, generate
-from megatron.generation.model import InferenceModel, ModelOrigin, training_model
+from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
 from megatron.generation.prompts import PromptEncoder
 from megatron.generation.requests import Request
@@ -26,13 +22,11 @@ from megatron.planning.progress import Progress
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.watchdog import Watchdog
 from megatron.training.engine import Engine
+from megatron.training.interludes import Interlude, origin_of_run, tokenizer_of_texts
 from megatron.weights.opening import tokenizer_of
 
-TOKENIZER_FILE = "tokenizer.json"
-GENERATION_CONFIG = "generation_config.json"
 
-
-class Answers:
+class Answers(Interlude):
     """Generates for the prompts of a file and logs the answers. Collective in construction and use.
 
     Raises DataError for a file that cannot be read, a prompt that is wrong, or a run without a tokenizer.
@@ -41,9 +35,8 @@ class Answers:
     def __init__(self, engine: Engine, progress: Progress, log: MetricsLog, watchdog: Watchdog) -> None:
         logging = engine.config.logging
         assert logging.generate_prompts is not None
-        self._engine, self._progress, self._log, self._watchdog = engine, progress, log, watchdog
+        super().__init__(engine, progress, log, watchdog, logging.generate_interval)
         self._path = Path(logging.generate_prompts)
-        self._interval = logging.generate_interval or engine.config.data.eval_interval
         self._options = GenerationOptions(max_new_tokens=logging.generate_max_new_tokens)
         self._encoder: PromptEncoder | None = None  # on rank 0
         self._prompts: list[str] = []
@@ -52,17 +45,7 @@ class Answers:
         requests, self._eos_ids = engine.ctx.broadcast_object(found)
         self._requests = [Request(number, tuple(ids)) for number, ids in enumerate(requests)]
 
-    def generate_if_due(self) -> None:
-        """Generate if the interval has passed. Collective."""
-        if self._progress.iteration % self._interval == 0:
-            self.generate()
-
-    def generate_at_end(self) -> None:
-        """Generate unless the last step was due. Collective."""
-        if self._progress.iteration % self._interval:
-            self.generate()
-
-    def generate(self) -> None:
+    def run(self) -> None:
         """Generate and log an answer for each prompt. Collective. Raises ConfigError for a prompt that is too long."""
         iteration, samples = self._progress.iteration, self._progress.consumed_samples
         self._watchdog.phase("generation", iteration)
@@ -90,19 +73,12 @@ class Answers:
             ]
             self._log.log_answers(iteration, samples, answers)
 
-    @contextmanager
-    def _model(self) -> Iterator[InferenceModel]:
-        """Yield the model of now, without a copy of its weights."""
-        engine = self._engine
-        with training_model(engine.module, engine.config, engine.ctx) as model:
-            yield model
-
     def _read(self, model: InferenceModel) -> tuple[list[list[int]], list[int]]:
         """Return the ids of the prompts, and those that end an answer. On rank 0."""
         config = self._engine.config
         folder = tokenizer_of(config)
-        model.tokenizer = _tokenizer(config, folder)
-        model.origin = _origin(folder)
+        model.tokenizer = tokenizer_of_texts(config, folder, "generate_prompts")
+        model.origin = origin_of_run(folder)
         self._encoder = PromptEncoder(model, tokenizer_model=None if folder is None else str(folder))
         prompts, of_chats = [], False
         for where, row in _rows(self._path):
@@ -143,19 +119,3 @@ def _row(line: str, where: str) -> dict[str, Any]:
     if not is_text and not (isinstance(row, dict) and row.get("messages")):
         raise DataError(f"generate_prompts: {where}: give a prompt, which is a string, or messages")
     return dict(row)
-
-
-def _tokenizer(config: Config, folder: Path | None) -> Tokenizer:
-    if folder is not None and (folder / TOKENIZER_FILE).is_file():
-        return build_tokenizer("HFTokenizer", str(folder), eod_token=config.data.eod_token)
-    if config.data.tokenizer_type is None:
-        raise DataError("generate_prompts needs a tokenizer; give tokenizer_type and its file")
-    return tokenizer_of_run(config)
-
-
-def _origin(folder: Path | None) -> ModelOrigin | None:
-    if folder is None:
-        return None
-    path = folder / GENERATION_CONFIG
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return ModelOrigin(folder, tokenizer=folder, generation_config=content)

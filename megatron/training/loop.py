@@ -34,7 +34,7 @@ from megatron.training.evaluation import Evaluator
 from megatron.training.guard import Guard
 
 if TYPE_CHECKING:
-    from megatron.training.answers import Answers
+    from megatron.training.interludes import Interlude
 
 
 class Interval:
@@ -134,11 +134,16 @@ class Loop:
         self.shutdown.find_error = self._events.error
         if self.checkpoints is not None:
             self.checkpoints.on_saved = self._events.saved
-        self._answers: Answers | None = None
+        self._interludes: list[Interlude] = []
+        parts = self.engine, self.progress, self.log, self.watchdog
         if config.logging.generate_prompts is not None:
             from megatron.training.answers import Answers  # late: few runs generate
 
-            self._answers = Answers(self.engine, self.progress, self.log, self.watchdog)
+            self._interludes.append(Answers(*parts))
+        if config.logging.lm_eval_tasks:
+            from megatron.training.task_evaluation import TaskEvaluation
+
+            self._interludes.append(TaskEvaluation(*parts))
         self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
 
     def _read(self, key: Any) -> Microbatch:
@@ -159,7 +164,7 @@ class Loop:
         if progress.iteration == 0:
             # the loss at the start; and a validation that cannot work fails now, not after hours
             self._evaluator.run("valid")
-            self._generate()
+            self._run_interludes()
         elif self._best.is_evaluation_missing:
             self._validate()
             self._save_if_best()
@@ -188,7 +193,7 @@ class Loop:
                 paused_s = time.perf_counter()
                 if progress.iteration % config.data.eval_interval == 0:
                     self._validate()
-                self._generate()
+                self._run_interludes()
                 self._save_where_due(consumed_before)
                 self._events.step_ends()
                 self._interval.pause(time.perf_counter() - paused_s)
@@ -203,9 +208,10 @@ class Loop:
             self._best.evaluated(loss, metrics)
             self._events.evaluated(loss, count, metrics, self.task.loss_unit)
 
-    def _generate(self) -> None:
-        if self._answers is not None and self.shutdown.reason is None:
-            self._answers.generate_if_due()
+    def _run_interludes(self) -> None:
+        for interlude in self._interludes:
+            if self.shutdown.reason is None:
+                interlude.run_if_due()
 
     def _is_complete(self) -> bool:
         return self.schedule.is_complete(self.progress.consumed_samples)
@@ -377,8 +383,8 @@ class Loop:
             self.checkpoints.finish(self.log.message)
         if self.shutdown.reason is None:
             self._evaluator.run("test")
-            if self._answers is not None:
-                self._answers.generate_at_end()
+            for interlude in self._interludes:
+                interlude.run_at_end()
         self._events.end()
         if self.engine.config.logging.callbacks:  # the last hooks may have failed
             self.shutdown.decide_error()

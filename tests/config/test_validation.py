@@ -19,6 +19,7 @@ from megatron.config.validation import check, divisors, idle
 from tests.config.faults import VALID, faults_of
 
 # One case breaks exactly one rule: (flags, ranks, what is wrong with its value, the remedy)
+INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "ranks": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
@@ -256,10 +257,16 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "leave one out",
     ),
     "answers of an interleaved pipeline": (
-        "--generate-prompts p.txt --pipeline_model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        f"--generate-prompts p.txt {INTERLEAVED}",
         2,
         "num_virtual_stages_per_pipeline_rank=2",
         "leave one out",
+    ),
+    "tasks in an interleaved pipeline": (
+        f"--lm-eval-tasks quiz {INTERLEAVED}",
+        2,
+        "lm_eval_tasks=quiz needs a pipeline stage in one piece",
+        "or evaluate the run's checkpoints",
     ),
     "best of nothing": (
         "--keep-best --save runs --eval-iters 0",

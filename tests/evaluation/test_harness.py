@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
+from tests import runs as training_runs
 from tests.evaluation import runs
 from tests.evaluation.local_tasks import write_model, write_tasks
 from tests.ranks import RankFailure, RankPools
 
 lm_eval = pytest.importorskip("lm_eval")
+
+MODEL = (
+    "--architecture llama --position-embedding-type rope --hidden-size 64 --ffn-hidden-size 96 --num-query-groups 2 "
+    "--vocab-size 300 --make-vocab-size-divisible-by 2 --seq-length 64 --norm-epsilon 1e-6 "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +81,34 @@ def test_results_are_those_of_lm_evals_own_model(
                 numbers, their_numbers = (each if isinstance(each, list | tuple) else [each] for each in (one, other))
                 assert float(numbers[0]) == pytest.approx(float(their_numbers[0]), abs=1e-4)
                 assert [str(each) for each in numbers[1:]] == [str(each) for each in their_numbers[1:]]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [(1, ""), pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow)],
+)
+def test_results_in_a_run_are_those_of_lm_evals_own_model(
+    ranks: RankPools,
+    model: Path,
+    tasks: list[str],
+    expected: dict[str, Any],
+    tmp_path: Path,
+    num_ranks: int,
+    flags: str,
+) -> None:
+    data = training_runs.write_dataset(tmp_path / "text", vocabulary=300)
+    words = f"{MODEL} --load {model} --finetune --train-iters 1 --data-path {data} --results-dir {tmp_path / 'out'}"
+    ended = ranks(num_ranks)(training_runs.train, f"{words} --lm-eval-tasks {' '.join(tasks)} {flags}")
+    assert ended == [""] * num_ranks
+    rows = training_runs.rows(tmp_path / "out", "lm_eval")
+    assert [row["iteration"] for row in rows] == [0, 1]
+    for task, found in rows[0]["results"].items():
+        theirs = {name.removesuffix(",none"): value for name, value in expected["results"][task].items()}
+        assert found == {name: pytest.approx(theirs[name], rel=1e-4, abs=1e-6) for name in found}
+    assert set(rows[0]["results"]) == {"local_choice", "local_rolling", "local_answers"}
+    assert {"acc", "acc_norm"} <= rows[0]["results"]["local_choice"].keys()
+    unknown = ranks(num_ranks)(training_runs.train, f"{words} --lm-eval-tasks no_such_task --lm-eval-limit 2")
+    assert all("lm-eval cannot run no_such_task" in each for each in unknown), unknown
 
 
 def test_a_task_whose_data_is_missing_is_named(ranks: RankPools, model: Path, tasks: list[str], tmp_path: Path) -> None:

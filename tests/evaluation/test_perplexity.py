@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron.data.indexed_builder import IndexedDatasetBuilder
+from tests import runs as training_runs
 from tests.evaluation import runs
 from tests.evaluation.local_tasks import SENTENCES, write_model
 from tests.generation.theirs import their_logits
@@ -71,3 +72,28 @@ def test_wrong_commands_are_refused_with_every_fault(ranks: RankPools, model: Pa
     for said in ("lost does not exist", "text.bin.idx; give the path without", "--num-fewshot is for --tasks",
                  "--log-samples writes into the output file"):  # fmt: skip
         assert said in str(failure.value)
+
+
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2"])
+def test_the_loss_of_a_dataset_is_that_of_a_runs_validation(ranks: RankPools, tmp_path: Path, flags: str) -> None:
+    train = training_runs.write_dataset(tmp_path / "train")
+    length, batch, batches = 16, 8, 3
+    # as many tokens as the validation reads, in one document
+    tokens = np.random.default_rng(1).integers(1, 128, length * batch * batches + 1)
+    with IndexedDatasetBuilder(tmp_path / "valid", np.uint16) as builder:
+        builder.add_document(tokens.astype(np.uint16))
+        builder.finalize()
+    words = (
+        "--architecture llama --position-embedding-type rope --split 969,30,1 --lr 1e-3 "
+        f"--train-data-path {train} --valid-data-path {tmp_path / 'valid'} --eval-iters {batches} --train-iters 4 "
+        f"--save {tmp_path / 'saved'} --results-dir {tmp_path / 'out'} {flags}"
+    )
+    size = 2 if flags else 1
+    assert ranks(size)(training_runs.train, words) == [""] * size
+    row = training_runs.rows(tmp_path / "out", "valid")[-1]
+    assert (row["iteration"], row["num_tokens"]) == (4, length * batch * batches)
+    evaluation = ["--load", str(tmp_path / "saved"), "--dataset", str(tmp_path / "valid")]
+    ranks(1)(runs.run, [*evaluation, "--output", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())["datasets"][str(tmp_path / "valid")]
+    assert found["num_tokens"] == row["num_tokens"]
+    assert found["loss"] == pytest.approx(row["lm_loss"], rel=1e-6)

@@ -1,22 +1,28 @@
-"""Answers generated while a run trains: those of its weights, on every layout, and nothing of the training changes."""
+"""Answers and results of tasks in a run: those of its weights, on every layout, and nothing of the training changes."""
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import math
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.models.kv_cache import KVCache
+from megatron.training.task_evaluation import kept_random_state
 from tests import runs
 from tests.finetuning_files import write_tokenizer
 from tests.ranks import RankPools
 from tests.tasks import chats
+from tests.training import lm_eval_stand_in as stand_in
 
 PROMPTS = ["5 6 7 8", "100 101", "3"]
 COUNT = 12
@@ -34,10 +40,12 @@ def answers(folder: Path) -> list[dict[str, Any]]:
 
 
 def train_twice(flags: str, folder: str, prompts: str) -> tuple[list[str], int]:
-    """A run without and one with generation; the faults that ended them, and caches that are left."""
+    """A run without and one with generation and tasks; the faults that ended them, and caches that are left."""
     plain = f"{flags} --save {folder}/plain --results-dir {folder}/plain_out"
     ended = [runs.train(plain)]
-    ended.append(runs.train(f"{flags} --save {folder}/saved --results-dir {folder}/out --generate-prompts {prompts}"))
+    more = f"--generate-prompts {prompts} --lm-eval-tasks {stand_in.TASK} --lm-eval-interval 3"
+    with stand_in.in_place_of_lm_eval():
+        ended.append(runs.train(f"{flags} --save {folder}/saved --results-dir {folder}/out {more}"))
     gc.collect()
     return ended, sum(isinstance(each, KVCache) for each in gc.get_objects())
 
@@ -70,7 +78,7 @@ def expected_ids(ranks: RankPools, saved: Path, flags: str, prompts: list[list[i
         pytest.param(4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", marks=pytest.mark.slow),
     ],
 )
-def test_answers_are_those_of_the_weights_and_change_no_number(
+def test_answers_and_results_are_those_of_the_weights_and_change_no_number(
     ranks: RankPools, data: Path, tmp_path: Path, size: int, layout: str
 ) -> None:
     prompts = tmp_path / "prompts.txt"
@@ -100,6 +108,17 @@ def test_answers_are_those_of_the_weights_and_change_no_number(
     events = b"".join(path.read_bytes() for path in (tmp_path / "out" / "tensorboard").glob("events*"))
     assert events.count(b"answers/1/text_summary") == 3
     assert f"    100 101\n\n    {rows[-2]['text']}".encode() in events
+    results = runs.rows(tmp_path / "out", "lm_eval")
+    assert [row["iteration"] for row in results] == [0, 3, 6]
+    found = results[-1]["results"][stand_in.TASK]
+    assert f" lm-eval at iteration 6 | {stand_in.TASK} | loglikelihood: {found['loglikelihood']:.4f} | " in log
+    assert events.count(f"lm-eval/{stand_in.TASK}/loglikelihood vs samples".encode()) == 3
+    (expected,) = ranks(1)(stand_in.measure_checkpoint, str(tmp_path / "saved"), 6)
+    tolerance = 1e-2 if "--bf16" in layout else 1e-5
+    assert found == {
+        "loglikelihood": pytest.approx(expected["loglikelihood,none"], rel=tolerance),
+        "length,strict": expected["length,strict"],
+    }
 
 
 def test_a_resumed_run_writes_each_answer_once(ranks: RankPools, data: Path, tmp_path: Path) -> None:
@@ -139,6 +158,45 @@ def test_wrong_prompts_are_named_on_all_ranks(
     found = ranks(2)(runs.train, f"{RUN} --data-path {data} --generate-prompts {tmp_path / name} {flags}")
     assert len(found) == 2
     assert all(fault in each for each in found), found
+
+
+def train_with_tasks(flags: str) -> str:
+    with stand_in.in_place_of_lm_eval():
+        return runs.train(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ("--lm-eval-tasks lost.yaml", "lm-eval cannot run lost.yaml: there is no such task"),
+        (f"--lm-eval-tasks {stand_in.TASK} --tokenizer-type none", "lm_eval_tasks needs a tokenizer"),
+        (f"--lm-eval-tasks {stand_in.TASK} --skip-train", "is for a training, but skip_train evaluates alone"),
+    ],
+)
+def test_wrong_tasks_are_named_on_all_ranks(ranks: RankPools, data: Path, flags: str, fault: str) -> None:
+    found = ranks(2)(train_with_tasks, f"{RUN} --data-path {data} {flags}")
+    assert len(found) == 2
+    assert all(fault in each for each in found), found
+
+
+def test_the_seeds_of_lm_eval_do_not_reach_the_training() -> None:
+    def draws() -> tuple[float, ...]:
+        return random.random(), np.random.random(), torch.rand(()).item()  # noqa: NPY002
+
+    stand_in.seed()
+    first, second = draws(), draws()
+    stand_in.seed()
+    assert draws() == first
+    with kept_random_state():
+        stand_in.seed()
+    assert draws() == second
+
+
+def test_without_lm_eval_a_run_does_not_start(ranks: RankPools, data: Path) -> None:
+    if importlib.util.find_spec("lm_eval") is not None:
+        pytest.skip("lm-eval is installed")
+    (found,) = ranks(1)(runs.train, f"{RUN} --data-path {data} --lm-eval-tasks quiz")
+    assert "tasks need lm-eval, which cannot be imported" in found
 
 
 def test_a_line_is_a_message_to_a_chat_model(ranks: RankPools, tmp_path: Path) -> None:
