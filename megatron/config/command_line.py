@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megatron.config.dependents import ADAPTERS
 from megatron.config.flags import dashed, flag, sequence, unset
 from megatron.config.options import Config, ConfigError, options, sections
 from megatron.config.parser import PRESETS_DIR, build_parser, help_text, help_topic
@@ -213,6 +214,8 @@ def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[st
     for needed, names in POSITIONS.items():
         if encoding not in (None, needed):
             found.setdefault(f"position_embedding_type={encoding}", []).extend(set(names) - above.keys())
+    if above.get("lora_rank", 1) is None:
+        found["lora_rank=none"] = [name for name in ADAPTERS if name not in above]
     names_by = {
         by: [name for name in below if name in names and below[name] not in UNSET] for by, names in found.items()
     }

@@ -96,6 +96,12 @@ def test_every_option_has_stand_ins(name: str) -> None:
             "rope_scaling_low_freq_factor=1.0, rope_scaling_high_freq_factor=4.0, rope_scaling_original_length=8192",
             {"rotary_base": 10000.0, "rope_scaling_factor": None},
         ),
+        (
+            "dpo_llama",
+            "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 64 --lora-rank none",
+            "lora_rank=none replaces the preset's lora_alpha=16, lora_dropout=0.05, lora_target_modules=['all-linear']",
+            {"lora_rank": None, "lora_alpha": None},
+        ),
     ],
 )
 def test_a_flag_replaces_what_a_preset_says_in_other_words(
