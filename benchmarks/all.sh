@@ -8,8 +8,8 @@
 # ratios. PATTERN, a regular expression, chooses benchmarks by name. On one machine without other work: hours in all.
 #
 # The peers are found through variables; a benchmark without its peer or data is listed as skipped, with the reason:
-#   PYTHON                interpreter of this project; with transformers and litgpt for `step`, peft for `lora`
-#                         (default: .venv/bin/python)
+#   PYTHON                interpreter of this project; with transformers and litgpt for `step`, peft for `lora`,
+#                         lm-eval for `evaluate` (default: .venv/bin/python)
 #   PEER                  interpreter of an environment with megatron-core (docs/benchmarks.md)
 #   TUNING                interpreter of an environment with TRL and InstructLab (docs/benchmarks.md)
 #   PREFERENCE            interpreter of an environment with TRL and PEFT (docs/benchmarks.md)
@@ -72,6 +72,7 @@ run() {
 run step - 2
 run lora - 2
 run generate - 2
+run evaluate MEGATRON_TEST_DATA 2
 run pipeline - 1
 run framework_tax - 2
 run framework_tax:tiny_llama - 2 --config tiny_llama
