@@ -48,6 +48,7 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
     """Measure what the command names with a loaded model. Collective."""
     from megatron.evaluation.commands import Commands
     from megatron.evaluation.report import EvaluationReport
+    from megatron.generation.generator import BatchSettings
 
     options, report = command.evaluation, EvaluationReport(command, is_first=model.ctx.rank == 0)
     for prefix in options.dataset:
@@ -55,7 +56,7 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
 
         report.add_dataset(prefix, score_dataset(model, prefix, options.max_length))
     if options.tasks:
-        commands = Commands(model, options.batch_size)
+        commands = Commands(model, BatchSettings(batch_size=options.batch_size))
         commands.lead(report.add_tasks)
     report.write()
 

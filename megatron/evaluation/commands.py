@@ -24,10 +24,9 @@ T = TypeVar("T")
 class Commands:
     """Computations of all ranks, as rank 0 calls them."""
 
-    def __init__(self, model: InferenceModel, batch_size: int = 16, beat: Callable[[], None] = lambda: None) -> None:
-        """`beat` is called on each rank as its computations advance."""
-        self.model, self._beat = model, beat
-        self._settings = BatchSettings(batch_size=batch_size)
+    def __init__(self, model: InferenceModel, settings: BatchSettings, beat: Callable[[], None] = lambda: None) -> None:
+        """`settings`: of generation. `beat` is called on each rank as its computations advance."""
+        self.model, self._settings, self._beat = model, settings, beat
         self._is_computing = False
 
     def score(self, requests: Sequence[Continuation]) -> list[Score]:

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron.evaluation.commands import Commands
 from megatron.evaluation.options import EvaluationOptions
+from megatron.generation.generator import BatchSettings
 from megatron.observability.metrics import MetricsLog
 from megatron.planning.progress import Progress
 from megatron.resilience.errors import raise_on_all_ranks
@@ -47,7 +48,9 @@ class TaskEvaluation(Interlude):
         self._watchdog.phase("lm-eval", self._progress.iteration)
         with self._engine.timers.on_host("lm-eval"), kept_random_state(), self._model() as model:
             model.tokenizer, model.origin = self._tokenizer, self._origin
-            found = Commands(model, self._options.batch_size, self._watchdog.beat).lead(self._measure)
+            # no graphs: they would be captured at each evaluation, and hold memory that training needs
+            settings = BatchSettings(batch_size=self._options.batch_size, use_graphs=False)
+            found = Commands(model, settings, self._watchdog.beat).lead(self._measure)
         if found is not None:
             self._log.log_tasks(self._progress.iteration, self._progress.consumed_samples, found)
 

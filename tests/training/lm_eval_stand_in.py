@@ -16,6 +16,7 @@ import megatron.evaluation
 from megatron.data.indexed import DataError
 from megatron.evaluation.commands import Commands
 from megatron.evaluation.options import EvaluationOptions
+from megatron.generation.generator import BatchSettings
 from megatron.generation.load_options import LoadOptions
 from megatron.generation.loading import load_model, parallel_options
 from megatron.generation.options import GenerationOptions
@@ -68,4 +69,4 @@ def measure_checkpoint(folder: str, step: int) -> dict[str, Any] | None:
     """Results of a run's checkpoint on one rank."""
     load = LoadOptions(load=folder, ckpt_step=step, device="cpu", tokenizer_type="NullTokenizer")
     model = load_model(load, ParallelContext.build(parallel_options(load), "cpu"))
-    return Commands(model).lead(measured)
+    return Commands(model, BatchSettings()).lead(measured)
