@@ -139,6 +139,7 @@ def _ours(folder: Path) -> Any:
     from megatron.evaluation.commands import Commands
     from megatron.evaluation.harness import HarnessModel
     from megatron.evaluation.options import EvaluationOptions
+    from megatron.generation.generator import BatchSettings
     from megatron.generation.load_options import LoadOptions
     from megatron.generation.loading import load_model, parallel_options
     from megatron.generation.prompts import PromptEncoder
@@ -146,7 +147,7 @@ def _ours(folder: Path) -> Any:
 
     load = LoadOptions(load=str(folder), device="cpu")
     model = load_model(load, ParallelContext.build(parallel_options(load), "cpu"))
-    return HarnessModel(Commands(model), PromptEncoder(model), EvaluationOptions())
+    return HarnessModel(Commands(model, BatchSettings()), PromptEncoder(model), EvaluationOptions())
 
 
 def _theirs(folder: Path, precision: str) -> Any:

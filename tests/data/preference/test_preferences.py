@@ -164,16 +164,16 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path, tokenizer: Path, capsys: 
     assert len(IndexedDataset(tmp_path / "pairs")) == 3
     shown = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer-model", str(tokenizer), "--show", "2"]
     assert main(shown) == 0
-    said = capsys.readouterr()
-    assert "[chosen: " in said.out
+    output = capsys.readouterr()
+    assert "[chosen: " in output.out
     assert (
-        said.err.splitlines()[1]
+        output.err.splitlines()[1]
         == f"skipped {tmp_path / 'in.jsonl'}:3: 'rejected' is empty; write an answer, or leave the row out"
     )
     (tmp_path / "in.jsonl").write_text(json.dumps({"question": "Q", "answer": "A"}) + "\n")
     assert main(shown) == 1
-    said = capsys.readouterr()
-    assert "in.jsonl:1: no key 'chosen'; the row has 'question', 'answer': write" in said.err
+    output = capsys.readouterr()
+    assert "in.jsonl:1: no key 'chosen'; the row has 'question', 'answer': write" in output.err
 
 
 def test_a_json_array_of_rows_is_read_and_its_bad_row_named(tmp_path: Path, tokenizer: Path) -> None:
