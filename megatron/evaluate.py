@@ -6,11 +6,13 @@ Exit status: megatron/exit_codes.py.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron.config.options import ConfigError
 from megatron.evaluation.command import EvaluateCommand, build_evaluate_parser, read_command
 from megatron.resilience.process import leave, print_error, status_of
 
@@ -23,6 +25,8 @@ def main(arguments: Sequence[str]) -> None:
         print(build_evaluate_parser("python -m megatron.evaluate").format_help(), end="")
         return
     command = read_command(arguments)  # every fault at once, before torch is imported
+    if command.evaluation.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(["--tasks needs lm-eval, which is not installed; install the extra: pip install '.[eval]'"])
 
     from megatron import accelerator
 
@@ -54,7 +58,7 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
     for prefix in options.dataset:
         from megatron.evaluation.perplexity import score_dataset
 
-        report.add_dataset(prefix, score_dataset(model, prefix, options.max_length))
+        report.add_dataset(prefix, score_dataset(model, prefix, options.max_length, announce))
     if options.tasks:
         commands = Commands(model, BatchSettings(batch_size=options.batch_size))
         commands.lead(report.add_tasks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.gpt import check_vocabulary
 from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.generation.model import InferenceModel
 from megatron.generation.scoring import Continuation, score
@@ -48,15 +50,18 @@ class DatasetScore:
         return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
 
 
-def score_dataset(model: InferenceModel, prefix: str, length: int | None = None) -> DatasetScore:
+def score_dataset(
+    model: InferenceModel, prefix: str, length: int | None = None, say: Callable[[str], object] = lambda line: None
+) -> DatasetScore:
     """Return the score of all documents, end to end, in sequences of `length` tokens. Collective.
 
     Each sequence begins with the token before it, as the samples of pretraining do; every token but the first is
-    predicted once. `length` None: the sequence length of the model's training. Raises DataError.
+    predicted once. `length` None: the sequence length of the model's training. `say` receives lines for the user.
+    Raises DataError.
     """
     ctx = model.ctx
     length = length or model.config.training.seq_length
-    dataset = raise_on_all_ranks(ctx, lambda: IndexedDataset(prefix))
+    dataset = raise_on_all_ranks(ctx, lambda: _opened(model, prefix, say))
     dataset.files.check(always=True)
     num_tokens, nats, windows = len(dataset.tokens) - 1, 0.0, _windows(dataset.tokens, length)
     while block := list(itertools.islice(windows, WINDOWS_AT_ONCE * ctx.num_batch_ranks)):
@@ -65,6 +70,26 @@ def score_dataset(model: InferenceModel, prefix: str, length: int | None = None)
         raise DataError(f"{prefix} holds fewer than two tokens, so none can be predicted; give another dataset")
     num_bytes = None if model.tokenizer is None else _num_bytes(dataset, model.tokenizer)
     return DatasetScore(num_tokens, num_bytes, nats)
+
+
+def _opened(model: InferenceModel, prefix: str, say: Callable[[str], object]) -> IndexedDataset:
+    """Open a dataset of the model's vocabulary; say so if its manifest names another tokenizer than the model's."""
+    dataset = IndexedDataset(prefix)
+    check_vocabulary(dataset, model.vocab_size)
+    manifest = read_manifest(prefix)
+    made_by = manifest.header["tokenizer"] if manifest is not None else None
+    if made_by and model.tokenizer is not None:
+        own = model.tokenizer.identity
+        if made_by.get("sha256") != own["sha256"]:
+            theirs, ours = (
+                f"{each.get('type')} of {each.get('vocab_size')} tokens, sha256 {str(each.get('sha256'))[:8]}"
+                for each in (made_by, own)
+            )
+            say(
+                f"warning: {prefix} was written with another tokenizer ({theirs}) than the model's ({ours}); unless "
+                "both give the same ids, its figures mean nothing"
+            )
+    return dataset
 
 
 def _windows(tokens: NDArray[Any], length: int) -> Iterator[Continuation]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from megatron import evaluate
+from megatron.config.options import ConfigError
+from megatron.data.indexed import DataError
 from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.evaluation import perplexity
 from tests import runs as training_runs
 from tests.evaluation import runs
 from tests.evaluation.local_tasks import SENTENCES, write_model
@@ -97,3 +103,36 @@ def test_the_loss_of_a_dataset_is_that_of_a_runs_validation(ranks: RankPools, tm
     found = json.loads((tmp_path / "out.json").read_text())["datasets"][str(tmp_path / "valid")]
     assert found["num_tokens"] == row["num_tokens"]
     assert found["loss"] == pytest.approx(row["lm_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("ids", [[5, 60000, 7], [5, 6, 7]])
+def test_a_dataset_of_another_tokenizer_is_refused_or_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ids: list[int]
+) -> None:
+    with IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
+        builder.add_document(np.array(ids, dtype=np.uint16))
+        builder.finalize()
+    made_by = {"type": "HFTokenizer", "vocab_size": 900, "sha256": "0" * 64}
+    monkeypatch.setattr(perplexity, "read_manifest", lambda prefix: SimpleNamespace(header={"tokenizer": made_by}))
+    said: list[str] = []
+
+    def opened(sha256: str) -> None:
+        tokenizer = SimpleNamespace(identity=made_by | {"sha256": sha256})
+        perplexity._opened(
+            cast(Any, SimpleNamespace(vocab_size=1000, tokenizer=tokenizer)), str(tmp_path / "text"), said.append
+        )
+
+    if max(ids) >= 1000:
+        with pytest.raises(DataError, match="text: token 1 is 60000, outside vocab_size=1000"):
+            opened("0" * 64)
+        return
+    opened("0" * 64)
+    assert said == []
+    opened("1" * 64)
+    assert "was written with another tokenizer (HFTokenizer of 900 tokens" in said[0]
+
+
+def test_tasks_without_lm_eval_are_refused_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "quiz.yaml").touch()
+    with patch("importlib.util.find_spec", return_value=None), pytest.raises(ConfigError, match="install the extra"):
+        evaluate.main(["--load", str(model), "--tasks", str(tmp_path / "quiz.yaml")])
