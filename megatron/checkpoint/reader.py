@@ -295,9 +295,11 @@ def newest_checkpoint(
 def _no_run_folder(save: Path) -> CheckpointError:
     if os.path.lexists(save / MANIFEST):
         return CheckpointError(f"{save} is a checkpoint; give the folder that contains it: {save.parent}")
+    inner = save / "checkpoints"  # where the scripts save, in the folder of a run's results
+    remedy = f": {inner}" if (inner / LATEST).is_file() else ", or an empty folder for a new run"
     return CheckpointError(
         f"{save} holds files but no checkpoint (no `{LATEST}`); give the folder that a run saved its checkpoints "
-        "in, or an empty folder for a new run"
+        f"in{remedy}"
     )
 
 

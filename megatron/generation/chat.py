@@ -75,6 +75,8 @@ class TerminalChat:
                 print(HELP, end="", flush=True)
             elif text == "/clear":
                 self._messages.clear()
+            elif text == "/system":
+                print("give the system message behind /system", flush=True)
             elif text.startswith("/system "):
                 self._messages[:] = [{"role": "system", "content": text.removeprefix("/system ").strip()}]
             elif text.startswith("/"):

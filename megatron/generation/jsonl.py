@@ -96,15 +96,21 @@ def _opened(path: str) -> IO[bytes]:
 
 
 def _text_row(line: bytes) -> dict[str, Any]:
+    return {"prompt": _decoded(line).rstrip("\r\n")}
+
+
+def _decoded(line: bytes) -> str:
+    """Return a line's text, without the byte order mark that some editors write at the start of a file."""
     try:
-        return {"prompt": line.decode().rstrip("\r\n")}
+        return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"byte {error.start} is not UTF-8; convert the file") from None
 
 
 def _json_row(line: bytes) -> dict[str, Any]:
+    text = _decoded(line)
     try:
-        row = json.loads(line)
+        row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
@@ -199,7 +205,7 @@ def _is_result(line: bytes, row: dict[str, Any]) -> bool:
         result = json.loads(line)
     except ValueError:
         return False
-    return isinstance(result, dict) and all(key in result and result[key] == value for key, value in row.items())
+    return isinstance(result, dict) and as_line({key: result.get(key) for key in row}) == as_line(row)
 
 
 def as_line(result: dict[str, Any]) -> str:

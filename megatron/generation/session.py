@@ -17,6 +17,7 @@ from megatron.accelerator import MAX_ALLOCATED, memory_stats
 from megatron.config.options import ConfigError
 from megatron.generation.command import GenerateCommand
 from megatron.generation.generator import BatchSettings, GenerationStatistics, generate, request_faults
+from megatron.generation.graphs import check_graphs
 from megatron.generation.jsonl import Prompt, PromptSource, ResultFile, as_line, as_result
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
@@ -37,6 +38,8 @@ class Session:
     def __init__(self, model: InferenceModel, command: GenerateCommand):
         self.model, self.command, self.options = model, command, command.generation
         prompts = command.prompts
+        if prompts.use_graphs:
+            check_graphs(model.ctx.device)
         self.encoder = PromptEncoder(model, prompts.chat_template, command.load.tokenizer_model, prompts.system)
         if faults := list(_unknown_ids(self.options, model.vocab_size)):
             raise ConfigError(faults)

@@ -230,6 +230,10 @@ def test_other_folders_are_distinguished_from_checkpoints(tmp_path: Path) -> Non
         newest_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"notes\.txt is a file; give the folder"):
         newest_checkpoint(tmp_path / "notes.txt")
+    write(tmp_path / "checkpoints", "global_step1")
+    (tmp_path / "checkpoints" / "latest").touch()
+    with pytest.raises(CheckpointError, match=f"saved its checkpoints in: {tmp_path / 'checkpoints'}"):
+        newest_checkpoint(tmp_path)
     inside = write(tmp_path / "save", "global_step1")
     with pytest.raises(CheckpointError, match=f"is a checkpoint; give the folder that contains it: {inside.parent}"):
         newest_checkpoint(inside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from tests.ranks import RankPools
 pytest.importorskip("transformers")
 
 ROWS: list[dict[str, Any]] = [
-    {"prompt": "The quick", "id": "a"},
+    {"prompt": "The quick", "id": "a", "rating": math.nan},
     {"messages": [{"role": "user", "content": "Hello"}], "id": "b"},
     {"prompt": "é 東京", "id": "c"},
     {"prompt": "x" * 40, "id": "d"},
@@ -156,6 +157,25 @@ def test_a_bad_line_is_named(model: InferenceModel, tmp_path: Path, row: Any, ex
         printed(model, "--input", str(source))
 
 
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(model: InferenceModel, tmp_path: Path, suffix: str) -> None:
+    source = tmp_path / f"prompts.{suffix}"
+    source.write_text("The quick\n" if suffix == "txt" else '{"prompt": "The quick"}\n', encoding="utf-8-sig")
+    shown, _ = printed(model, "--input", str(source), "--max-new-tokens", "1")
+    assert json.loads(shown)["prompt"] == "The quick"
+    source.write_bytes(b"\xff\xfea\n")
+    with pytest.raises(DataError, match="line 1: byte 0 is not UTF-8"):
+        printed(model, "--input", str(source))
+
+
+def test_graphs_are_refused_before_a_text_is_begun(model: InferenceModel) -> None:
+    out = io.StringIO()
+    command, _ = read_command(["--load", ".", "--prompt", "The", "--use-graphs"])
+    with contextlib.redirect_stdout(out), pytest.raises(ConfigError, match="use_graphs is for cuda"):
+        run(command, model)
+    assert out.getvalue() == ""
+
+
 def test_text_is_printed_as_it_grows_or_by_prompt(model: InferenceModel) -> None:
     one, errors = printed(model, "--prompt", "The", "--max-new-tokens", "6")
     several, _ = printed(model, "--prompt", "The", "A", "--max-new-tokens", "6")
@@ -206,7 +226,7 @@ def test_a_chat_keeps_its_messages(model: InferenceModel) -> None:
     command, _ = read_command(["--load", ".", "--chat", "--max-new-tokens", "4"])
     session = Session(model, command)
     chat = TerminalChat(session)
-    lines = chat_lines("Hi", "/what", "", "again", "/system Be brief.", "new", "/clear")
+    lines = chat_lines("Hi", "/what", "/system", "", "again", "/system Be brief.", "new", "/clear")
     requests = []
     ask = session.generate
 
@@ -227,6 +247,7 @@ def test_a_chat_keeps_its_messages(model: InferenceModel) -> None:
     assert requests[1].endswith("<|end|><|user|>again<|end|><|assistant|>")
     assert requests[2] == "<|system|>Be brief.<|end|><|user|>new<|end|><|assistant|>"
     assert "/what is not a command" in out.getvalue()
+    assert "give the system message behind /system" in out.getvalue()
 
 
 def test_an_interrupt_ends_the_answer_alone(model: InferenceModel) -> None:
