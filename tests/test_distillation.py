@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from examples.distillation import losses
 from megatron.config.command_line import load_config
 from megatron.config.options import ConfigError
-from megatron.data.label_file import LabelFile
+from megatron.data.label_file import LabelFile, create_label_file
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.objective import LossBatch, Teacher
 from megatron.tasks.pretrain import PretrainTask
@@ -111,7 +111,9 @@ def test_a_computation_goes_on_where_it_was(ranks: RankPools, folder: Path, writ
 def test_a_student_of_another_size_learns_on_any_layout(
     ranks: RankPools, folder: Path, written: list[LabelFile], tmp_path: Path
 ) -> None:
-    teacher = " ".join(str(file.path) for file in written)
+    small = tmp_path / "small.safetensors"  # of the same teacher, for fewer samples
+    create_label_file(small, written[0].facts, 1, 16, 6, 128)
+    teacher = " ".join(map(str, [small, *(file.path for file in written)]))
     found = []
     for world_size, layout in ((1, ""), (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")):
         flags = f"{STUDENT} --num-layers 2 --lr 3e-2 --data-path {folder / 'text'} --teacher {teacher} {layout}"
@@ -160,15 +162,25 @@ def test_the_loss_is_its_formula() -> None:
 @pytest.mark.parametrize(
     ("flags", "fault"),
     [
-        ("--seed 9", "teacher has no file of the train data"),
-        ("--vocab-size 136", "is of a teacher with vocab_size=128, but this model has 136; teacher and student need"),
+        ("--teacher {train} {valid} --seed 9", "teacher has no file of the train data"),
+        (
+            "--teacher {train} {valid} --vocab-size 136",
+            "is of a teacher with vocab_size=128, but this model has 136; teacher and student need",
+        ),
+        ("--teacher {train} {valid} {other}", "teacher has files of different teachers, "),
+        ("--teacher {train} {other}", "/other.safetensors; give those of one"),
+        ("--teacher {losses}", "is not a file that a run with teacher_top_k wrote, or it is damaged"),
     ],
 )
 def test_another_teacher_is_refused(
     ranks: RankPools, folder: Path, written: list[LabelFile], flags: str, fault: str
 ) -> None:
-    teacher = " ".join(str(file.path) for file in written)
-    words = f"{STUDENT} --data-path {folder / 'text'} --teacher {teacher} --tensor-model-parallel-size 2 {flags}"
+    train, valid = written
+    other = folder / "other.safetensors"  # of the same data, by another teacher
+    weights = valid.facts["weights"]
+    other.write_bytes(valid.path.read_bytes().replace(weights.encode(), weights[::-1].encode()))
+    flags = flags.format(train=train.path, valid=valid.path, other=other, losses=LOSSES)
+    words = f"{STUDENT} --data-path {folder / 'text'} --tensor-model-parallel-size 2 {flags}"
     found = ranks(2)(runs.train, words)
     assert all(fault in message for message in found), found
 

@@ -6,6 +6,7 @@ Forward passes of the model at the start write them; a user's loss function is t
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,11 +77,14 @@ def open_stored(job: LabelJob) -> None:
 
 
 def open_teacher(task: Task, datasets: Sequence[Any]) -> None:
-    """Give the loss function the teacher's files of these datasets. Raises DataError for one that is missing."""
+    """Give the loss function the teacher's files of these datasets.
+
+    Raises DataError for one that is missing, and for files of several teachers.
+    """
     objective, config = task.objective, task.config
     if objective is None or not objective.needs_teacher:
         return
-    files = [LabelFile(Path(name)) for name in config.training.teacher]
+    files, of_teacher = [_teacher_file(name) for name in config.training.teacher], dict[str, Path]()
     for split, dataset in ((split, dataset) for split, each in enumerate(datasets) for dataset in sets_of(each)):
         labels = task.labels_of(dataset, split)
         fitting = [file for file in files if file.facts.get("data") == labels.fingerprint and file.ids is not None]
@@ -90,7 +94,11 @@ def open_teacher(task: Task, datasets: Sequence[Any]) -> None:
                 f"teacher has no file of the {SPLITS[split]} data {labels.fingerprint} ({known}); write it with the "
                 "data, split, seq_length, seed and number of samples of this run"
             )
-        file = fitting[0]
+        of_teacher |= {_facts_of_teacher(file): file.path for file in fitting}
+        if len(of_teacher) > 1:
+            paths = " and ".join(map(str, of_teacher.values()))
+            raise DataError(f"teacher has files of different teachers, {paths}; give those of one")
+        file = max(fitting, key=lambda file: len(file.done))
         if (size := file.facts.get("vocab_size")) != str(config.model.vocab_size):
             raise DataError(
                 f"{file.path} is of a teacher with vocab_size={size}, but this model has {config.model.vocab_size}; "
@@ -100,6 +108,20 @@ def open_teacher(task: Task, datasets: Sequence[Any]) -> None:
         if missing := int((file.done[: len(labels.lengths)] == 0).sum()):
             raise DataError(f"{file.path} lacks {missing} samples; let the run that writes it end")
         objective.stored[labels.fingerprint] = StoredLabels(file, _firsts(labels))
+
+
+def _teacher_file(name: str) -> LabelFile:
+    try:
+        return LabelFile(Path(name))
+    except DataError as error:
+        raise DataError(
+            f"teacher={name} is not a file that a run with teacher_top_k wrote, or it is damaged; give another"
+        ) from error
+
+
+def _facts_of_teacher(file: LabelFile) -> str:
+    """Return what the files of one teacher have in common."""
+    return json.dumps({name: value for name, value in file.facts.items() if name not in ("data", "samples")})
 
 
 def _firsts(labels: SampleLabels) -> NDArray[np.int64]:
