@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     command, notes = read_command(arguments)  # every fault at once, before torch is imported
     for note in notes:
-        announce(note)
+        announce(f"note: {note}")
 
     from megatron import accelerator
 

@@ -84,7 +84,7 @@ class InferenceCommand(Generic[C]):
         flags = [*request.train_flags, *flags]
         faults, request.faults = request.faults, []
         try:
-            command, notes = self.read(flags)
+            command, _ = self.read(flags)  # the first rank gives the notes
         except ConfigError as error:
             return refused([*faults, *error.faults])
         plan = plan_ranks(self.main, request, flags, command.load, is_chat=self.is_chat(command))
@@ -95,7 +95,7 @@ class InferenceCommand(Generic[C]):
             print(f"{plan.nodes * plan.devices_per_node} ranks of {self.main} on {where}; nothing was started")
             print(shlex.join([sys.executable, "-m", self.main, *plan.train_flags]))
             return DONE
-        for note in [*request.notes, *notes]:
+        for note in request.notes:
             print(f"note: {note}", file=sys.stderr)
         if plan.nodes * plan.devices_per_node == 1 and not plan.hosts:
             os.environ.update(plan.environment)

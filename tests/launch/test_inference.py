@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron.cli import evaluate, generate
+from megatron.config.options import ConfigError
 from megatron.launch.hl_variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,3 +109,10 @@ def test_a_wrong_command_loads_neither_torch_nor_deepspeed(name: str) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.stdout == "2 []\n", ran.stderr
+
+
+def test_a_flag_without_effect_is_noted_once(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--load", folder, "--device", "cpu", "--prompt", "a", "--use_kv_cache"]
+    with patch("megatron.accelerator.choose_device", side_effect=ConfigError(["it ends here"])):
+        assert generate.main(words) == 2
+    assert capsys.readouterr().err.count("keys and values are always kept") == 1
