@@ -80,10 +80,11 @@ class StoredReference:
             values.reshape(-1)[numbers] = found
             self._on_rank_0(partial(self._write, numbers, found))
         what = "answers" if self._mismatched is None else "mismatched answers"
-        count = int((self._lengths > 0).sum())
+        is_new = np.bincount(missing // 2, minlength=len(values))
         self.lines = [
-            f"reference of {count:,} {what}, {len(missing):,} of them computed now: {path}"
-            for _, _, path, _ in self._files
+            f"reference of {int((self._lengths[place] > 0).sum()):,} {what}, {int(is_new[place].sum()):,} of them "
+            f"computed now: {path}"
+            for _, place, path, _ in self._files
         ]
         return values
 

@@ -16,6 +16,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.tasks.packed import PackedTask
 from megatron.tasks.preference import PreferenceTask
 from megatron.tasks.sft import SFTTask
+from megatron.tasks.stored_reference import StoredReference
+from megatron.tasks.task import StartWeights
 from tests import runs
 from tests.ranks import RankPools
 from tests.tasks import chats, pairs
@@ -173,3 +175,13 @@ def test_long_mixes_are_cut_short() -> None:
     assert len(lines) == SHOWN_DATASETS + 1
     assert lines[0] == "set0: 10 samples (1.0%), 100 tokens (1.0%), 1.00 epochs"
     assert lines[-1] == "and 60 datasets more"
+
+
+def test_the_stored_reference_of_each_dataset_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(pairs.write_pairs(tmp_path / name, pairs.some_pairs(rows, 30))) for name, rows in (("a", 6), ("b", 2))]
+    monkeypatch.setattr(StoredReference, "_compute", lambda self, numbers, forward: -np.ones(len(numbers), np.float32))
+    for computed in ((12, 4), (0, 0)):
+        task, ctx = task_of(PreferenceTask, paths), ParallelContext.single()
+        lines = task.before_training(task.open_data(ctx)[:1], None, StartWeights("", True), ctx)  # type: ignore[arg-type]
+        for line, path, count, new in zip(lines, paths, (12, 4), computed, strict=True):
+            assert line.startswith(f"reference of {count} answers, {new} of them computed now: {path}.reference-")

@@ -176,6 +176,7 @@ def test_a_stored_reference_is_that_of_the_start(ranks: RankPools, tmp_path: Pat
 
 def test_a_resumed_run_needs_the_reference_of_its_start(ranks: RankPools, tmp_path: Path) -> None:
     data = pairs.write_pairs(tmp_path / "pairs", pairs.some_pairs(15, 33))
+    data = f"{data} {pairs.write_pairs(tmp_path / 'more', pairs.some_pairs(6, 33, seed=1))}"
     flags = "--task preference --split 1,0,0 --num-epochs 1 --micro-batch-size 1 --vocab-size 250 --seq-length 32"
     flags += f" --global-batch-size 5 --hidden-dropout 0 --attention-dropout 0 --architecture llama --data-path {data}"
     flags += f" --position-embedding-type rope --save {tmp_path / 'saved'}"
@@ -185,11 +186,11 @@ def test_a_resumed_run_needs_the_reference_of_its_start(ranks: RankPools, tmp_pa
     (file,) = tmp_path.glob("pairs.reference-*")
     hidden = file.rename(tmp_path / "hidden")
     (refused,) = ranks(1)(runs.train, kept)
-    assert "the reference of 30 of 30 answers is missing" in refused
+    assert "the reference of 30 of 42 answers is missing" in refused
     hidden.replace(file)
     assert ranks(1)(runs.train, kept) == [""]
     parts, whole = ({row["iteration"]: row for row in runs.rows(tmp_path / name)} for name in ("parts", "whole"))
-    assert list(parts) == list(whole) == [1, 2, 3]
+    assert list(parts) == list(whole) == [1, 2, 3, 4, 5]
     for iteration, row in whole.items():
         assert parts[iteration]["lm_loss"] == row["lm_loss"]
         assert parts[iteration]["metrics"] == row["metrics"]
