@@ -37,7 +37,8 @@ LONG_FIRST = (
     "interop/test_deepspeed_checkpoint data/tokenizers/test_tokenizers data/tokenizers/test_acceleration "
     "test_extending training/test_huggingface_start training/test_flat_cost training/test_adapter_state "
     "parallel/test_losses data/chat/test_tool_chats training/test_waits models/test_transformer test_hosts "
-    "test_finetuning"
+    "test_finetuning training/test_answers generation/test_generator test_dpo test_distillation "
+    "evaluation/test_perplexity generation/test_scoring generation/test_loading test_unlearning"
 ).split()
 """Files of more than half a minute, the longest first: if one came last, the other processes would idle."""
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.config.flags import unescaped
+from megatron.config.escapes import unescaped
 
 if TYPE_CHECKING:
     from megatron.data.input_shards import InputShard

@@ -158,13 +158,6 @@ def _lowered(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def unescaped(text: str) -> str:
-    """Return a text with \\n, \\t, \\r and \\\\ replaced by the characters that they stand for."""
-    for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\0", "\\")):
-        text = text.replace(escape, character)
-    return text
-
-
 def unknown_flags(rest: Sequence[str], known: Iterable[str]) -> list[str]:
     """Describe the words that argparse did not recognise. `known`: names of options."""
     flags, faults = list(map(flag, known)), []

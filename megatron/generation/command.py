@@ -13,7 +13,8 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megatron.config.flags import HelpFormatter, add_flags, dashed, flag, read_flags, unescaped, unknown_flags
+from megatron.config.escapes import unescaped
+from megatron.config.flags import HelpFormatter, add_flags, dashed, flag, read_flags, unknown_flags
 from megatron.config.options import ConfigError
 from megatron.config.types import STRICT, Positive
 from megatron.generation.load_options import LoadOptions

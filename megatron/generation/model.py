@@ -142,7 +142,7 @@ def build_stage(config: Config, ctx: ParallelContext, device: torch.device) -> t
                 "checkpoints"
             ]
         )
-    specs, bounds = build_layers(config, ctx), stage_bounds(config, declared_layers(config))
+    specs, bounds = build_layers(config, ctx, trains=False), stage_bounds(config, declared_layers(config))
     layers, modules, tied = [], nn.ModuleList(), dict[str, nn.Module]()
     with default_dtype(compute_dtype(config)), device:
         for spec in specs[bounds[ctx.stage] : bounds[ctx.stage + 1]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron.accelerator import detect_device
 from megatron.config.command_line import CommandLine, faults_in_all, read_command_line
+from megatron.config.data import parse_data_path
 from megatron.config.flags import flag
 from megatron.config.options import Config, on_device
 from megatron.config.validation import check, idle
@@ -255,7 +256,7 @@ def _check_folders(request: LaunchRequest, config: Config) -> Iterator[str]:
     if given is None:
         return
     try:
-        prefixes = config.data.prefixes
+        prefixes = parse_data_path(config.data.data_path)[0]
     except ValueError:  # reported with the other options
         return
     if any(Path(prefix).name != "data" for prefix in prefixes):

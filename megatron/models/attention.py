@@ -60,7 +60,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     lower = 2 ** math.floor(math.log2(num_heads))
     slopes = geometric(lower)
     slopes += geometric(2 * lower)[::2][: num_heads - lower]
-    return torch.tensor(slopes, dtype=torch.float32)
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")  # a plan allocates models on "meta"
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
@@ -368,9 +368,9 @@ class Shared:
     Made before any layer: where ZeRO-3 builds the layers, new constants would be rounded to 16 bits.
     """
 
-    def __init__(self, config: Config, ctx: ParallelContext) -> None:
+    def __init__(self, config: Config, ctx: ParallelContext, *, trains: bool = True) -> None:
         self.config, self.ctx = config, ctx
-        self.kernels = choose_kernels(config, ctx.device)
+        self.kernels = choose_kernels(config, ctx.device, trains=trains)
         self.kernel = build_kernel(config.model, ctx, packed=load_task(config).packs_documents)
         self.prompt_kernel = self.kernel
         """For prompts of a batch: they have many lengths, and flex_attention is compiled for each."""

@@ -43,9 +43,9 @@ class _TiedLayer(_Layer, TiedLayerSpec):
         self.tied_weight_attr = ["weight"]
 
 
-def build_layers(config: Config, ctx: ParallelContext) -> list[LayerSpec]:
+def build_layers(config: Config, ctx: ParallelContext, *, trains: bool = True) -> list[LayerSpec]:
     """The model as a list of layers, not yet allocated."""
-    layers, shared = family_of(config).layers(config), Shared(config, ctx)
+    layers, shared = family_of(config).layers(config), Shared(config, ctx, trains=trains)
     names = [layer.name for layer in layers]
     return [(_TiedLayer if names.count(layer.name) > 1 else _Layer)(layer, shared) for layer in layers]
 

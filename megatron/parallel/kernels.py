@@ -170,16 +170,16 @@ FEW_NUMBERS = 2**15
 
 
 def _plain_for_tokens(eager: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the eager operator, or the plain one for few numbers without gradients, which has fewer calls."""
+    """Return the eager operator, or the plain one for few numbers, which has fewer calls."""
 
     def chosen(x: Tensor, *others: Any) -> Any:
-        is_small = not torch.is_grad_enabled() and x.numel() <= FEW_NUMBERS
-        return (plain if is_small else eager)(x, *others)
+        return (plain if x.numel() <= FEW_NUMBERS else eager)(x, *others)
 
     return chosen
 
 
-EAGER = Kernels(
+EAGER = Kernels("eager", rotate=_Rotate.apply, swiglu=_Swiglu.apply, rms_norm=_RMSNorm.apply)
+EAGER_WITHOUT_GRADIENTS = Kernels(
     "eager",
     rotate=_plain_for_tokens(_Rotate.apply, rotate),
     swiglu=_plain_for_tokens(_Swiglu.apply, swiglu),
@@ -227,19 +227,21 @@ def missing_compiler(device: str) -> str:
     return ""
 
 
-def choose_kernels(config: Config, device: torch.device) -> Kernels:
+def choose_kernels(config: Config, device: torch.device, *, trains: bool = True) -> Kernels:
     """Return the operators that the option `kernels` means on a device; docs/kernels.md has the table.
+
+    A model that trains computes alike with and without gradients: layers are recomputed, and references compared.
 
     Raises ConfigError if `kernels=fused` cannot be compiled here.
     """
-    choice = config.model.kernels
+    choice, eager = config.model.kernels, EAGER if trains else EAGER_WITHOUT_GRADIENTS
     if choice != "plain" and device.type == "hpu" and config.model.use_fused_rmsnorm:
         return habana()
     # torch.compile of whole layers fuses the plain operators with their neighbours
     if choice == "plain" or device.type == "hpu" or config.training.torch_compile:
         return PLAIN
     if choice == "auto" and device.type == "cpu":
-        return EAGER  # to compile takes seconds at each start
+        return eager  # to compile takes seconds at each start
     missing = missing_compiler(device.type)
     if not missing:
         from deepspeed.accelerator import get_accelerator
@@ -248,4 +250,4 @@ def choose_kernels(config: Config, device: torch.device) -> Kernels:
     if choice == "fused":
         raise ConfigError([f"kernels=fused compiles operators, but {missing}; or use kernels=auto"])
     log.warning("kernels=auto takes eager operators: %s", missing)
-    return EAGER
+    return eager
