@@ -175,8 +175,8 @@ def test_a_stored_reference_is_that_of_the_start(ranks: RankPools, tmp_path: Pat
 
 
 def test_a_resumed_run_needs_the_reference_of_its_start(ranks: RankPools, tmp_path: Path) -> None:
-    data = pairs.write_pairs(tmp_path / "pairs", pairs.some_pairs(15, 33))
-    data = f"{data} {pairs.write_pairs(tmp_path / 'more', pairs.some_pairs(6, 33, seed=1))}"
+    first = pairs.write_pairs(tmp_path / "pairs", pairs.some_pairs(15, 33))
+    data = f"{first} {pairs.write_pairs(tmp_path / 'more', pairs.some_pairs(6, 33, seed=1))}"
     flags = "--task preference --split 1,0,0 --num-epochs 1 --micro-batch-size 1 --vocab-size 250 --seq-length 32"
     flags += f" --global-batch-size 5 --hidden-dropout 0 --attention-dropout 0 --architecture llama --data-path {data}"
     flags += f" --position-embedding-type rope --save {tmp_path / 'saved'}"
