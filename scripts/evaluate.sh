@@ -6,15 +6,7 @@
 #
 # Arguments are flags of tools/evaluate.py, and override the variables; --help lists both. docs/evaluation.md has more.
 set -euo pipefail
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
-    set +u # not our code
-    # shellcheck source=/dev/null
-    source "$HL_QNPU_DIR/activate"
-    set -u
-fi
-
-python=${PYTHON:-$repository/.venv/bin/python}
-[[ -n ${PYTHON:-} || -x $python ]] || python=python3
 exec "$python" "$repository/tools/evaluate.py" --variables evaluate "$@"

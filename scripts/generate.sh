@@ -7,15 +7,7 @@
 #
 # Arguments are flags of tools/generate.py, and override the variables; --help lists both. docs/generation.md has more.
 set -euo pipefail
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
-    set +u # not our code
-    # shellcheck source=/dev/null
-    source "$HL_QNPU_DIR/activate"
-    set -u
-fi
-
-python=${PYTHON:-$repository/.venv/bin/python}
-[[ -n ${PYTHON:-} || -x $python ]] || python=python3
 exec "$python" "$repository/tools/generate.py" --variables generate "$@"

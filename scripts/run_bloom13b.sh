@@ -8,7 +8,8 @@
 # Arguments are flags of megatron.train, and override the variables. All variables: docs/launching.md.
 # Wrong or unknown variables, layouts, hostsfiles and folders are reported together, before anything starts.
 set -euo pipefail
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 if [[ -z ${HL_CONFIG:-} ]]; then
     # As Habana trains it. The model, its batch (HL_GBS 1024, HL_MICRO_BATCH 1), HL_SEQ_LEN 2048, HL_NUM_LAYERS 40,
@@ -33,13 +34,4 @@ export HL_PP="${HL_PP:-${layout[2]}}"
 export HL_RESULTS_DIR_PREFIX="${HL_RESULTS_DIR_PREFIX:-.}"
 export HL_SAVE="${HL_SAVE:-1}"
 
-if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
-    set +u # not our code
-    # shellcheck source=/dev/null
-    source "$HL_QNPU_DIR/activate"
-    set -u
-fi
-
-python=${PYTHON:-$repository/.venv/bin/python}
-[[ -n ${PYTHON:-} || -x $python ]] || python=python3
 exec "$python" "$repository/tools/launch.py" --variables bloom13b -- "$@"

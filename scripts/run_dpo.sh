@@ -9,7 +9,8 @@
 # objectives: docs/preference.md.
 # Wrong or unknown variables, layouts, hostsfiles and folders are reported together, before anything starts.
 set -euo pipefail
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # The recipe is megatron/presets/dpo_llama.yaml: HL_NUM_EPOCHS 1, HL_GBS 64, HL_SEQ_LEN 1023 (longer answers are cut),
 # HL_MAX_PROMPT_LEN 512, HL_MAX_BATCH_LEN 8192, HL_BETA 0.1, HL_LR 2e-5, HL_LORA_RANK 8. Without adapters take
@@ -25,13 +26,4 @@ export HL_PP="${HL_PP:-1}"
 export HL_RESULTS_DIR_PREFIX="${HL_RESULTS_DIR_PREFIX:-.}"
 export HL_SAVE="${HL_SAVE:-1}"
 
-if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
-    set +u # not our code
-    # shellcheck source=/dev/null
-    source "$HL_QNPU_DIR/activate"
-    set -u
-fi
-
-python=${PYTHON:-$repository/.venv/bin/python}
-[[ -n ${PYTHON:-} || -x $python ]] || python=python3
 exec "$python" "$repository/tools/launch.py" --variables dpo -- "$@"

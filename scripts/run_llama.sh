@@ -8,7 +8,8 @@
 # Arguments are flags of megatron.train, and override the variables. All variables: docs/launching.md.
 # Wrong or unknown variables, layouts, hostsfiles and folders are reported together, before anything starts.
 set -euo pipefail
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 export HL_LLAMA_VER="${HL_LLAMA_VER:-3.1}"            # 1: 7 13 65 | 2: 7 13 34 70 | 3.1: 8 70 405 | 3.2: 1 3
 export HL_LLAMA_MODEL_SIZE="${HL_LLAMA_MODEL_SIZE:-8}"
@@ -36,13 +37,4 @@ export HL_PP="${HL_PP:-${layout[2]}}"
 export HL_RESULTS_DIR_PREFIX="${HL_RESULTS_DIR_PREFIX:-.}"
 export HL_SAVE="${HL_SAVE:-1}"
 
-if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
-    set +u # not our code
-    # shellcheck source=/dev/null
-    source "$HL_QNPU_DIR/activate"
-    set -u
-fi
-
-python=${PYTHON:-$repository/.venv/bin/python}
-[[ -n ${PYTHON:-} || -x $python ]] || python=python3
 exec "$python" "$repository/tools/launch.py" --variables llama -- "$@"

@@ -8,7 +8,8 @@
 # Arguments are flags of megatron.train, and override the variables. All variables: docs/launching.md.
 # Wrong or unknown variables, layouts, hostsfiles and folders are reported together, before anything starts.
 set -euo pipefail
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # The recipe is megatron/presets/sft_llama.yaml: HL_NUM_EPOCHS 3, HL_GBS 128, HL_SEQ_LEN 4096 (longer chats are dropped and
 # counted), HL_MAX_BATCH_LEN 16384, HL_LR 2e-5. The model's options come from HL_MODEL.
@@ -23,13 +24,4 @@ export HL_PP="${HL_PP:-1}"
 export HL_RESULTS_DIR_PREFIX="${HL_RESULTS_DIR_PREFIX:-.}"
 export HL_SAVE="${HL_SAVE:-1}"
 
-if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
-    set +u # not our code
-    # shellcheck source=/dev/null
-    source "$HL_QNPU_DIR/activate"
-    set -u
-fi
-
-python=${PYTHON:-$repository/.venv/bin/python}
-[[ -n ${PYTHON:-} || -x $python ]] || python=python3
 exec "$python" "$repository/tools/launch.py" --variables sft -- "$@"
