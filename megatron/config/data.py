@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megatron.config.types import STRICT, NonNegative, Positive
+from megatron.config.types import STRICT, NonNegative, Positive, TokenizerType
 
 LARGEST_BLEND = 2**15 - 1
 """Maximum number of datasets in a blend: the index stores a dataset's number in 16 bits."""
@@ -32,19 +32,7 @@ class DataConfig:
     """Test data, with train_data_path. Unset: none."""
     data_cache_path: str | None = None
     """Folder for the index arrays. Unset: `cache/` beside the dataset."""
-    tokenizer_type: (
-        Literal[
-            "GPT2BPETokenizer",
-            "HFTokenizer",
-            "HuggingFaceTokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ]
-        | None
-    ) = None
+    tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer, if one is needed (eod_mask_loss, reset_*)."""
     tokenizer_model: str | None = None
     """Tokenizer file: a tokenizer.json or its folder, a SentencePiece model, or a tiktoken rank file."""

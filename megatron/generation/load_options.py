@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megatron.config.types import STRICT, NonNegative, Positive, PositiveFloat
+from megatron.config.types import STRICT, NonNegative, Positive, PositiveFloat, TokenizerType
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -36,19 +36,7 @@ class LoadOptions:
     """Device type. `auto`: the first available of hpu, cuda, cpu."""
     distributed_timeout_minutes: PositiveFloat = 30.0
     """Timeout of collectives; one that waits longer fails the run."""
-    tokenizer_type: (
-        Literal[
-            "GPT2BPETokenizer",
-            "HFTokenizer",
-            "HuggingFaceTokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ]
-        | None
-    ) = None
+    tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer. Unset: that of the folder, or of the run that saved the checkpoint."""
     tokenizer_model: str | None = None
     """Tokenizer file: a tokenizer.json or its folder, a SentencePiece model, or a tiktoken rank file."""
