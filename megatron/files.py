@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import fnmatch
 import os
 import shutil
@@ -50,6 +51,20 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(file: IO[Any]) -> bool:
+    """Lock an open file until it is closed. Returns False if another process holds the lock.
+
+    True where the file system has no locks, as some over a network.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def write_durably(path: Path, content: bytes) -> None:

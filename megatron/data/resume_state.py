@@ -8,7 +8,6 @@ replaced atomically, so a kill at any moment leaves the last good one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from megatron.data.document_blocks import Position
 from megatron.data.indexed import DataError
 from megatron.data.indexed_builder import BuilderState
 from megatron.data.sources import SourceFile
-from megatron.files import replacing
+from megatron.files import lock_file, replacing
 
 TAIL_BYTES = 1 << 16
 """Length of the input before a position that is compared before resuming there."""
@@ -60,15 +59,11 @@ class UnfinishedWork:
         """Lock the folder. Raises DataError if another process holds it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = (self.folder / "lock").open("ab")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(self._lock):
             self._lock.close()
             raise DataError(
                 f"another process is writing in {self.folder}; wait until it ends, or give another --output-prefix"
-            ) from None
-        except OSError:
-            pass  # some network file systems have no locks
+            )
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatron.data.indexed import DataError
-from megatron.files import replacing
+from megatron.files import lock_file, replacing
 from megatron.generation.command import GenerateCommand
+from megatron.generation.model import InferenceModel
 from megatron.generation.prompts import PromptEncoder
 from megatron.generation.requests import Completion, Request
 from megatron.observability.append_file import AppendFile
@@ -21,7 +22,7 @@ from megatron.observability.append_file import AppendFile
 RESULT_KEYS = ("completion", "reason", "num_tokens", "score", "logprobs", "completions")
 INPUT_OF_LAUNCHER = "MEGATRON_TERMINAL"
 """Variable with the path of the launcher's standard input: a rank that it starts has none of its own."""
-OF_MODEL = ("load", "ckpt_step", "lora_base", "precision", "quantize_base")
+OF_MODEL = ("load", "lora_base", "precision", "quantize_base")
 """Options of the model that change its answers. A run may continue on another layout."""
 OF_PROMPTS = ("as_chat", "system", "chat_template", "keep_special_tokens")
 
@@ -51,7 +52,9 @@ class PromptSource:
         for number, (where, read) in enumerate(self._rows()):
             try:
                 row = read()
-                request = Request(number, self._ids(row))
+                if taken := [key for key in RESULT_KEYS if key in row]:
+                    raise DataError(f"it has the key {taken[0]!r}, which the result needs; rename it")
+                request = Request(number, ids_of(row, self._encoder, as_chat=self._options.as_chat))
                 if faults := self._faults(request):
                     raise DataError(faults[0])
             except DataError as error:
@@ -69,23 +72,33 @@ class PromptSource:
             for number, text in enumerate(self._options.prompt, start=1):
                 yield f"prompt {number}" if len(self._options.prompt) > 1 else "", partial(dict, prompt=text)
             return
-        is_json = path == "-" or path.endswith(".jsonl")
-        with _opened(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}, line {number}", partial(_json_row if is_json else _text_row, line)
+        yield from rows_of(path)
 
-    def _ids(self, row: dict[str, Any]) -> tuple[int, ...]:
-        prompt, messages = row.get("prompt"), row.get("messages")
-        if (prompt is None) == (messages is None):
-            raise DataError("it needs a prompt, or messages, and not both")
-        if messages is not None:
-            return self._encoder.chat(messages)
-        if not isinstance(prompt, str):
-            raise DataError(f"prompt is {type(prompt).__name__}; it must be a string")
-        if self._options.as_chat:
-            return self._encoder.chat([{"role": "user", "content": prompt}])
-        return self._encoder.text(prompt)
+
+def rows_of(path: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the place of each prompt of a file, for messages, and a function that reads it, or raises DataError.
+
+    A line of a .jsonl file, or of standard input (`-`), is an object; of another file, a text. Raises OSError.
+    """
+    is_json = path == "-" or path.endswith(".jsonl")
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}, line {number}", partial(_json_row if is_json else _text_row, line)
+
+
+def ids_of(row: dict[str, Any], encoder: PromptEncoder, *, as_chat: bool) -> tuple[int, ...]:
+    """Return the ids of a row's prompt or messages. `as_chat`: a prompt is the message of a user. Raises DataError."""
+    prompt, messages = row.get("prompt"), row.get("messages")
+    if (prompt is None) == (messages is None):
+        raise DataError("it needs a prompt, or messages, and not both")
+    if messages is not None:
+        return encoder.chat(messages)
+    if not isinstance(prompt, str):
+        raise DataError(f"prompt is {type(prompt).__name__}; it must be a string")
+    if as_chat:
+        return encoder.chat([{"role": "user", "content": prompt}])
+    return encoder.text(prompt)
 
 
 def _opened(path: str) -> IO[bytes]:
@@ -115,36 +128,42 @@ def _json_row(line: bytes) -> dict[str, Any]:
         raise DataError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise DataError(f"a JSON {type(row).__name__}; it must be an object with prompt or messages")
-    if taken := [key for key in RESULT_KEYS if key in row]:
-        raise DataError(f"it has the key {taken[0]!r}, which the result needs; rename it")
     return row
 
 
 class ResultFile:
     """JSON lines of results, on disk after each. An interrupted file is continued by the same command.
 
-    While it is incomplete, a hidden file beside it holds the options that it was begun with.
-    Raises DataError if it exists and is complete, or was begun with other options.
+    While it is incomplete, a hidden file beside it holds the options and the checkpoint that it was begun with.
+    Raises DataError if it exists and is complete, was begun with others, or another process writes to it.
     """
 
-    def __init__(self, path: Path, command: GenerateCommand):
+    def __init__(self, path: Path, command: GenerateCommand, model: InferenceModel):
         self._path = path
+        is_new = not path.exists()
+        self._lock = path.open("ab")
+        if not lock_file(self._lock):
+            raise DataError(f"another process is writing to --output {path}; wait until it ends, or choose another")
         self._state_path = path.with_name(f".{path.name}.options.json")
         options = {
             **{name: getattr(command.load, name) for name in OF_MODEL},
             **{name: getattr(command.prompts, name) for name in OF_PROMPTS},
             **dataclasses.asdict(command.generation),
+            # the newest checkpoint of a run that goes on is another one at the next start
+            "ckpt_step": None if model.origin is None else model.origin.ckpt_step,
         }
         state = json.loads(json.dumps(options))
-        if command.prompts.overwrite:
-            path.unlink(missing_ok=True)
-            self._state_path.unlink(missing_ok=True)
-        if path.exists():
-            self._check(state)
-            _drop_partial_line(path)
-        else:
-            with replacing(self._state_path) as file:
-                file.write(json.dumps(state).encode())
+        try:
+            if is_new or command.prompts.overwrite:
+                os.truncate(path, 0)
+                with replacing(self._state_path) as file:
+                    file.write(json.dumps(state).encode())
+            else:
+                self._check(state)
+                _drop_partial_line(path)
+        except BaseException:
+            self._lock.close()
+            raise
         self._file = AppendFile(path)
         self.num_present = 0
         """Results of an earlier start."""
@@ -184,6 +203,11 @@ class ResultFile:
     def finish(self) -> None:
         """Mark the file as complete."""
         self._state_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let other processes write to it."""
+        self._file.close()
+        self._lock.close()
 
 
 def _drop_partial_line(path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.accelerator import check_precision, is_lazy
-from megatron.checkpoint.format import MANIFEST, CheckpointError
+from megatron.checkpoint.format import MANIFEST, CheckpointError, iteration_of
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint, open_checkpoint
 from megatron.config.data import DataConfig
 from megatron.config.model import NOT_COMPUTED, ModelConfig
@@ -87,7 +87,8 @@ def load_model(
         weight.finish()
     if isinstance(source, AdapterStart):
         source.check_base(joined_checksums(ctx.gather_objects(sums)))
-    origin = _origin(options, source, saved)
+    step = iteration_of(found.folder.name) if isinstance(found, Checkpoint) else None
+    origin = dataclasses.replace(_origin(options, source, saved), ckpt_step=step)
     tokenizer = raise_on_all_ranks(ctx, lambda: _tokenizer(options, config, origin))
     return InferenceModel(config, ctx, layers, module, tokenizer=tokenizer, origin=origin)
 

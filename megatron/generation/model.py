@@ -45,6 +45,8 @@ class ModelOrigin:
     """Folder with tokenizer files and chat templates."""
     generation_config: dict[str, Any] | None = None
     """Content of Hugging Face's generation_config.json."""
+    ckpt_step: int | None = None
+    """Iteration of the run's checkpoint."""
 
 
 class InferenceModel:

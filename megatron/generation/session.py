@@ -144,20 +144,24 @@ def run_prompts(session: Session) -> None:
         nonlocal writer, prompts
         prompts = iter(source)
         if command.prompts.output is not None:
-            writer = ResultFile(Path(command.prompts.output), command)
+            writer = ResultFile(Path(command.prompts.output), command, session.model)
             prompts = writer.missing(prompts)
 
     raise_on_all_ranks(ctx, open_results if ctx.rank == 0 else lambda: None)
     size = PROMPTS_AT_ONCE * session.settings.batch_size * ctx.num_batch_ranks
     num_texts = 0
-    while True:
-        block = raise_on_all_ranks(ctx, lambda: list(itertools.islice(prompts, size)))
-        requests: list[Request] = ctx.broadcast_object([prompt.request for prompt in block])
-        if not requests:
-            break
-        num_texts += _run_block(session, block, requests, writer, is_first=not num_texts)
-    if writer is not None:
-        writer.finish()
+    try:
+        while True:
+            block = raise_on_all_ranks(ctx, lambda: list(itertools.islice(prompts, size)))
+            requests: list[Request] = ctx.broadcast_object([prompt.request for prompt in block])
+            if not requests:
+                break
+            num_texts += _run_block(session, block, requests, writer, is_first=not num_texts)
+        if writer is not None:
+            writer.finish()
+    finally:
+        if writer is not None:
+            writer.close()
     if ctx.rank == 0:
         present = f", beside {writer.num_present:,} that were there" if writer and writer.num_present else ""
         left_out = f"; {source.num_bad:,} bad lines left out" if source.num_bad else ""

@@ -6,13 +6,13 @@ the training goes on as it would without.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.data.indexed import DataError
 from megatron.generation.generator import BatchSettings, generate
+from megatron.generation.jsonl import ids_of, rows_of
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
 from megatron.generation.prompts import PromptEncoder
@@ -81,41 +81,23 @@ class Answers(Interlude):
         model.origin = origin_of_run(folder)
         self._encoder = PromptEncoder(model, tokenizer_model=None if folder is None else str(folder))
         prompts, of_chats = [], False
-        for where, row in _rows(self._path):
+        as_chat = config.training.task != "pretrain" and self._path.suffix != ".jsonl"
+        for where, read in _rows(self._path):
             try:
-                messages = row.get("messages")
-                if messages is None and config.training.task != "pretrain" and self._path.suffix != ".jsonl":
-                    messages = [{"role": "user", "content": row["prompt"]}]
-                ids = self._encoder.text(row["prompt"]) if messages is None else self._encoder.chat(messages)
+                row = read()
+                prompts.append(list(ids_of(row, self._encoder, as_chat=as_chat)))
             except DataError as error:
                 raise DataError(f"generate_prompts: {where}: {error}") from None
-            of_chats |= messages is not None
-            prompts.append(list(ids))
-            self._prompts.append(row["prompt"] if messages is None else str(messages[-1].get("content")))
+            of_chats |= as_chat or row.get("messages") is not None
+            self._prompts.append(row.get("prompt") or str(row["messages"][-1].get("content")))
         if not prompts:
             raise DataError(f"generate_prompts={self._path} has no prompts; write one a line")
         return prompts, sorted(self._encoder.final_ids(of_chats=of_chats))
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the content of each line. Raises DataError."""
+def _rows(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the place of each prompt and a function that reads it. Raises DataError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"generate_prompts={path} cannot be read: {reason}") from None
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield where, _row(line, where) if path.suffix == ".jsonl" else {"prompt": line}
-
-
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"generate_prompts: {where}: not JSON: {error}") from None
-    is_text = isinstance(row, dict) and isinstance(row.get("prompt"), str)
-    if not is_text and not (isinstance(row, dict) and row.get("messages")):
-        raise DataError(f"generate_prompts: {where}: give a prompt, which is a string, or messages")
-    return dict(row)
+        yield from rows_of(str(path))
+    except OSError as error:
+        raise DataError(f"generate_prompts={path} cannot be read: {error.strerror}") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import io
 import json
 import math
@@ -15,6 +17,7 @@ import pytest
 
 from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
+from megatron.files import lock_file
 from megatron.generate import run
 from megatron.generation import jsonl
 from megatron.generation.chat import TerminalChat
@@ -129,6 +132,14 @@ def test_an_interrupted_file_is_continued(model: InferenceModel, tmp_path: Path)
         file.write(b'{"half a li')
     with pytest.raises(DataError, match="begun with max_new_tokens=5, not 6"):
         printed(model, *[word if word != "5" else "6" for word in arguments])
+    newer = copy.copy(model)
+    newer.origin = dataclasses.replace(model.origin, ckpt_step=9)  # type: ignore[type-var]
+    with pytest.raises(DataError, match="begun with ckpt_step=None, not 9"):
+        printed(newer, *arguments)
+    with output.open("ab") as file:
+        assert lock_file(file)
+        with pytest.raises(DataError, match="another process is writing to --output"):
+            printed(model, *arguments, "--overwrite")
     other = write_rows(tmp_path / "other.jsonl", ROWS[::-1])
     with pytest.raises(DataError, match="line 1 is not the result of this input's prompt 1"):
         printed(model, *[word if word != str(source) else str(other) for word in arguments])

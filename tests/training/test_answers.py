@@ -138,7 +138,7 @@ def test_a_resumed_run_writes_each_answer_once(ranks: RankPools, data: Path, tmp
     [
         ("none.txt", None, "", "cannot be read: No such file or directory"),
         ("empty.txt", "\n", "", "has no prompts; write one a line"),
-        ("bad.jsonl", '{"prompt": "1"}\n{"prompt": 3}', "", "line 2: give a prompt, which is a string, or messages"),
+        ("bad.jsonl", '{"prompt": "1"}\n{"prompt": 3}', "", "line 2: prompt is int; it must be a string"),
         ("words.txt", "1\nhello", "", "line 2: NullTokenizer reads ids"),
         ("ids.txt", "1\n5000", "", "line 2: id 5000"),
         ("some.txt", "1", "--tokenizer-type none", "generate_prompts needs a tokenizer"),
