@@ -7,14 +7,15 @@ Exit status: megatron/exit_codes.py.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.config.options import ConfigError
 from megatron.evaluation.command import EvaluateCommand, build_evaluate_parser, read_command
-from megatron.resilience.process import leave, print_error, status_of
+from megatron.generation.process import announce, work_with_model
+from megatron.resilience.process import leave, status_of
 
 if TYPE_CHECKING:
     from megatron.generation.model import InferenceModel
@@ -28,24 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     if command.evaluation.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(["--tasks needs lm-eval, which is not installed; install the extra: pip install '.[eval]'"])
 
-    from megatron import accelerator
-
-    device = accelerator.choose_device(command.load.device)  # before anything imports deepspeed
-
-    import torch.distributed as dist
-
-    from megatron.generation.loading import load_model, parallel_options
-    from megatron.parallel.context import ParallelContext
-    from megatron.resilience.errors import raise_on_all_ranks
-
-    try:
-        ctx = ParallelContext.build(parallel_options(command.load), device)
-        model = load_model(command.load, ctx, announce)
-        run(command, model)
-        raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    work_with_model(command.load, partial(run, command))
 
 
 def run(command: EvaluateCommand, model: InferenceModel) -> None:
@@ -63,12 +47,6 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
         commands = Commands(model, BatchSettings(batch_size=options.batch_size))
         commands.lead(report.add_tasks)
     report.write()
-
-
-def announce(text: str) -> None:
-    """Print a line on stderr on rank 0: stdout is for the results."""
-    if os.environ.get("RANK", "0") == "0":
-        print_error(text)
 
 
 def preload() -> None:

@@ -7,13 +7,14 @@ Exit status: megatron/exit_codes.py.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.generation.command import GenerateCommand, build_generate_parser, read_command
-from megatron.resilience.process import leave, print_error, status_of
+from megatron.generation.process import announce, work_with_model
+from megatron.resilience.process import leave, status_of
 
 if TYPE_CHECKING:
     from megatron.generation.model import InferenceModel
@@ -30,27 +31,10 @@ def main(arguments: Sequence[str]) -> None:
     for note in notes:
         announce(f"note: {note}")
 
-    from megatron import accelerator
-
     load = command.load
-    device = accelerator.choose_device(load.device)  # before anything imports deepspeed
     if command.prompts.chat:
         load = dataclasses.replace(load, distributed_timeout_minutes=NO_TIMEOUT_MINUTES)
-
-    import torch.distributed as dist
-
-    from megatron.generation.loading import load_model, parallel_options
-    from megatron.parallel.context import ParallelContext
-    from megatron.resilience.errors import raise_on_all_ranks
-
-    try:
-        ctx = ParallelContext.build(parallel_options(load), device)
-        model = load_model(load, ctx, announce)
-        run(command, model)
-        raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    work_with_model(load, partial(run, command))
 
 
 def run(command: GenerateCommand, model: InferenceModel) -> None:
@@ -72,12 +56,6 @@ def run(command: GenerateCommand, model: InferenceModel) -> None:
     if command.prompts.chat:
         return TerminalChat(session).run()
     return run_prompts(session)
-
-
-def announce(text: str) -> None:
-    """Print a line on stderr on rank 0: stdout is for the texts."""
-    if os.environ.get("RANK", "0") == "0":
-        print_error(text)
 
 
 def preload() -> None:

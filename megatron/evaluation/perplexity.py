@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.gpt import check_vocabulary
-from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset
 from megatron.data.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.generation.model import InferenceModel
@@ -62,9 +62,13 @@ def score_dataset(
     ctx = model.ctx
     length = length or model.config.training.seq_length
     dataset = raise_on_all_ranks(ctx, lambda: _opened(model, prefix, say))
-    dataset.files.check(always=True)
     num_tokens, nats, windows = len(dataset.tokens) - 1, 0.0, _windows(dataset.tokens, length)
-    while block := list(itertools.islice(windows, WINDOWS_AT_ONCE * ctx.num_batch_ranks)):
+
+    def read() -> list[Continuation]:
+        dataset.files.check(always=True)
+        return list(itertools.islice(windows, WINDOWS_AT_ONCE * ctx.num_batch_ranks))
+
+    while block := raise_on_all_ranks(ctx, read):
         nats -= math.fsum(each.total for each in score(model, block))
     if num_tokens < 1:
         raise DataError(f"{prefix} holds fewer than two tokens, so none can be predicted; give another dataset")
@@ -76,6 +80,8 @@ def _opened(model: InferenceModel, prefix: str, say: Callable[[str], object]) ->
     """Open a dataset of the model's vocabulary; say so if its manifest names another tokenizer than the model's."""
     dataset = IndexedDataset(prefix)
     check_vocabulary(dataset, model.vocab_size)
+    if Path(f"{prefix}{LOSS_MASK_SUFFIX}.bin").exists():
+        say(f"warning: {prefix} is of chats; every token counts here, prompts too, not the trained answers alone")
     manifest = read_manifest(prefix)
     made_by = manifest.header["tokenizer"] if manifest is not None else None
     if made_by and model.tokenizer is not None:

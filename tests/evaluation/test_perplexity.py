@@ -130,6 +130,9 @@ def test_a_dataset_of_another_tokenizer_is_refused_or_named(
     assert said == []
     opened("1" * 64)
     assert "was written with another tokenizer (HFTokenizer of 900 tokens" in said[0]
+    (tmp_path / "text_loss_mask.bin").touch()
+    opened("0" * 64)
+    assert "text is of chats; every token counts here" in said[1]
 
 
 def test_tasks_without_lm_eval_are_refused_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:

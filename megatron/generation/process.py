@@ -1,0 +1,40 @@
+"""The process of a rank that loads a model and works with it. Imports torch only when it does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron.generation.load_options import LoadOptions
+from megatron.resilience.process import print_error
+
+if TYPE_CHECKING:
+    from megatron.generation.model import InferenceModel
+
+
+def work_with_model(load: LoadOptions, work: Callable[[InferenceModel], None]) -> None:
+    """Load the model onto the ranks that a launcher has started, or this one alone, and call `work` on each."""
+    from megatron import accelerator
+
+    device = accelerator.choose_device(load.device)  # before anything imports deepspeed
+
+    import torch.distributed as dist
+
+    from megatron.generation.loading import load_model, parallel_options
+    from megatron.parallel.context import ParallelContext
+    from megatron.resilience.errors import raise_on_all_ranks
+
+    try:
+        ctx = ParallelContext.build(parallel_options(load), device)
+        work(load_model(load, ctx, announce))
+        raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def announce(text: str) -> None:
+    """Print a line on stderr on rank 0: stdout is for the results."""
+    if os.environ.get("RANK", "0") == "0":
+        print_error(text)
