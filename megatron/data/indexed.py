@@ -271,4 +271,4 @@ def _missing_hint(path: Path, prefix: str) -> str:
         return f"{prefix} is a folder, " + (
             f"give a dataset in it, such as {Path(prefix, names[0])}" if names else "without datasets"
         )
-    return f"give PREFIX for PREFIX.bin and PREFIX.idx, as {command_name('preprocess_data')} prints it"
+    return "give PREFIX for PREFIX.bin and PREFIX.idx, as the command that tokenized it printed them"

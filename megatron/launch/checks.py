@@ -10,7 +10,8 @@ from pathlib import Path
 
 from megatron.accelerator import count_devices, cpu_lacks_float16
 from megatron.command_names import command_name
-from megatron.config.options import Config
+from megatron.config.options import Config, ConfigError
+from megatron.config.plugins import load_task
 from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.descriptors import limit_fault
@@ -103,16 +104,19 @@ def check_layout(
 def check_data_files(config: Config) -> Iterator[str]:
     """Yield missing and unreadable files of the dataset and the tokenizer."""
     data = config.data
-    with contextlib.suppress(ValueError):  # the rules of the config report it
+    tool = "preprocess_data"
+    with contextlib.suppress(ConfigError):  # the rules of the config report a task that there is not
+        tool = load_task(config).preprocessor
+    with contextlib.suppress(ValueError):  # and paths
         for prefix in data.prefixes:
-            yield from _check_dataset(prefix)
+            yield from _check_dataset(prefix, command_name(tool))
     for option in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(data, option)
         if path is not None and not Path(path).exists():
             yield f"{option}={path} does not exist; correct the path"
 
 
-def _check_dataset(prefix: str) -> Iterator[str]:
+def _check_dataset(prefix: str, tool: str) -> Iterator[str]:
     if prefix.endswith((".bin", ".idx")) and not Path(prefix + ".idx").exists():
         yield f"data_path={prefix} is a file; give the prefix that .bin and .idx share, {prefix[:-4]}"
         return
@@ -122,7 +126,7 @@ def _check_dataset(prefix: str) -> Iterator[str]:
     unreadable = [str(path) for path in files if path.is_file() and not os.access(path, os.R_OK)]
     if missing:
         yield (
-            f"dataset {prefix} lacks {' and '.join(missing)}; make it with {command_name('preprocess_data')}, or "
+            f"dataset {prefix} lacks {' and '.join(missing)}; make it with {tool}, or "
             "correct HL_DATA_DIR_ROOT and HL_DATA_FILE_PREFIX (--data-path)"
         )
     if empty:
