@@ -89,8 +89,8 @@ def test_no_held_out_sample_is_also_trained_on(
         assert file.rows.tolist() == expected
     whole = sum(len(rows_of_split(size, config, 1)) for size in sizes)
     assert 0 < len(held_out) < whole
-    told = [record.getMessage() for record in caplog.records if "too; left out" in record.getMessage()]
-    counts = [int(line.split(": ")[1].split()[0]) for line in told if line.startswith("valid: ")]
+    warnings = [record.getMessage() for record in caplog.records if "too; left out" in record.getMessage()]
+    counts = [int(line.split(": ")[1].split()[0]) for line in warnings if line.startswith("valid: ")]
     assert sum(counts) == whole - len(held_out)
 
 

@@ -120,13 +120,13 @@ def test_a_mixed_run_says_what_it_reads_and_resumes_on_another_layout(
     whole = runs.rows(tmp_path / "whole")
     # 2 epochs of 52 samples, as many as there are chats
     expected = [(21 + 21, 42 / LARGE), (31 + 31, 62 / SMALL)]
-    told = [line for line in said if line.startswith("mix: ")]
-    for line, name, (samples, epochs) in zip(told, ("large", "small"), expected, strict=True):
+    mixes = [line for line in said if line.startswith("mix: ")]
+    for line, name, (samples, epochs) in zip(mixes, ("large", "small"), expected, strict=True):
         assert f"{folder / name}: {samples} samples ({samples / 104:.1%}), " in line
         assert line.endswith(f", {epochs:.2f} epochs")
     summary = (tmp_path / "whole" / "summary.txt").read_text()
     assert [line.split(None, 1)[1] for line in summary.splitlines() if line.startswith("mix ")] == [
-        line.removeprefix("mix: ") for line in told
+        line.removeprefix("mix: ") for line in mixes
     ]
     ended = json.loads((tmp_path / "whole" / "run.json").read_text())["starts"][-1]["ended"]
     assert [each["samples"] for each in ended["mix"]] == [42, 62]

@@ -312,10 +312,10 @@ def test_held_out_chats_do_not_hang_on_the_seed_and_are_never_trained_on(data: P
 def test_the_run_says_what_its_rows_are_like(data: Path) -> None:
     task = task_of(data, packing="none", micro_batch_size=4)
     dataset: Any = open_data(task)[0]
-    told = task.describe(dataset)
-    assert told.startswith(f"sft: 41 chats, {dataset.lengths.sum():,} tokens an epoch, ")
-    assert "packing=none fills " in told
-    assert "(of the first 4 steps)" in told
+    description = task.describe(dataset)
+    assert description.startswith(f"sft: 41 chats, {dataset.lengths.sum():,} tokens an epoch, ")
+    assert "packing=none fills " in description
+    assert "(of the first 4 steps)" in description
 
 
 def with_mask(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> Path:
@@ -336,8 +336,8 @@ def test_bad_data_is_told_at_once(data: Path, tmp_path: Path) -> None:
             open_data(task_of(prefix, **options))
         return str(raised.value)
 
-    assert "chats: chat" in (told := fault(data, seq_length=16))
-    assert "more than seq_length + 1 = 17; raise seq_length, or preprocess with --max-length 17" in told
+    assert "chats: chat" in (error := fault(data, seq_length=16))
+    assert "more than seq_length + 1 = 17; raise seq_length, or preprocess with --max-length 17" in error
     assert "has a token to train on" in fault(with_mask(tmp_path / "masked", [[0, 0], [1, 0]]))
     assert "is not the mask of" in fault(with_mask(tmp_path / "wide", [[0, 1]], np.int32))
     assert "does not exist" in fault(tmp_path / "absent")

@@ -110,11 +110,11 @@ def test_what_is_too_long_may_be_refused_with_all_of_it_counted(
     job = job_of(rows(tmp_path), tokenizer, too_long="error", max_length=60)
     with pytest.raises(DataError) as raised:
         preprocess_chats(job)
-    told = str(raised.value)
-    assert told.startswith("2 of 5 conversations have more than max_length=60 tokens; the first is ")
-    assert f"{tmp_path}/in.jsonl:2, " in told
-    assert "raise --max-length, or choose what becomes of them: --too-long drop, truncate or split" in told
-    longest = int(told.split("the longest has ")[1].split()[0])
+    message = str(raised.value)
+    assert message.startswith("2 of 5 conversations have more than max_length=60 tokens; the first is ")
+    assert f"{tmp_path}/in.jsonl:2, " in message
+    assert "raise --max-length, or choose what becomes of them: --too-long drop, truncate or split" in message
+    longest = int(message.split("the longest has ")[1].split()[0])
     assert names(tmp_path / "out") == []
     enough = job_of(rows(tmp_path), tokenizer, too_long="error", max_length=longest)
     assert preprocess_chats(enough).num_samples == 5
