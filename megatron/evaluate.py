@@ -38,7 +38,7 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
     from megatron.evaluation.report import EvaluationReport
     from megatron.generation.generator import BatchSettings
 
-    options, report = command.evaluation, EvaluationReport(command, is_first=model.ctx.rank == 0)
+    options, report = command.evaluation, EvaluationReport(command, model)
     for prefix in options.dataset:
         from megatron.evaluation.perplexity import score_dataset
 

@@ -11,13 +11,14 @@ from megatron.evaluation.command import EvaluateCommand
 from megatron.evaluation.commands import Commands
 from megatron.evaluation.perplexity import DatasetScore, described
 from megatron.files import replacing
+from megatron.generation.model import InferenceModel
 
 
 class EvaluationReport:
     """Collection of what was measured. Only rank 0 prints and writes."""
 
-    def __init__(self, command: EvaluateCommand, *, is_first: bool) -> None:
-        self._command, self._is_first = command, is_first
+    def __init__(self, command: EvaluateCommand, model: InferenceModel) -> None:
+        self._command, self._origin, self._is_first = command, model.origin, model.ctx.rank == 0
         self._datasets: dict[str, dict[str, Any]] = {}
         self._tasks = "{}"
 
@@ -44,6 +45,8 @@ class EvaluationReport:
         if self._datasets:
             content["datasets"] = self._datasets
         content["model"] = dataclasses.asdict(self._command.load)
+        if self._origin is not None:  # the newest checkpoint of a run changes
+            content["model"]["ckpt_step"] = self._origin.ckpt_step
         with replacing(Path(output)) as file:
             file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
 

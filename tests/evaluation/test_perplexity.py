@@ -100,7 +100,9 @@ def test_the_loss_of_a_dataset_is_that_of_a_runs_validation(ranks: RankPools, tm
     assert (row["iteration"], row["num_tokens"]) == (4, length * batch * batches)
     evaluation = ["--load", str(tmp_path / "saved"), "--dataset", str(tmp_path / "valid")]
     ranks(1)(runs.run, [*evaluation, "--output", str(tmp_path / "out.json")])
-    found = json.loads((tmp_path / "out.json").read_text())["datasets"][str(tmp_path / "valid")]
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results["model"]["ckpt_step"] == 4
+    found = results["datasets"][str(tmp_path / "valid")]
     assert found["num_tokens"] == row["num_tokens"]
     assert found["loss"] == pytest.approx(row["lm_loss"], rel=1e-6)
 
