@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterator
 
 LOOPBACK = "127.0.0.1"
+STORE_SOCKET = "MEGATRON_STORE_SOCKET"
+"""Descriptor of the socket, bound to MASTER_PORT by the agent, on which rank 0 serves the store."""
 
 
 def is_loopback(address: str) -> bool:
@@ -59,24 +61,47 @@ def listen_address(host: str) -> str:
     return found
 
 
+def bound_socket(address: str, port: int) -> socket.socket:
+    """Return a socket that holds a port of this address, for a process that will listen there; port 0: a free one.
+
+    No process can connect yet, and the kernel gives the port to no other socket. Raises OSError.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        if port:  # of a restart, where the connections of the previous ranks have not expired
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, port))
+    except OSError as error:
+        holder.close()
+        raise _cannot_listen(error, address, port) from None
+    return holder
+
+
 def listening_socket(address: str, port: int) -> socket.socket:
     """Return a socket that listens on this address alone; port 0: a free one. Raises OSError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    return _listening(bound_socket(address, port))
+
+
+def store_socket(host: str, port: int) -> socket.socket:
+    """Return the listening socket of rank 0: the one that the agent bound, if there is one. Raises OSError."""
+    inherited = os.environ.pop(STORE_SOCKET, None)
+    if inherited is None:
+        return listening_socket(listen_address(host), port)
+    return _listening(socket.socket(fileno=int(inherited)))
+
+
+def _listening(holder: socket.socket) -> socket.socket:
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(socket.SOMAXCONN)
-    except OSError as error:
-        listener.close()
-        raise OSError(error.errno, f"cannot listen on {address}, port {port}: {error.strerror}") from None
-    return listener
+        holder.listen(socket.SOMAXCONN)
+    except OSError as error:  # with SO_REUSEADDR several sockets have one port, until one of them listens
+        address, port = holder.getsockname()[:2]
+        holder.close()
+        raise _cannot_listen(error, address, port) from None
+    return holder
 
 
-def free_port(address: str) -> int:
-    """Return a port that is free on the interface with this address."""
-    with listening_socket(address, 0) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+def _cannot_listen(error: OSError, address: str, port: int) -> OSError:
+    return OSError(error.errno, f"cannot listen on {address}, port {port}: {error.strerror}")
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:

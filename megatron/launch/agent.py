@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import send_handle
 from types import FrameType
 from typing import Any
 
@@ -155,7 +156,7 @@ class Agent:
         self._processes = []
         with blocked_signals(SIGNALS), without_main_module():
             for local_rank in range(self._options.ranks_per_node):
-                receiver, sender = self._context.Pipe(duplex=False)
+                receiver, sender = self._context.Pipe()
                 arguments = (self._options.main, local_rank, receiver, self._options.nodes > 1, self._train_flags)
                 process = self._context.Process(target=rank.run_rank, args=arguments, name=f"rank {local_rank}")
                 process.start()
@@ -169,7 +170,11 @@ class Agent:
         for local_rank, sender in enumerate(environments):
             with contextlib.suppress(BrokenPipeError):  # it has ended, which _watch reports
                 sender.send(self._environment(self._membership, local_rank))
+                if local_rank == 0 and self._membership.store_socket is not None:
+                    send_handle(sender, self._membership.store_socket.fileno(), None)
             sender.close()
+        if self._membership.store_socket is not None:
+            self._membership.store_socket.close()
 
     def _environment(self, membership: Membership, local_rank: int) -> dict[str, str]:
         per_node = self._options.ranks_per_node

@@ -6,6 +6,7 @@ Every message is authenticated with the secret of the run (messages.py).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import selectors
@@ -21,7 +22,7 @@ from megatron.launch.messages import Connection
 from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError
 from megatron.launch.rendezvous_server import LOST_BEATS
 from megatron.launch.run_secret import SECRET, run_secret
-from megatron.network import address_towards, free_port, is_loopback, listen_address, listening_socket, resolve
+from megatron.network import address_towards, bound_socket, is_loopback, listen_address, listening_socket, resolve
 
 JOIN_TIMEOUT_S = 600
 """Time for enough nodes to join."""
@@ -56,14 +57,24 @@ class NodesRendezvous(Rendezvous):
             self._client = self._client or self._connected()
             own = listen_address(self._host) if self._server is not None else self._address
             order = [self._server is None, self._options.node_rank or 0, self._address, os.getpid()]
-            # rank 0 listens on the first node
-            membership = self._client.place(order=order, address=self._address, port=free_port(own))
+            membership = self._place(order, bound_socket(own, 0))
         except OSError as error:
             raise RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
         if self._options.max_restarts == 0:
             self._client.stop()
             self._client = None
         return membership
+
+    def _place(self, order: list[Any], held: socket.socket) -> Membership:
+        """Return this node's place; the first keeps the socket for rank 0. Raises RendezvousFailedError."""
+        assert self._client is not None
+        with contextlib.ExitStack() as unless_first:
+            unless_first.enter_context(held)
+            membership = self._client.place(order=order, address=self._address, port=held.getsockname()[1])
+            if membership.node != 0:
+                return membership
+            unless_first.pop_all()
+        return dataclasses.replace(membership, store_socket=held)
 
     def nodes_waiting(self) -> bool:
         return self._client is not None and self._client.nodes_waiting()

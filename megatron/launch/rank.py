@@ -9,9 +9,11 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 
 from megatron.exit_codes import FAILED
 from megatron.launch.child_processes import end_with_parent
+from megatron.network import STORE_SOCKET
 from megatron.resilience.shutdown import SIGNALS
 
 
@@ -32,6 +34,8 @@ def run_rank(main: str, local_rank: int, environment: Connection, is_late: bool,
         importlib.import_module("megatron.launch.preload")
     try:
         os.environ.update(environment.recv())
+        if os.environ["RANK"] == "0":
+            os.environ[STORE_SOCKET] = str(recv_handle(environment))
     except EOFError:
         os._exit(FAILED)  # the agent ended
     run_main(main, flags)

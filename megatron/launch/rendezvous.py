@@ -5,10 +5,11 @@ One node needs no agreement, and so no open port here. nodes_rendezvous.py has t
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from megatron.launch.addresses import split_endpoint
-from megatron.network import LOOPBACK, free_port
+from megatron.network import LOOPBACK, bound_socket
 
 
 class RendezvousFailedError(RuntimeError):
@@ -39,6 +40,8 @@ class Membership:
     num_nodes: int
     master_addr: str
     master_port: int
+    store_socket: socket.socket | None = None
+    """On the first node: what holds `master_port` until rank 0, which takes it over, listens."""
 
 
 class Rendezvous:
@@ -50,7 +53,11 @@ class Rendezvous:
     def join(self) -> Membership:
         """Wait until enough nodes are there. Raises RendezvousFailedError."""
         endpoint = self._options.rendezvous
-        return Membership(0, 1, LOOPBACK, split_endpoint(endpoint)[1] if endpoint else free_port(LOOPBACK))
+        try:
+            held = bound_socket(LOOPBACK, split_endpoint(endpoint)[1] if endpoint else 0)
+        except OSError as error:
+            raise RendezvousFailedError(f"{error.strerror}; give another port, or none") from None
+        return Membership(0, 1, LOOPBACK, held.getsockname()[1], held)
 
     def nodes_waiting(self) -> bool:
         """Return whether nodes wait to join. Raises RendezvousFailedError when the first node is lost."""

@@ -47,7 +47,7 @@ def _open_store(url: str, timeout: timedelta, **ignored: Any) -> Iterator[tuple[
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port, listener = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None
     if rank == 0 and not _has_agent_store():
-        with network.listening_socket(network.listen_address(host), port) as listening:
+        with network.store_socket(host, port) as listening:
             port = listening.getsockname()[1]
             listener = listening.detach()  # the store closes it
     yield (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ import pytest
 import yaml
 
 from benchmarks import chaos
+from megatron import network
 from megatron.cli import launch
 from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
 from megatron.launch import agent, hosts, rank
@@ -172,9 +175,15 @@ def test_all_nodes_of_a_rendezvous_give_the_run_one_name() -> None:
 Train = Callable[[Any], None]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, train: Train, max_restarts: int = 0, ranks_per_node: int = 2) -> int:
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    train: Train,
+    max_restarts: int = 0,
+    ranks_per_node: int = 2,
+    grace_s: float = 60.0,
+) -> int:
     """Run an agent whose ranks call `train` with their flags, each in its environment."""
-    monkeypatch.setattr(agent, "FAILED_GRACE_S", 0.5)
+    monkeypatch.setattr(agent, "FAILED_GRACE_S", grace_s)
     monkeypatch.setattr(rank, "run_main", lambda main, flags: train(flags))
     return agent.run_agent(AgentOptions(ranks_per_node=ranks_per_node, max_restarts=max_restarts), [], "fork")
 
@@ -214,7 +223,7 @@ def test_only_failures_that_may_pass_are_restarted(
     status: int,
     restarts: int,
 ) -> None:
-    assert run(monkeypatch, exit_with(*statuses), max_restarts) == status
+    assert run(monkeypatch, exit_with(*statuses), max_restarts, grace_s=0.5) == status
     shown = capfd.readouterr().err
     assert shown.count("; restart ") == restarts
     assert "rank 1 on " in shown
@@ -252,6 +261,19 @@ def test_ranks_know_their_place(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 
     assert run(monkeypatch, train) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 0 2 2 127.0.0.1", "1 1 2 2 127.0.0.1"]
+
+
+def test_rank_zero_inherits_the_socket_that_holds_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(flags: Any) -> None:
+        if os.environ["RANK"] != "0":
+            os._exit(network.STORE_SOCKET in os.environ)
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with socket.socket() as other, contextlib.suppress(OSError):
+            other.bind(place)
+            os._exit(FAILED)
+        os._exit(network.store_socket(*place).getsockname() != place)
+
+    assert run(monkeypatch, train) == 0
 
 
 @pytest.mark.parametrize("heeds", [True, False])

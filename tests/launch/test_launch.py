@@ -30,6 +30,7 @@ from megatron.launch.plan import FineTuning, LaunchPlan, LaunchRequest, RefusedE
 from megatron.launch.preflight import preflight
 from megatron.planning.sizes import declared_layers
 from tests.launch.test_agent import wait_until_gone
+from tests.ranks import free_port
 
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml"))
 
@@ -737,10 +738,12 @@ def test_words_reach_the_remote_shell_unchanged(word: str) -> None:
     assert shown.stdout == word
 
 
-@pytest.mark.parametrize("port", [None, 12345])
+@pytest.mark.parametrize("is_given", [False, True])
 def test_local_ranks_know_their_place_and_find_the_package(
-    dataset: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: int | None
+    dataset: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_given: bool
 ) -> None:
+    port = free_port() if is_given else None
+
     def train(flags: Sequence[str]) -> None:
         names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR DS_ACCELERATOR".split()
         shown = [os.environ[name] for name in names]

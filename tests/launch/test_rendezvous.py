@@ -105,6 +105,12 @@ def test_nodes_are_numbered_by_their_rank_and_agree_on_the_first(make_nodes: Cal
         (3, "127.0.0.1", found[0].master_port)
     }
     assert found[0].master_port != int(nodes.endpoint.rpartition(":")[2])
+    # nobody else gets the port before rank 0 listens there
+    assert [one.store_socket is not None for one in found] == [False, True, False]
+    held = found[1].store_socket
+    assert held is not None
+    assert held.getsockname() == ("127.0.0.1", found[0].master_port)
+    held.close()
     # without restarts they have left, and nothing listens
     until(lambda: first._server is not None and not first._server.is_alive())
 
