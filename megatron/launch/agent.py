@@ -21,7 +21,7 @@ import types
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import send_handle
@@ -32,6 +32,7 @@ from megatron.descriptors import raise_limit
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.launch import rank
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
+from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
 from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError
 from megatron.launch.run_secret import MissingSecretError, find_secret
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
@@ -44,7 +45,7 @@ FAILED_GRACE_S = 3.0
 HUNG_GRACE_S = 1.5
 """The same after a watchdog has ended a rank: the others end by themselves, unless they are stopped or stuck."""
 KILL_S = 1.0
-"""Time for the ranks to end after a second signal, and for a killed process to disappear."""
+"""Time for the ranks to end after a second signal."""
 JOIN_SAVE_S = 120
 """Time for healthy ranks to save before they restart because a node joins."""
 
@@ -58,6 +59,8 @@ class AgentOptions(NodeOptions):
     """Module that each rank runs: its `process` ends the process."""
     is_chat: bool = False
     """Ctrl-C stops an answer: it goes to the ranks, which do not end."""
+    ends_with_connection: bool = False
+    """Started by ssh: the run ends here when the connection is closed, which the reader of stdout shows."""
     secret_file: str | None = None
     """File in the home folder from which the secret of the run is read, once, if no variable has it."""
 
@@ -116,6 +119,7 @@ class Agent:
         self._rendezvous = rendezvous_of(options)
         self._membership: Membership | None = None
         self._processes: list[BaseProcess] = []
+        self._spared = processes_below(os.getpid())  # such as the fork server
         self._restarts = 0
         self._stop_requested_s: float | None = None
         self._kill_s: float | None = None
@@ -247,16 +251,11 @@ class Agent:
         return not running
 
     def _end_ranks(self) -> None:
-        """Kill what is left of the ranks and their children."""
+        """Kill what is left of the ranks and of all that they started."""
+        for pid in end_processes(os.getpid(), self._spared):
+            report(f"process {pid} survives SIGKILL; it hangs in the kernel")
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if process.pid is not None:
-                    os.killpg(process.pid, signal.SIGKILL)
-            send(process, signal.SIGKILL)  # one that does not lead a process group yet
-        for process in self._processes:
-            process.join(KILL_S)
-            if process.is_alive():
-                report(f"{process.name} (process {process.pid}) survives SIGKILL; it hangs in the kernel")
+            process.join(0)
         self._processes = []
 
     def _pass_on_signals(self) -> None:
@@ -313,11 +312,14 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             start_method = "forkserver" if shares_imports and os.environ.get("DS_ACCELERATOR") == "cpu" else "spawn"
             if start_method == "forkserver":
                 start_fork_server()
+            elif start_method == "spawn":
+                resource_tracker.ensure_running()
         try:
             if options.nodes > 1:
                 with interruptible(received):
                     find_secret(options.secret_file)
-            return Agent(options, start_method, train_flags, received).run()
+            with adopted_orphans():
+                return Agent(options, start_method, train_flags, received).run()
         except SystemExit as interrupted:
             return int(interrupted.code or DONE)
         except MissingSecretError as error:
@@ -383,7 +385,8 @@ def report(text: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     options, train_flags = parse(arguments)
-    return run_agent(options, train_flags)
+    outputs = (sys.stdout.fileno(), sys.stderr.fileno()) if options.ends_with_connection else ()
+    return owned(lambda: run_agent(options, train_flags), outputs)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from megatron.exit_codes import shell_status
 from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of, login_of
 from megatron.launch.agent import FAILED_GRACE_S, AgentOptions, run_agent
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
+from megatron.launch.ownership import END_AT_ONCE, owned
 from megatron.launch.plan import LaunchPlan
 from megatron.launch.run_secret import SECRET
 from megatron.resilience.shutdown import SIGNALS
@@ -38,7 +39,12 @@ RETRY_S = 1.0
 
 
 def launch(plan: LaunchPlan) -> int:
-    """Run the plan; return the exit status of the first rank that failed, 0 if none did."""
+    """Run the plan; return the exit status of the first rank that failed, 0 if none did. No process outlives it."""
+    return owned(lambda: run_plan(plan))
+
+
+def run_plan(plan: LaunchPlan) -> int:
+    """Run the plan in this process."""
     environment = os.environ | plan.environment | {"PYTHONPATH": python_path()}
     if not plan.hosts:
         os.environ.update(environment)
@@ -96,6 +102,7 @@ def agent_options(plan: LaunchPlan) -> AgentOptions:
         ranks_per_node=plan.devices_per_node,
         main=plan.main,
         is_chat=plan.is_chat,
+        ends_with_connection=bool(plan.hosts),
     )
 
 
@@ -151,10 +158,10 @@ def agent_pattern(plan: LaunchPlan) -> str:
 
 
 def signal_agents(plan: LaunchPlan, number: int) -> bool:
-    """Send a signal to the agents on all hosts; return whether any host had one."""
+    """Send a signal to the owners of the agents on all hosts; return whether any host had one."""
     hosts = ",".join(host.name for host in plan.hosts)
     name = signal.Signals(number).name.removeprefix("SIG")
-    command = ["pdsh", "-R", "ssh", "-w", hosts, "pkill", f"-{name}", "-e", "-f", agent_pattern(plan)]
+    command = ["pdsh", "-R", "ssh", "-w", hosts, "pkill", f"-{name}", "-e", "-o", "-f", agent_pattern(plan)]
     signalled = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     return bool(signalled.stdout.strip())
 
@@ -201,9 +208,8 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: L
             _wait_for_hosts(runner, output, plan, received)
             output.join(timeout=FAILED_GRACE_S)
         finally:
-            if runner.poll() is None:
-                signal_agents(plan, signal.SIGKILL)
-            kill_tree(runner.pid)  # pdsh starts each ssh in a session of its own
+            # pdsh starts each ssh in a session of its own; what an ssh has started ends with it (ownership.py)
+            kill_tree(runner.pid)
             runner.wait()
     if output.gloo_failed:
         print(
@@ -221,7 +227,7 @@ def _wait_for_hosts(
     runner: subprocess.Popen[bytes], output: PdshOutput, plan: LaunchPlan, received: deque[int]
 ) -> None:
     failed_s: float | None = None
-    is_killed = False
+    ending: threading.Thread | None = None
     tried_s = -RETRY_S
     while runner.poll() is None:
         time.sleep(0.05)
@@ -234,13 +240,19 @@ def _wait_for_hosts(
             continue
         failed_s = failed_s or time.monotonic()
         since_s = time.monotonic() - failed_s
-        if since_s > FAILED_GRACE_S and not is_killed:
-            is_killed = True
-            host, status = output.failed
-            print(f"host {host} ended with status {status}; ending the ranks that still run", file=sys.stderr)
-            # Killed agents take their ranks along. Not waited for: it returns once every host has answered, and one
-            # may be lost
-            threading.Thread(target=signal_agents, args=(plan, signal.SIGKILL), daemon=True).start()
-        elif since_s > FAILED_GRACE_S + UNREACHABLE_GRACE_S:
+        if since_s > FAILED_GRACE_S + UNREACHABLE_GRACE_S:
             print("some hosts do not answer; ranks may still run there", file=sys.stderr)
             return
+        if since_s > FAILED_GRACE_S and (ending is None or not ending.is_alive()):
+            if ending is None:
+                host, status = output.failed
+                print(f"host {host} ended with status {status}; ending the ranks that still run", file=sys.stderr)
+            # again and again, since an agent may be about to start. Not waited for: it returns once every host has
+            # answered, and one may be lost
+            ending = threading.Thread(target=_end_agents, args=(plan,), daemon=True)
+            ending.start()
+
+
+def _end_agents(plan: LaunchPlan) -> None:
+    signal_agents(plan, END_AT_ONCE)
+    time.sleep(RETRY_S)

@@ -146,6 +146,7 @@ def test_each_host_gets_one_agent_that_sees_all_devices(tmp_path: Path) -> None:
         rendezvous="10.0.0.1:29500",
         run_id=plan.run_id,
         max_restarts=3,
+        ends_with_connection=True,
         secret_file=f".megatron-{plan.run_id}.1",
     )
 
@@ -379,11 +380,14 @@ def test_an_agent_that_waits_for_others_ends_at_a_signal(monkeypatch: pytest.Mon
 
 
 AGENT = """
-import sys
-from megatron.launch import agent, rank
+import os, sys
+from megatron.launch import agent, ownership, rank
 code = sys.argv[1]
 rank.run_main = lambda main, flags: exec(code, {})
-sys.exit(agent.run_agent(agent.AgentOptions(ranks_per_node=2), [], "fork"))
+def run():
+    os.write(1, f"pids {os.getpid()}\\n".encode())
+    return agent.run_agent(agent.AgentOptions(ranks_per_node=2), [], "fork")
+sys.exit(ownership.owned(run, [1]))
 """
 
 # prints its process id and that of a child, then waits; a signal ends it with status 0 after a moment
@@ -398,14 +402,14 @@ for number in numbers:
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, stop)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 os.write(1, f"pids {os.getpid()} {child.pid}\\n".encode())
 time.sleep(600)
 """
 
 
 def started(preexec_fn: Callable[[], object] | None = None) -> tuple[subprocess.Popen[str], list[int]]:
-    """Start an agent with two ranks; return it with the ids of their processes and their children's."""
+    """Start an agent with two ranks; return its owner, and the ids of the agent, the ranks and their children."""
     process = subprocess.Popen(
         [sys.executable, "-c", AGENT, RANK],
         stdout=subprocess.PIPE,
@@ -414,7 +418,7 @@ def started(preexec_fn: Callable[[], object] | None = None) -> tuple[subprocess.
         preexec_fn=preexec_fn,
     )
     assert process.stdout is not None
-    pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()[1:]]
+    pids = [int(pid) for _ in range(3) for pid in process.stdout.readline().split()[1:]]
     return process, pids
 
 
@@ -447,14 +451,20 @@ def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(name: str, capfd:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_ranks_die_with_an_agent_that_is_killed() -> None:
+@pytest.mark.parametrize("what", ["owner", "agent", "rank", "SIGQUIT", "reader of its output"])
+def test_whatever_ends_an_agent_nothing_of_it_remains(what: str) -> None:
+    """Children of ranks in sessions of their own included."""
     process, pids = started()
-    process.kill()
-    process.wait(timeout=30)
-    wait_until_gone(pids[::2])
-    for pid in pids[1::2]:
-        os.kill(pid, signal.SIGKILL)  # the ranks' own children are beyond the agent's reach then
     assert process.stdout is not None
+    if what == "reader of its output":  # as where a connection of ssh is closed
+        process.stdout.close()
+    elif what == "SIGQUIT":
+        process.send_signal(signal.SIGQUIT)
+    else:
+        os.kill({"owner": process.pid, "agent": pids[0], "rank": pids[1]}[what], signal.SIGKILL)
+    status = process.wait(timeout=30)
+    assert status == {"owner": -9, "SIGQUIT": 128 + 3, "reader of its output": 1}.get(what, 128 + 9)
+    wait_until_gone(pids)
     process.stdout.close()
 
 

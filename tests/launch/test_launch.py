@@ -757,7 +757,7 @@ def test_local_ranks_know_their_place_and_find_the_package(
     for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "DS_ACCELERATOR", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # a launch sets it in this process; restored after the test
     plan = preflight(tiny("--data-path", dataset, data_parallel_size=2, master_port=port))
-    assert hosts.launch(plan) == 0
+    assert hosts.run_plan(plan) == 0
     place = "2 2 127.0.0.1 cpu megatron.config.options"
     assert sorted(capfd.readouterr().out.splitlines()) == [f"0 0 {place}", f"1 1 {place}"]
 
@@ -890,7 +890,7 @@ def test_ssh_gives_up_a_host_that_says_nothing(
         monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", own)
     monkeypatch.setattr(hosts, "run_on_hosts", keep)
     monkeypatch.setattr(hosts, "send_secret", lambda plan, environment: None)
-    hosts.launch(over_two_hosts(tmp_path))
+    hosts.run_plan(over_two_hosts(tmp_path))
     options = given[0]["PDSH_SSH_ARGS_APPEND"].split()
     # ssh keeps the first it is given
     assert next(word for word in options if "ServerAliveInterval" in word) == f"-oServerAliveInterval={interval}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from megatron.exit_codes import HUNG
 from tests import runs
-from tests.hosts import Host, Hosts, why_not
+from tests.hosts import Host, Hosts, send_signal, why_not
 from tests.ranks import RankPools
 from tests.runs import TINY, rows
 
@@ -58,7 +59,7 @@ class Run:
         self._log = results.with_name(f"log.{results.name}.{nodes}.{time.monotonic_ns()}")
         self._err = self._log.with_name(f"{self._log.name}.err")
         with self._log.open("wb") as out, self._err.open("wb") as err:
-            self._process = start.start(
+            self.process = start.start(
                 *(str(ROOT / "scripts" / "run_bloom13b.sh"), *TINY.split()),
                 *("--train-samples", str(8 * ITERATIONS), *flags),
                 folder=results.parent,
@@ -77,11 +78,11 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        return self.process.poll() is not None
 
     def status(self) -> int:
         try:
-            return self._process.wait(TIMEOUT_S)
+            return self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the run did not end in {TIMEOUT_S} s:\n{self.said}")
 
@@ -177,6 +178,27 @@ def check_that_a_host_cut_off_is_named(hosts: Hosts, data: Path, tmp_path: Path)
     assert not runs_ranks(hosts[0])
     # which nobody can tell to end
     wait_until(lambda: not runs_ranks(hosts[1]), run, while_it_runs=False)
+
+
+@pytest.mark.parametrize("fails", ["one host at its start", "the launcher"])
+def test_a_failure_leaves_no_process_on_any_host(data: Path, tmp_path: Path, fails: str) -> None:
+    """Also where the agent of another host has not started yet, and would wait for the others."""
+    if reason := why_not():
+        pytest.skip(reason)
+    layout = {"HL_DP": "1", "HL_TP": "1", "HL_PP": "2", "HL_SAVE": "0"}
+    moment = "multiprocessing.forkserver|multiprocessing.spawn"
+    if fails == "one host at its start":
+        (tmp_path / "activate").write_text("case $(hostname) in node1) sleep 8;; node2) exit 3;; esac\n")
+        layout["HL_QNPU_DIR"], moment = str(tmp_path), "sleep 8"
+    with Hosts(2, tmp_path / "hosts") as hosts:
+        run = Run(hosts, hosts.login, data, tmp_path / "run", nodes=2, **layout)
+        wait_until(lambda: hosts[0].run("pgrep", "-f", f"^sleep 8|{moment}").returncode == 0, run)
+        send_signal(run.process, signal.SIGKILL)
+        wait_until(lambda: not any(python_processes(host) for host in hosts), run, while_it_runs=False)
+
+
+def python_processes(host: Host) -> str:
+    return host.run("pgrep", "-a", "-f", "megatron|deepspeed|multiprocessing").stdout
 
 
 @pytest.mark.slow
