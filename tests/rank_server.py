@@ -17,6 +17,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 import deepspeed
 import torch
+import torch._dynamo  # the first recomputed layer does; one second
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.zero import parameter_offload
 

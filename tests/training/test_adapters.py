@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,9 +11,17 @@ from megatron.config.command_line import parse_arguments
 from megatron.config.validation import check, idle
 from tests.ranks import RankPools
 from tests.training import layouts
-from tests.training.test_layouts import LAYOUTS, RECOMPUTE, WITH_SEQUENCE, arguments, assert_equals_reference
+from tests.training.test_layouts import (
+    LAYOUTS,
+    RECOMPUTE,
+    WITH_SEQUENCE,
+    arguments,
+    assert_equals_reference,
+    reference_of,
+)
 
-STEPS = 20
+STEPS = 5
+"""Each compares the gradients and the update; of one process twenty show that it learns."""
 CHEAP = {(0, "221s"), (1, "122s"), (0, "112"), (1, "121")}
 """Model and layout of the cases that are not slow."""
 LORA = "--lora-rank 4 --lora-alpha 16 --lr 1e-2"
@@ -24,14 +33,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def reference(ranks: RankPools) -> Any:
-    results: dict[str, dict[str, Any]] = {}
-
-    def get(model: str) -> dict[str, Any]:
-        if model not in results:
-            results[model] = ranks(1)(layouts.train, f"{layouts.MODELS[model]} {CASES[model]}", STEPS)[0]
-        return results[model]
-
-    return get
+    return functools.cache(lambda model: reference_of(ranks, f"{layouts.MODELS[model]} {CASES[model]}", STEPS, 20))
 
 
 @pytest.mark.parametrize(

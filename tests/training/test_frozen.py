@@ -25,7 +25,7 @@ PATTERNS = ("*mlp*", "*word*", "*norm.weight")
 FREEZE = f"--freeze {' '.join(PATTERNS)}"
 STEPS = 3
 PRECISIONS = ("", "--bf16", "--fp16 --initial-loss-scale 64")
-TIED, UNTIED = layouts.MODELS["bloom_learned"], layouts.MODELS["llama_gqa"]
+TIED, UNTIED = (f"{layouts.MODELS[name]} --num-layers 2" for name in ("bloom_learned", "llama_gqa"))
 
 
 def is_frozen(name: str) -> bool:
@@ -177,14 +177,14 @@ def resume_unfrozen(arguments: str) -> str:
     return ""
 
 
-STAGES = "--pipeline-model-parallel-size 2 --pipeline-partition-method 2,2"
+STAGES = "--pipeline-model-parallel-size 2 --pipeline-partition-method 1,1"
 
 
 @pytest.mark.parametrize("precision", ["", "--zero-stage 1", "--bf16", "--fp16 --initial-loss-scale 64"])
 @pytest.mark.parametrize("trained", ["first", "last"])
 def test_a_pipeline_stage_may_train_nothing(ranks: RankPools, tmp_path: Path, trained: str, precision: str) -> None:
     """Losses are those of one process, and a run that resumes on the other layout goes on as it did."""
-    frozen = "layers.[23].* final_norm.* output.*" if trained == "first" else "embedding.* layers.[01].*"
+    frozen = "layers.1.* final_norm.* output.*" if trained == "first" else "embedding.* layers.0.*"
     model = f"{UNTIED} {precision} --freeze {frozen}"
     single, piped = tmp_path / "single", tmp_path / "piped"
     (expected,) = ranks(1)(train_frozen, model, str(single))
