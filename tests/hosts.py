@@ -195,6 +195,11 @@ class Host:
     def reconnect(self) -> None:
         self._set_port("up")
 
+    def lose_link_to(self, other: Host) -> None:
+        """Lose what is sent to one other host, in silence: it goes to a card that nobody has."""
+        nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+        _call(*self._entered("--net"), "ip", "neigh", "replace", other.address, *nobody)
+
     def stop(self) -> None:
         """Kill everything on it, and return when all of it is gone."""
         send_signal(self._root, signal.SIGKILL)  # the first process; it is the last to go

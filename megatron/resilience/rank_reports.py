@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.network import address_towards, is_loopback
 from megatron.parallel.context import ParallelContext
+from megatron.resilience.host_probe import HostProbe
 
 MAC_BYTES = hashlib.sha256().digest_size
 LARGEST_BYTES = 8192
@@ -52,6 +53,8 @@ class Report:
     """Innermost call of its main thread."""
     waits: bool = False
     """It waits for other ranks in a collective."""
+    unreachable: Sequence[str] = ()
+    """Hosts that this rank's host does not reach, once a rank has called (host_probe.py)."""
 
     @property
     def name(self) -> str:
@@ -70,13 +73,16 @@ def verdict(
     `answers`: reports of the ranks that answered the call. `silent`: for each other rank its last report, or its host
     if there is none, and how many seconds ago it came.
     """
-    lines = []
+    lines = _link_lines(answers, silent)
+    has_links = bool(lines)
+    gone = _unreached_hosts(answers, silent)
     for rank, (last, ago_s) in sorted(silent.items()):
         if isinstance(last, str):
-            lines.append(f"rank {rank} on {last} was never heard of")
+            if last not in gone:
+                lines.append(f"rank {rank} on {last} was never heard of")
         elif last.state == FAILED:
             lines.append(f"{last.name} failed {last.at}: {last.fault}")
-        else:
+        elif last.host not in gone:
             lines.append(
                 f"{last.name} does not answer: it ended, is stopped, or is stuck in native code; last heard of "
                 f"{ago_s:.1f} s ago, {last.at}"
@@ -86,6 +92,8 @@ def verdict(
     left = [report for report in others if report.state not in (FAILED, LOST)]
     if call == STUCK:
         odd, description = _odd_ones(left)
+        if has_links and any(report.waits for report in odd):
+            odd = []  # the rank behind a broken link may be a step ahead
         lines += [f"{one.name} {description}: {one.at}, since {one.since_s:.1f} s, {one.where}" for one in odd]
         left = [report for report in left if report not in odd]
     head = lines[:SHOWN] + ([f"and {len(lines) - SHOWN} more such ranks"] if len(lines) > SHOWN else [])
@@ -101,6 +109,45 @@ def verdict(
             ranks = [report.rank for report in those if report.at == at]
             head.append(f"{_numbered(ranks, world_size)} {description} {at}")
     return "\n".join(f"  {line}" for line in head)
+
+
+def _unreached_hosts(
+    answers: Mapping[int, Report], silent: Mapping[int, tuple[Report | str, float]]
+) -> dict[str, list[int]]:
+    """Return the silent ranks of each host of which none answers, and which another host does not reach."""
+    unreached = {host for report in answers.values() for host in report.unreachable}
+    unreached -= {report.host for report in answers.values()}
+    found: dict[str, list[int]] = {}
+    for rank, (last, _) in sorted(silent.items()):
+        host = last if isinstance(last, str) else last.host
+        if host in unreached:
+            found.setdefault(host, []).append(rank)
+    return found
+
+
+def _link_lines(answers: Mapping[int, Report], silent: Mapping[int, tuple[Report | str, float]]) -> list[str]:
+    """Return what is known of hosts that do not reach each other."""
+    gone = _unreached_hosts(answers, silent)
+    lines = []
+    for host, ranks in gone.items():
+        witnesses = sorted({report.host for report in answers.values() if host in report.unreachable})
+        last = min((silent[rank] for rank in ranks), key=lambda each: each[1])
+        heard = "" if isinstance(last[0], str) else f"; last heard of {last[1]:.1f} s ago, {last[0].at}"
+        shown = ", ".join(witnesses[:SHOWN]) + (f" and {len(witnesses) - SHOWN} more" if len(witnesses) > SHOWN else "")
+        lines.append(
+            f"host {host} is not reached from {shown}: it is down, or its link is; {_numbered(ranks, 0)} on it "
+            f"{'is' if len(ranks) == 1 else 'are'} silent{heard}"
+        )
+    pairs = {
+        tuple(sorted((report.host, other)))
+        for report in answers.values()
+        for other in report.unreachable
+        if other not in gone
+    }
+    return lines + [
+        f"the link between {one} and {other} is broken: both run, and do not reach each other"
+        for one, other in sorted(pairs)
+    ]
 
 
 def _odd_ones(reports: Sequence[Report]) -> tuple[list[Report], str]:
@@ -144,6 +191,11 @@ class Channel:
         self._selector.register(self._socket, selectors.EVENT_READ)
         gathered = ctx.gather_objects((socket.gethostname(), *self._socket.getsockname()[:2]))
         self.hosts = [host for host, _, _ in gathered]
+        places = {host: (address, port) for host, address, port in reversed(gathered)}
+        own = places.pop(self.hosts[ctx.rank])
+        self._places = places if own == tuple(gathered[ctx.rank][1:]) or ctx.rank == ctx.world_size - 1 else {}
+        self._probe: HostProbe | None = None
+        self.is_one_host = not places
         self._collectors = {rank: gathered[rank][1:] for rank in (0, ctx.world_size - 1)}
         self._key = bytes.fromhex(ctx.broadcast_object(secrets.token_hex(MAC_BYTES)))
         self._rank = ctx.rank
@@ -219,7 +271,13 @@ class Channel:
         if not call or call == self.call or self.call == STUCK:
             return False
         self.call, self.call_s = call, time.monotonic()
+        self._probe = self._probe or HostProbe(self._places)
         return True
+
+    @property
+    def unreachable(self) -> list[str]:
+        """Hosts that this one does not reach since a rank has called; found by one rank a host, and the last."""
+        return self._probe.unreachable() if self._probe is not None else []
 
     def end(self) -> None:
         """Inform all ranks that the verdict is printed: none needs to wait for it."""
@@ -252,5 +310,7 @@ class Channel:
         return answers, silent
 
     def close(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
         self._selector.close()
         self._socket.close()

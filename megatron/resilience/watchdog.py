@@ -287,6 +287,8 @@ class Watchdog:
         answers, silent = channel.sorted_reports(self._world_size)
         # a rank that has not failed may be about to, because another one has ended
         ended = all(report.state != RUNNING for report in answers.values()) and not silent
+        # whether hosts reach each other takes its time
+        ended = ended and (channel.is_one_host or any(report.state == FAILED for report in answers.values()))
         if waited_s < (DEPUTY_S if self.rank else 0.0) or (waited_s < ANSWER_S and not ended):
             return
         lines = [f"watchdog: {self._headline(channel.call)}", verdict(channel.call, self._world_size, answers, silent)]
@@ -320,8 +322,10 @@ class Watchdog:
         name, step, _ = self._phase
         where, waits = _innermost(self._main)
         since_s = round(time.monotonic() - self._deadline_s() + self._allowed_s, 1)
+        unreachable = self._channel.unreachable if self._channel is not None else []
         return Report(
-            self.rank, self._host, os.getpid(), name, step, since_s, self._state, self._fault, where[-200:], waits
+            *(self.rank, self._host, os.getpid(), name, step, since_s, self._state, self._fault, where[-200:], waits),
+            unreachable,
         )
 
 

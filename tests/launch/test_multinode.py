@@ -173,14 +173,41 @@ def check_that_a_host_cut_off_is_named(hosts: Hosts, data: Path, tmp_path: Path)
     hosts[1].cut_off()
     assert run.status() == HUNG, run.said
     assert "fd77:1::1: watchdog: no progress for 10 s; the run ends" in run.said
-    assert re.search(rf"rank 1 on {hosts[1].name} \(process \d+\) does not answer", run.said), run.said
+    said = (
+        rf"host {hosts[1].name} is not reached from {hosts[0].name}: it is down, or its link is; rank 1 on it is silent"
+    )
+    assert re.search(said, run.said), run.said
     assert "some hosts do not answer; ranks may still run there" in run.said
     assert not runs_ranks(hosts[0])
     # which nobody can tell to end
     wait_until(lambda: not runs_ranks(hosts[1]), run, while_it_runs=False)
 
 
-@pytest.mark.parametrize("fails", ["one host at its start", "the launcher"])
+@pytest.mark.slow
+def test_a_link_that_loses_all_in_one_direction_is_named_and_no_rank(data: Path, tmp_path: Path) -> None:
+    """Half open: neither end learns of it. A link that loses much, but not all, is not noticed."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Hosts(3, tmp_path / "hosts") as hosts:
+        layout = {"HL_DP": "3", "HL_TP": "1", "HL_PP": "1", "HL_SAVE": "0"}
+        flags = ["--watchdog-timeout-s", "6", "--global-batch-size", "6"]
+        run = Run(hosts, hosts.login, data, tmp_path / "run", *flags, nodes=3, **layout)
+        run.wait_for_iteration(3)
+        for _ in range(4):  # a third of the time
+            hosts[1].cut_off()
+            time.sleep(0.3)
+            hosts[1].reconnect()
+            time.sleep(0.6)
+        done = max(losses(tmp_path / "run"))
+        run.wait_for_iteration(done + 20)
+        assert "watchdog: " not in run.said
+        hosts[1].lose_link_to(hosts[2])
+        assert run.status() == HUNG, run.said
+        assert "the link between node2 and node3 is broken: both run, and do not reach each other" in run.said
+        assert not re.search(r"rank \d on \S+ \(process \d+\) (does not|is elsewhere|failed)", run.said), run.said
+
+
+@pytest.mark.parametrize("fails", ["one host at its start", pytest.param("the launcher", marks=pytest.mark.slow)])
 def test_a_failure_leaves_no_process_on_any_host(data: Path, tmp_path: Path, fails: str) -> None:
     """Also where the agent of another host has not started yet, and would wait for the others."""
     if reason := why_not():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import pytest
 from megatron.config.options import Config, GuardConfig, LoggingConfig, ParallelConfig
 from megatron.descriptors import raise_limit
 from megatron.parallel.context import ParallelContext
+from megatron.resilience import host_probe
 from megatron.resilience import watchdog as module
 from megatron.resilience.errors import PeerLostError, is_lost_peer
 from megatron.resilience.rank_reports import FAILED, LOST, MAC_BYTES, SHOWN, STUCK, Channel, Report, verdict
@@ -44,6 +46,50 @@ def test_where_all_wait_the_one_that_is_elsewhere_is_named() -> None:
     answers = {rank: report(rank) for rank in range(4)} | {2: report(2, "log", 6)}
     told = verdict(STUCK, 4, answers, {})
     assert told.startswith("  rank 2 on node1 (process 102) is elsewhere than most: in step 6, log")
+
+
+def test_a_broken_link_is_named_and_no_rank_behind_it() -> None:
+    """Its ranks all wait; the one whose last message was not lost is a step ahead."""
+    answers = {rank: report(rank) for rank in range(6)}
+    answers[2] = report(2, step=8, unreachable=["node2"])
+    answers[4] = report(4, unreachable=["node1"])
+    lines = verdict(STUCK, 6, answers, {}).splitlines()
+    assert lines[0] == "  the link between node1 and node2 is broken: both run, and do not reach each other"
+    assert "rank 2 on" not in "".join(lines)
+    answers[3] = report(3, waits=False)
+    assert "rank 3 on node1 (process 103) does not wait for others" in verdict(STUCK, 6, answers, {})
+
+
+def test_a_host_that_nothing_reaches_is_named_in_place_of_its_ranks() -> None:
+    answers = {0: report(0, unreachable=["node1"]), 1: report(1)}
+    silent: dict[int, tuple[Report | str, float]] = {2: (report(2), 61.5), 3: ("node1", 0.0), 4: (report(4), 60.5)}
+    lines = verdict(STUCK, 5, answers, silent).splitlines()
+    assert lines[0].startswith(
+        "  host node1 is not reached from node0: it is down, or its link is; ranks 2, 3 on it are"
+    )
+    assert lines[1].startswith("  rank 4 on node2 (process 104) does not answer: it ended")
+    assert not any("rank 2 on" in line for line in lines)
+
+
+def test_a_host_that_refuses_a_connection_is_reached_and_one_that_says_nothing_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_probe, "PATIENCE_S", 0.3)
+    with contextlib.ExitStack() as opened:
+        full = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):  # the kernel drops what comes to a full queue, as a broken link does
+            filler = opened.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        held = opened.enter_context(socket.socket())
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        probe = host_probe.HostProbe({"refuses": held.getsockname(), "silent": full.getsockname()})
+        assert probe.unreachable() == [], "too early"
+        time.sleep(0.4)
+        assert probe.unreachable() == ["silent"]
+        assert probe.unreachable() == ["silent"]
+        probe.close()
+        assert host_probe.HostProbe({"no route": ("240.0.0.1", 9)})._attempts.keys() <= {"no route"}
 
 
 def test_without_a_majority_no_rank_is_blamed() -> None:
