@@ -1,4 +1,4 @@
-"""Which hosts this one reaches, so that a broken link is told from a rank that hangs.
+"""Find which hosts this one reaches, to distinguish a broken link from a rank that hangs.
 
 A host that runs answers an attempt to connect at once, also by refusing it: nothing needs to listen there.
 """
@@ -29,7 +29,7 @@ class HostProbe:
         self._began_s = time.monotonic()
         self._lock = threading.Lock()
         self._attempts: dict[str, list[socket.socket]] = {}
-        """Of each host that has not answered."""
+        """Those of each host that has not answered."""
         for host, place in places.items():
             with contextlib.suppress(OSError):  # no descriptor is free
                 attempts = [
