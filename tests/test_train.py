@@ -38,7 +38,7 @@ def data(tmp_path: Path) -> Path:
 def test_stopped_and_resumed_run_equals_the_uninterrupted_one(
     ranks: RankPools, tmp_path: Path, data: Path, world_size: int, layout: str
 ) -> None:
-    common = f"--data-path {data} --train-samples 96 --rampup-batch-size 4 4 24 --lr-warmup-samples 16 {layout}"
+    common = f"--data-path {data} --train-samples 64 --rampup-batch-size 4 4 24 --lr-warmup-samples 16 {layout}"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert set(ranks(world_size)(runs.train, f"{common} --results-dir {whole}")) == {""}
     saved = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --results-dir {parts}"

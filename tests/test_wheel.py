@@ -176,6 +176,7 @@ def test_every_tool_of_a_checkout_is_an_installed_command() -> None:
     assert modules == tools | {"megatron.train"}
 
 
+@pytest.mark.parametrize("installed", WHEELS[:1], indirect=True, scope="module")
 def test_text_becomes_a_dataset_that_two_ranks_and_then_one_train_on(installed: Environment) -> None:
     text = "".join(f"The square of {number} is {number * number}.\n" for number in range(4000))
     (installed.folder / "corpus.txt").write_text(text)

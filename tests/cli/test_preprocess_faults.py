@@ -108,7 +108,7 @@ def test_a_kill_before_any_change_of_the_file_system_can_be_resumed(
 ) -> None:
     monkeypatch.setattr(document_blocks, "BLOCK_BYTES", 400)
     (tmp_path / "whole").mkdir()
-    write_rows(tmp_path / "whole" / "in.jsonl", 12)
+    write_rows(tmp_path / "whole" / "in.jsonl", 7)
     assert preprocess_data.main(command(tmp_path / "whole")) == 0
     expected = outputs(tmp_path / "whole")
     assert sorted(expected) == [f"out_{key}_document{suffix}" for key in "ab" for suffix in SUFFIXES]
@@ -116,7 +116,7 @@ def test_a_kill_before_any_change_of_the_file_system_can_be_resumed(
     for call in range(1, 1000):
         folder = tmp_path / str(call)
         folder.mkdir()
-        write_rows(folder / "in.jsonl", 12)
+        write_rows(folder / "in.jsonl", 7)
         was_killed = run_and_die_at(call, command(folder))
         looked_finished.add(whole_pairs(folder))
         if was_killed:
@@ -136,17 +136,17 @@ def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
 
 
 def test_kills_at_random_moments_leave_nothing_that_looks_finished_and_resume_to_the_same_bytes(tmp_path: Path) -> None:
-    """SIGKILL 20 times, each time a little into the run, which goes on from where the last one got to."""
-    write_rows(tmp_path / "in.jsonl", 250_000)  # some 15 MB, which this slow tokenizer needs seconds for
+    """SIGKILL 8 times, each time a little into the run, which goes on from where the last one got to."""
+    write_rows(tmp_path / "in.jsonl", 120_000)  # some 7 MB, which this slow tokenizer needs seconds for
     moments = random.Random(1)
     kills = 0
     options: tuple[str, ...] = ()
-    while kills < 20:
+    while kills < 8:
         with start(tmp_path, *options) as run:
             began_s = time.monotonic()
             while not (tmp_path / "out.unfinished" / "state.json").exists() and run.poll() is None:
                 time.sleep(0.01)
-            run_for_s = moments.uniform(0.0, 0.6) if kills < 19 else 0.0
+            run_for_s = moments.uniform(0.0, 0.6) if kills < 7 else 0.0
             time.sleep(max(0.0, run_for_s - (time.monotonic() - began_s)))
             assert run.poll() is None, "the input is too short for so many kills"
             run.kill()

@@ -116,8 +116,11 @@ def losses(results: Path) -> dict[int, float]:
     return {row["iteration"]: row["lm_loss"] for row in rows(results)}
 
 
-def test_two_hosts_train_and_stop_at_the_kill_switch_and_four_resume(
-    hosts: Hosts, data: Path, tmp_path: Path, ranks: RankPools
+@pytest.mark.parametrize(
+    ("nodes", "layout_after"), [(2, {"HL_PP": "1"}), pytest.param(4, {"HL_PP": "2"}, marks=pytest.mark.slow)]
+)
+def test_two_hosts_train_and_stop_at_the_kill_switch_and_resume_on_another_layout(
+    hosts: Hosts, data: Path, tmp_path: Path, ranks: RankPools, nodes: int, layout_after: dict[str, str]
 ) -> None:
     results, switches = tmp_path / "run", tmp_path / "switches"
     switches.mkdir()
@@ -131,7 +134,12 @@ def test_two_hosts_train_and_stop_at_the_kill_switch_and_four_resume(
         assert host.run("sh", "-c", "grep -lz ^FI_PROVIDER=verbs /proc/[0-9]*/environ").stdout
         assert addresses_listened_on(host) == {host.address}
     assert not any(secret.encode() in line for line in command_lines())
-    assert not list(Path("~").expanduser().glob(".megatron-*")), "the agents have removed the files of the secret"
+    agents = hosts[0].run("pgrep", "-af", "megatron.launch.agent").stdout
+    run_id = re.search(r"--run-id (\S+)", agents)
+    assert run_id is not None, agents
+    assert not list(Path("~").expanduser().glob(f".megatron-{run_id[1]}*")), (
+        "the agents have removed the secret's files"
+    )
     (own_switches / "kill").touch()
     assert first.status() == 0, first.said
     assert f"10.77.0.1: Detected kill switch at {kill_switch}, iteration=" in first.said
@@ -141,8 +149,8 @@ def test_two_hosts_train_and_stop_at_the_kill_switch_and_four_resume(
 
     (own_switches / "kill").unlink()
     stopped_at = max(losses(results))
-    layout |= {"HL_TP": "2", "HL_EXIT_INTERVAL": "5"}
-    second = Run(hosts, hosts.login, data, results, nodes=4, **layout)
+    layout |= {"HL_TP": "2", "HL_EXIT_INTERVAL": "5", **layout_after}
+    second = Run(hosts, hosts.login, data, results, nodes=nodes, **layout)
     assert second.status() == 0, second.said
     assert f"resumed {results}/checkpoints/global_step{stopped_at}: " in second.said
     ended_at = max(losses(results))

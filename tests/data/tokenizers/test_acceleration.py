@@ -196,7 +196,7 @@ def test_an_accelerated_tokenizer_has_its_references_identity(name: str, test_da
 
 
 def test_several_threads_share_an_accelerated_tokenizer(test_data: Path) -> None:
-    texts = corpus(test_data, step=6)
+    texts = corpus(test_data, step=30)
     for name in KINDS:
         fast = accelerated(name, test_data)
         expected = fast.encode_batch(texts)
