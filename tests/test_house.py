@@ -27,6 +27,7 @@ FLOORS = {
     "network": 1,
     "files": 1,
     "command_names": 1,
+    "control": 2,
     "parallel": 2,
     "planning": 3,
     "models": 4,

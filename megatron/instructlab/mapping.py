@@ -12,6 +12,7 @@ from typing import Any
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError, options
 from megatron.config.validation import check
+from megatron.control.run_secret import MissingSecretError, run_secret
 from megatron.instructlab.arguments import (
     DistributedBackend,
     LoraOptions,
@@ -22,7 +23,6 @@ from megatron.instructlab.arguments import (
 )
 from megatron.instructlab.callbacks import callback_faults
 from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_fault, endpoint_of
-from megatron.launch.run_secret import MissingSecretError, run_secret
 
 NEVER = 1_000_000_000
 """Steps between two checkpoints where only the end of an epoch, or of the run, is to be saved."""

@@ -28,13 +28,14 @@ from multiprocessing.reduction import send_handle
 from types import FrameType
 from typing import Any
 
+from megatron.control.agent_link import RankLink, send_endings
+from megatron.control.run_secret import MissingSecretError, find_secret
 from megatron.descriptors import raise_limit
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.launch import rank
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
 from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
 from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError
-from megatron.launch.run_secret import MissingSecretError, find_secret
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 
 WATCH_S = 0.05
@@ -119,6 +120,8 @@ class Agent:
         self._rendezvous = rendezvous_of(options)
         self._membership: Membership | None = None
         self._processes: list[BaseProcess] = []
+        self._links: list[RankLink] = []
+        """Those to the processes, in their order."""
         self._spared = processes_below(os.getpid())  # such as the fork server
         self._restarts = 0
         self._stop_requested_s: float | None = None
@@ -172,10 +175,11 @@ class Agent:
             previous, self._membership = self._membership, self._rendezvous.join()
         self._report_size(previous, self._membership)
         for local_rank, sender in enumerate(environments):
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which _watch reports
+            with contextlib.suppress(OSError):  # it has ended, which _watch reports
                 sender.send(self._environment(self._membership, local_rank))
                 if local_rank == 0 and self._membership.store_socket is not None:
                     send_handle(sender, self._membership.store_socket.fileno(), None)
+                self._links.append(RankLink(socket.socket(fileno=os.dup(sender.fileno()))))
             sender.close()
         if self._membership.store_socket is not None:
             self._membership.store_socket.close()
@@ -204,10 +208,15 @@ class Agent:
         assert self._membership is not None
         first_rank = self._membership.node * self._options.ranks_per_node
         while True:
+            links = {link.fileno(): link for link in self._links if link.is_open}
             if running := self._running():
-                wait([process.sentinel for process in running], timeout=WATCH_S)
+                ready = wait([*(process.sentinel for process in running), *links], timeout=WATCH_S)
+                for number in set(links) & set(ready):
+                    links[number].receive()
             self._pass_on_signals()
             codes = [process.exitcode for process in self._processes]
+            if any(codes):
+                self._send_endings({first_rank + place: ending(code) for place, code in enumerate(codes) if code})
             # where several failed since the last look, one killed from outside is the likelier cause
             if failed := min(((code, place) for place, code in enumerate(codes) if code), default=None):
                 return Failure(first_rank + failed[1], failed[0])
@@ -215,6 +224,11 @@ class Agent:
                 return None
             if self._rendezvous.nodes_waiting():
                 raise NodesChangedError
+
+    def _send_endings(self, endings: dict[int, str]) -> None:
+        """Inform the watchdogs of the other ranks, which only lose these."""
+        if watchdogs := next((link.watchdogs for link in self._links if link.watchdogs), None):
+            send_endings(watchdogs, endings)
 
     def _may_restart(self, failure: Failure) -> bool:
         is_final = failure.returncode in (REFUSED, ABORTED) or self._stop_requested_s is not None
@@ -255,8 +269,10 @@ class Agent:
         for pid in end_processes(os.getpid(), self._spared):
             report(f"process {pid} survives SIGKILL; it hangs in the kernel")
         for process in self._processes:
-            process.join(0)
-        self._processes = []
+            process.join(KILL_S)  # its threads may still end
+        for link in self._links:
+            link.close()
+        self._processes, self._links = [], []
 
     def _pass_on_signals(self) -> None:
         """Send the ranks what was received. They handle it in their own time; after a second signal they have little.

@@ -14,12 +14,12 @@ from megatron.config.options import Config, ConfigError
 from megatron.config.plugins import load_task
 from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
+from megatron.control.run_secret import MissingSecretError, run_secret
 from megatron.descriptors import limit_fault
 from megatron.generation.load_options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import deepspeed_env_lines
 from megatron.launch.plan import LaunchRequest
-from megatron.launch.run_secret import MissingSecretError, run_secret
 from megatron.parallel.shards import declared_shards
 from megatron.planning.sizes import declared_layers
 from megatron.training.deepspeed_config import check_deepspeed

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from megatron.control.run_secret import SECRET
 from megatron.descriptors import raise_limit
 from megatron.exit_codes import shell_status
 from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of, login_of
@@ -22,7 +23,6 @@ from megatron.launch.agent import FAILED_GRACE_S, AgentOptions, run_agent
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
 from megatron.launch.ownership import END_AT_ONCE, owned
 from megatron.launch.plan import LaunchPlan
-from megatron.launch.run_secret import SECRET
 from megatron.resilience.shutdown import SIGNALS
 
 # Time for hosts to answer after their agents have been killed. pdsh tries to reach a lost host for 10 s.

@@ -1,6 +1,6 @@
 """Rendezvous of several nodes: the first serves it (rendezvous_server.py), and each, the first included, is a client.
 
-Every message is authenticated with the secret of the run (messages.py).
+Every message is authenticated with the secret of the run (control/messages.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron.control.messages import Connection
+from megatron.control.run_secret import SECRET, run_secret
 from megatron.launch import rendezvous_server
 from megatron.launch.addresses import split_endpoint
-from megatron.launch.messages import Connection
 from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError
 from megatron.launch.rendezvous_server import LOST_BEATS
-from megatron.launch.run_secret import SECRET, run_secret
 from megatron.network import address_towards, bound_socket, is_loopback, listen_address, listening_socket, resolve
 
 JOIN_TIMEOUT_S = 600

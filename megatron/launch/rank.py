@@ -11,6 +11,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
+from megatron.control.agent_link import AGENT_SOCKET
 from megatron.exit_codes import FAILED
 from megatron.launch.child_processes import end_with_parent
 from megatron.network import STORE_SOCKET
@@ -36,6 +37,7 @@ def run_rank(main: str, local_rank: int, environment: Connection, is_late: bool,
         os.environ.update(environment.recv())
         if os.environ["RANK"] == "0":
             os.environ[STORE_SOCKET] = str(recv_handle(environment))
+        os.environ[AGENT_SOCKET] = str(environment.fileno())
     except EOFError:
         os._exit(FAILED)  # the agent ended
     run_main(main, flags)

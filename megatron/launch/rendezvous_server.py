@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.launch.messages import Connection
+from megatron.control.messages import Connection
 
 KEEP_ALIVE_S = 5.0
 """Interval of each node's heartbeat."""

@@ -1,34 +1,27 @@
 """Reports that the ranks' watchdogs exchange, and the verdict on a run that they lead to.
 
 They travel as datagrams to two collectors, rank 0 and the last rank, which usually are on different hosts. (torch's
-TCPStore blocks forever where its server is stopped.) Anybody may send a datagram to their ports: each carries an HMAC
-with a key that only the ranks know, and nothing else of it is read before that is verified.
+TCPStore blocks forever where its server is stopped.) Agents add how the process of a rank ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import hmac
-import json
+import os
 import secrets
-import selectors
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from megatron.control.datagrams import Datagrams
+from megatron.control.run_secret import SECRET
 from megatron.network import address_towards, is_loopback
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.host_probe import HostProbe
 
-MAC_BYTES = hashlib.sha256().digest_size
-LARGEST_BYTES = 8192
-"""Size of a datagram. Those of this module are below 5,000 bytes."""
-DATAGRAMS_AT_ONCE = 2048
-"""Number of datagrams read before the watchdog looks at its clock again, however many a stranger sends."""
 SHOWN = 8
 """Number of ranks that a verdict names one by one."""
 
@@ -66,12 +59,16 @@ class Report:
 
 
 def verdict(
-    call: str, world_size: int, answers: Mapping[int, Report], silent: Mapping[int, tuple[Report | str, float]]
+    call: str,
+    world_size: int,
+    answers: Mapping[int, Report],
+    silent: Mapping[int, tuple[Report | str, float]],
+    endings: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
     """Return the state of every rank when the run ended, the ranks that caused it first.
 
     `answers`: reports of the ranks that answered the call. `silent`: for each other rank its last report, or its host
-    if there is none, and how many seconds ago it came.
+    if there is none, and how many seconds ago it came. `endings`: how the processes of silent ranks ended, where known.
     """
     lines = _link_lines(answers, silent)
     has_links = bool(lines)
@@ -79,14 +76,12 @@ def verdict(
     for rank, (last, ago_s) in sorted(silent.items()):
         if isinstance(last, str):
             if last not in gone:
-                lines.append(f"rank {rank} on {last} was never heard of")
+                lines.append(f"rank {rank} on {last} {endings.get(rank, 'was never heard of')}")
         elif last.state == FAILED:
             lines.append(f"{last.name} failed {last.at}: {last.fault}")
         elif last.host not in gone:
-            lines.append(
-                f"{last.name} does not answer: it ended, is stopped, or is stuck in native code; last heard of "
-                f"{ago_s:.1f} s ago, {last.at}"
-            )
+            ending = endings.get(rank, "does not answer: it ended, is stopped, or is stuck in native code")
+            lines.append(f"{last.name} {ending}; last heard of {ago_s:.1f} s ago, {last.at}")
     others = [report for _, report in sorted(answers.items())]
     lines += [f"{report.name} failed {report.at}: {report.fault}" for report in others if report.state == FAILED]
     left = [report for report in others if report.state not in (FAILED, LOST)]
@@ -182,38 +177,36 @@ class Channel:
         elsewhere = [other for other in addresses if not is_loopback(other)]
         if is_loopback(address) and elsewhere:  # the first host's own name often resolves to such an address
             address = address_towards(elsewhere[0]) or address
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_DGRAM)
-        self._socket.bind((address, 0))
-        self._socket.setblocking(False)
-        # not select.select, which fails from descriptor 1024 on
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        gathered = ctx.gather_objects((socket.gethostname(), *self._socket.getsockname()[:2]))
+        self._datagrams = Datagrams(address, ctx.rank)
+        gathered = ctx.gather_objects((socket.gethostname(), *self._datagrams.place))
         self.hosts = [host for host, _, _ in gathered]
         places = {host: (address, port) for host, address, port in reversed(gathered)}
         own = places.pop(self.hosts[ctx.rank])
         self._places = places if own == tuple(gathered[ctx.rank][1:]) or ctx.rank == ctx.world_size - 1 else {}
         self._probe: HostProbe | None = None
         self.is_one_host = not places
-        self._collectors = {rank: gathered[rank][1:] for rank in (0, ctx.world_size - 1)}
-        self._key = bytes.fromhex(ctx.broadcast_object(secrets.token_hex(MAC_BYTES)))
-        self._rank = ctx.rank
+        self._collectors = {rank: tuple(gathered[rank][1:]) for rank in (0, ctx.world_size - 1)}
+        drawn = ctx.broadcast_object(secrets.token_hex(32))
+        self._datagrams.key = hmac.digest(os.environ.get(SECRET, "").encode(), drawn.encode(), "sha256")
+        self._rank, self._world_size = ctx.rank, ctx.world_size
         self.collects = ctx.rank in self._collectors
-        if self.collects:  # all ranks may answer at once; the kernel grants less
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, max(1 << 20, ctx.world_size * LARGEST_BYTES))
-        self._sending = threading.Lock()
-        self._num_sent = 0
-        self._heard: dict[int, int] = {}
-        """Number of the last datagram of each rank: one that a stranger repeats is ignored."""
+        if self.collects:  # all ranks may answer at once
+            self._datagrams.expect(ctx.world_size)
         self._addresses: dict[int, Any] = {}
         self.reports: dict[int, tuple[Report, float]] = {}
         """On a collector: the last report of each rank, and when it came."""
+        self.endings: dict[int, str] = {}
+        """On a collector: how the process of a rank ended, as its agent saw it."""
         self.call = ""
         """LOST or STUCK once a rank has called all others."""
         self.call_s = 0.0
         self.has_verdict = False
         """A collector has printed the verdict."""
+
+    def for_agent(self) -> dict[str, Any]:
+        """Return what the agent of this node needs to report the end of a rank (`report_endings`)."""
+        places = sorted(set(self._collectors.values()))
+        return {"places": places, "key": self._datagrams.key.hex(), "sender": self._world_size + self._rank}
 
     def send(self, report: Report) -> None:
         """Send a report to the collectors."""
@@ -221,42 +214,25 @@ class Channel:
             self._take(report)
         for rank, address in self._collectors.items():
             if rank != self._rank:
-                self._send(address, {"report": dataclasses.asdict(report)})
+                self._datagrams.send(address, {"report": dataclasses.asdict(report)})
 
     def wait(self, timeout_s: float) -> bool:
         """Receive until something has come or the time is over. Return True if that was a call to answer."""
-        if not self._selector.select(max(0.0, timeout_s)):
-            return False
         called = False
-        for _ in range(DATAGRAMS_AT_ONCE):
-            try:
-                content, sender = self._socket.recvfrom(LARGEST_BYTES + 1)
-            except BlockingIOError:
-                break
-            except OSError:  # an ICMP answer to an earlier datagram, whose receiver has ended; a lack of memory
-                continue
-            message = self._verified(content)
-            called |= message is not None and self._read(message, sender)
+        for message, place in self._datagrams.receive(timeout_s):
+            called |= self._read(message, place)
         return called
 
-    def _verified(self, content: bytes) -> dict[str, Any] | None:
-        """Return the message of a datagram; None unless another rank of this run sent it, for the first time."""
-        mac, body = content[:MAC_BYTES], content[MAC_BYTES:]
-        if len(content) > LARGEST_BYTES or not hmac.compare_digest(mac, self._mac(body)):
-            return None
-        message: dict[str, Any] = json.loads(body)
-        if message["number"] <= self._heard.get(message["rank"], 0):
-            return None
-        self._heard[message["rank"]] = message["number"]
-        return message
-
-    def _read(self, message: dict[str, Any], sender: Any) -> bool:
+    def _read(self, message: dict[str, Any], place: Any) -> bool:
+        if "endings" in message:
+            self.endings |= {int(rank): str(ending) for rank, ending in message["endings"].items()}
+            return False
         if "report" in message:
             report = Report(**message["report"])
-            self._addresses[report.rank] = sender
+            self._addresses[report.rank] = place
             self._take(report)
             if self.call or self.has_verdict:
-                self._send(sender, {"call": self.call, "verdict": self.has_verdict})
+                self._datagrams.send(place, {"call": self.call, "verdict": self.has_verdict})
             return False
         self.has_verdict |= message["verdict"]
         return self._note_call(message["call"])
@@ -287,17 +263,7 @@ class Channel:
 
     def _call_all(self) -> None:
         for address in list(self._addresses.values()):  # the other thread may add one
-            self._send(address, {"call": self.call, "verdict": self.has_verdict})
-
-    def _send(self, address: Any, message: dict[str, Any]) -> None:
-        with self._sending:  # two threads send, and a number that comes late would be ignored
-            self._num_sent += 1
-            body = json.dumps({"rank": self._rank, "number": self._num_sent, **message}).encode()
-            with contextlib.suppress(OSError):  # a full buffer, no route: it is sent again
-                self._socket.sendto(self._mac(body) + body, address)
-
-    def _mac(self, body: bytes) -> bytes:
-        return hmac.digest(self._key, body, "sha256")
+            self._datagrams.send(address, {"call": self.call, "verdict": self.has_verdict})
 
     def sorted_reports(self, world_size: int) -> tuple[dict[int, Report], dict[int, tuple[Report | str, float]]]:
         """Return `answers` and `silent` of `verdict`: the ranks that answered the call, and those that did not."""
@@ -312,5 +278,4 @@ class Channel:
     def close(self) -> None:
         if self._probe is not None:
             self._probe.close()
-        self._selector.close()
-        self._socket.close()
+        self._datagrams.close()

@@ -12,6 +12,7 @@ needs no lock.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import socket
@@ -24,6 +25,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from megatron.config.options import Config
+from megatron.control.agent_link import AgentLink
 from megatron.descriptors import shortage
 from megatron.exit_codes import HUNG
 from megatron.network import LOOPBACK, address_towards
@@ -68,6 +70,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._leaving = False
         self._channel: Channel | None = None
+        self._agent: AgentLink | None = None
         self._folder: Path | None = None
         self._file: IO[str] | None = None
         self._state, self._fault = RUNNING, ""
@@ -123,7 +126,8 @@ class Watchdog:
         started = time.strftime("%Y%m%d-%H%M%S", time.localtime(ctx.broadcast(int(time.time()))))
         if self._results_dir is not None:
             self._folder = Path(self._results_dir) / FOLDER / started
-        self._channel = channel
+        self._channel, self._agent = channel, AgentLink()
+        self._agent.send(watchdogs=channel.for_agent())
 
     def open(self) -> None:
         """Open the file for the stacks: while native code holds the interpreter's lock it cannot be opened."""
@@ -185,8 +189,7 @@ class Watchdog:
                 file.write(f"{report.name} {self._state} {report.at}\n")
                 traceback.print_exception(error, file=file)
                 file.flush()
-        if self._channel is not None:
-            self._channel.send(report)
+        self._send(report)
         if not lost:
             if report.step and not isinstance(error, OtherRankFailed):
                 self._print(f"{report.name} failed {report.at}:")
@@ -224,14 +227,19 @@ class Watchdog:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + (0.1 if self._state != RUNNING else self._look_s)
             self._set_timer()  # first: it would end a healthy run in which what follows fails
-            if self._channel is not None:
-                self._channel.send(self._report())
+            self._send(self._report())
         self._print_verdict()
         if self._stuck_s and (self._has_verdict.is_set() or now_s - self._stuck_s > GIVE_UP_S):
             if not self._has_verdict.is_set():
                 self._print(f"watchdog: {self._own_story()}")
             os._exit(HUNG)
         self._listen(min(self._next_look_s, now_s + 0.1 if self._called else self._deadline_s()) - now_s)
+
+    def _send(self, report: Report) -> None:
+        """Send a report to the other ranks and to the agent."""
+        if self._channel is not None and self._agent is not None:
+            self._channel.send(report)
+            self._agent.send(report=dataclasses.asdict(report))
 
     @property
     def _called(self) -> bool:
@@ -259,8 +267,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(GIVE_UP_S + TIMER_SLACK_S, exit=True, file=sys.__stderr__)  # type: ignore[arg-type]
         self._state, self._fault = STUCK, ""
         report = self._report()
-        if self._channel is not None:
-            self._channel.send(report)
+        self._send(report)
         text = f"{report.name} {'stuck' if by_itself else 'ended with the others'} {report.at}, {report.where}\n"
         try:
             if file := self._open():
@@ -286,12 +293,17 @@ class Watchdog:
         waited_s = time.monotonic() - channel.call_s
         answers, silent = channel.sorted_reports(self._world_size)
         # a rank that has not failed may be about to, because another one has ended
-        ended = all(report.state != RUNNING for report in answers.values()) and not silent
+        ended = all(report.state != RUNNING for report in answers.values()) and set(silent) <= set(channel.endings)
         # whether hosts reach each other takes its time
-        ended = ended and (channel.is_one_host or any(report.state == FAILED for report in answers.values()))
+        ended = ended and (
+            channel.is_one_host or bool(silent) or any(report.state == FAILED for report in answers.values())
+        )
         if waited_s < (DEPUTY_S if self.rank else 0.0) or (waited_s < ANSWER_S and not ended):
             return
-        lines = [f"watchdog: {self._headline(channel.call)}", verdict(channel.call, self._world_size, answers, silent)]
+        lines = [
+            f"watchdog: {self._headline(channel.call)}",
+            verdict(channel.call, self._world_size, answers, silent, channel.endings),
+        ]
         if self._folder is not None:
             lines.append(f"  stacks and tracebacks of each rank: {self._folder}")
         text = "\n".join(lines)

@@ -24,13 +24,13 @@ import yaml
 from benchmarks import chaos
 from megatron import network
 from megatron.cli import launch
+from megatron.control.run_secret import SECRET
 from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
 from megatron.launch import agent, hosts, rank
 from megatron.launch.agent import AgentOptions
 from megatron.launch.hl_requests import from_environment
 from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
-from megatron.launch.run_secret import SECRET
 from tests import runs
 from tests.ranks import free_port
 

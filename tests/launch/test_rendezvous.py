@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from megatron import network
+from megatron.control.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SIZE, Connection, StrangerError
+from megatron.control.run_secret import SECRET
 from megatron.launch import nodes_rendezvous, rendezvous_server
-from megatron.launch.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SIZE, Connection, StrangerError
 from megatron.launch.nodes_rendezvous import NodesRendezvous
 from megatron.launch.rendezvous import Membership, NodeOptions, RendezvousFailedError, split_endpoint
-from megatron.launch.run_secret import SECRET
 from tests.ranks import free_port
 from tests.strangers import Bomb
 
@@ -234,10 +234,10 @@ def test_strangers_cannot_join_nor_stop_the_rendezvous_nor_run_anything(
         b"",
         bomb,
         nonce,
-        nonce + SIZE.pack(len(join)) + mac + join,
-        nonce + SIZE.pack(len(bomb)) + mac + bomb,
+        nonce + SIZE.pack(MAC_BYTES + len(join)) + mac + join,
+        nonce + SIZE.pack(MAC_BYTES + len(bomb)) + mac + bomb,
         nonce + SIZE.pack(2**32 - 1) + mac,
-        nonce + SIZE.pack(LARGEST_BYTES) + mac + b"[" * LARGEST_BYTES,
+        nonce + SIZE.pack(MAC_BYTES + LARGEST_BYTES) + mac + b"[" * LARGEST_BYTES,
         b"GET / HTTP/1.1\r\n\r\n",
         os.urandom(5000),
     ]

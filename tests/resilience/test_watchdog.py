@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 from megatron.config.options import Config, GuardConfig, LoggingConfig, ParallelConfig
+from megatron.control.messages import MAC_BYTES
 from megatron.descriptors import raise_limit
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import host_probe
 from megatron.resilience import watchdog as module
 from megatron.resilience.errors import PeerLostError, is_lost_peer
-from megatron.resilience.rank_reports import FAILED, LOST, MAC_BYTES, SHOWN, STUCK, Channel, Report, verdict
+from megatron.resilience.rank_reports import FAILED, LOST, SHOWN, STUCK, Channel, Report, verdict
 from megatron.resilience.watchdog import Watchdog
 from tests.ranks import RankPools
 
@@ -116,6 +117,15 @@ def test_silent_ranks_come_first_and_many_are_counted() -> None:
     assert len(lines) == SHOWN + 2
 
 
+def test_a_rank_whose_process_ended_is_named_with_its_end() -> None:
+    silent: dict[int, tuple[Report | str, float]] = {1: (report(1), 0.5), 2: ("node1", 0.0)}
+    endings = {1: "was killed by SIGSEGV", 2: "ended with status 7", 0: "was killed by SIGKILL"}
+    assert verdict(LOST, 3, {0: report(0, state=LOST)}, silent, endings).splitlines()[:2] == [
+        "  rank 1 on node0 (process 101) was killed by SIGSEGV; last heard of 0.5 s ago, in step 7, train",
+        "  rank 2 on node1 ended with status 7",
+    ]
+
+
 def test_a_rank_that_failed_is_named_with_its_message_though_it_has_ended() -> None:
     failed = report(1, state=FAILED, fault="ValueError: boom")
     answers = {0: report(0, state=LOST, fault="Connection closed by peer")}
@@ -198,13 +208,13 @@ def exchange() -> tuple[list[int], str, bool]:
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(4000)]
     ctx = ParallelContext.build(ParallelConfig(), "cpu")
     channel = Channel(ctx, "127.0.0.1")
-    assert channel._socket.fileno() > 4000, "select.select ends at 1024"
+    assert channel._datagrams._socket.fileno() > 4000, "select.select ends at 1024"
     state = STUCK if ctx.rank == 1 else "running"
     mine = Report(ctx.rank, "here", os.getpid(), "train", 1, 0.0, state)
-    forged = json.dumps({"rank": 0, "number": 1, "verdict": True, "call": STUCK}).encode()
+    forged = json.dumps({"sender": 0, "number": 1, "verdict": True, "call": STUCK}).encode()
     for address in channel._collectors.values():
         for content in (forged, bytes(MAC_BYTES) + forged, b"\xff no json", b"[" * 60000):
-            channel._socket.sendto(content, address)
+            channel._datagrams._socket.sendto(content, address)
     deadline_s = time.monotonic() + 30
     while time.monotonic() < deadline_s and not (channel.call and (not channel.collects or len(channel.reports) == 4)):
         channel.send(mine)
@@ -247,7 +257,7 @@ def channels(size: int) -> list[Channel]:
         )
         made.append(Channel(ctx, "127.0.0.1"))
     for channel in made:
-        channel._collectors = {rank: places[rank][1:] for rank in (0, size - 1)}
+        channel._collectors = {rank: tuple(places[rank][1:]) for rank in (0, size - 1)}
     return made
 
 
@@ -255,11 +265,12 @@ def test_whatever_strangers_send_the_watchdog_goes_on_and_believes_none_of_it() 
     collector, peer, last = channels(3)
     draw = random.Random(7)
     taken: list[bytes] = []
-    peer._socket, real = SimpleNamespace(sendto=lambda content, _: taken.append(content)), peer._socket  # type: ignore[assignment]
+    sends, real = peer._datagrams, peer._datagrams._socket
+    sends._socket = SimpleNamespace(sendto=lambda content, _: taken.append(content))  # type: ignore[assignment]
     for number in range(50):
         peer.send(report(1, step=number, state=STUCK))
-    peer._socket = real
-    address = collector._socket.getsockname()
+    sends._socket = real
+    address = collector._datagrams.place
     stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
     def altered(content: bytes) -> bytes:

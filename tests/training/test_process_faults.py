@@ -41,14 +41,15 @@ PATIENT = "--watchdog-timeout-s 60"
 FAILS = r"rank 1 on \S+ \(process \d+\) failed in step 3, train:\n(.*\n)*ArithmeticError"
 HANG = r"rank {rank} on \S+ \(process \d+\) does not wait for others: in step 3, "
 GONE = r"rank {rank} on \S+ (\(process \d+\) does not answer|was never heard of)"
+KILLED = r"rank {rank} on \S+ \(process \d+\) was killed by SIG%s; last heard of [\d.]+ s ago, "
 SILENT = r"rank {rank} on \S+ \(process \d+\) does not answer: .* last heard of [\d.]+ s ago, "
 CASES = {
     "exception": Case("exception", FAILED, FAILS),
     "async exception": Case("async exception", FAILED, FAILS),
     "SIGINT": Case("SIGINT", DONE, "Received SIGINT", flags=SAVE),
     "SIGTERM": Case("SIGTERM", DONE, "Received SIGTERM", flags=SAVE),
-    "SIGKILL": Case("SIGKILL", 128 + 9, SILENT),
-    "SIGKILL of rank 0": Case("SIGKILL", 128 + 9, SILENT, rank=0),
+    "SIGKILL": Case("SIGKILL", 128 + 9, KILLED % "KILL"),
+    "SIGKILL of rank 0": Case("SIGKILL", 128 + 9, KILLED % "KILL", rank=0),
     "SIGKILL of rank 0 in a save, no launcher": Case(
         "SIGKILL in a save", FAILED, GONE, rank=0, flags=f"{SAVE} --save-interval 2 {PATIENT}", has_launcher=False
     ),
@@ -57,8 +58,8 @@ CASES = {
     ),
     "SIGSTOP": Case("SIGSTOP", HUNG, SILENT),
     "SIGSTOP of rank 0": Case("SIGSTOP", HUNG, SILENT, rank=0),
-    "segfault": Case("segfault", 128 + 11, SILENT),
-    "abort": Case("abort", 128 + 6, SILENT),
+    "segfault": Case("segfault", 128 + 11, KILLED % "SEGV"),
+    "abort": Case("abort", 128 + 6, KILLED % "ABRT"),
     "deadlock": Case("deadlock", HUNG, HANG + "train, .* in deadlock", stacks="in deadlock"),
     "interpreter lock held": Case("interpreter lock held", HUNG, SILENT),
     "reader thread fails": Case(

@@ -1,8 +1,8 @@
-"""Authenticated messages over a TCP connection: JSON objects, each with an HMAC that is verified before it is parsed.
+"""Authenticated messages: JSON objects, each with an HMAC that is verified before it is parsed.
 
-Both ends know the secret of the run. Each sends a nonce first; the key of the connection is derived from the secret and
-both nonces, and each message has a number, so nothing recorded can be sent again. A message is its size (4 bytes), its
-HMAC-SHA256, and JSON. Nothing is encrypted.
+Over a connection both ends know the secret of the run. Each sends a nonce first; the key of the connection is derived
+from the secret and both nonces, and each message has a number, so nothing recorded can be sent again. A message is its
+size (4 bytes), its HMAC-SHA256, and JSON. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,21 @@ class StrangerError(OSError):
     """The other end does not know the secret of this run, or is another program."""
 
 
+def seal(key: bytes, purpose: bytes, message: dict[str, Any]) -> bytes:
+    """Return a message with its HMAC in front. `purpose`: what this message is, so that it is not taken for another."""
+    body = json.dumps(message).encode()
+    return hmac.digest(key, purpose + b" " + body, "sha256") + body
+
+
+def unseal(key: bytes, purpose: bytes, content: bytes, largest_bytes: int) -> dict[str, Any]:
+    """Return the message that `seal` made with this key and purpose. Raises StrangerError for anything else."""
+    mac, body = content[:MAC_BYTES], content[MAC_BYTES:]
+    if len(body) > largest_bytes or not hmac.compare_digest(mac, hmac.digest(key, purpose + b" " + body, "sha256")):
+        raise StrangerError("the other end does not know the secret of this run")
+    message: dict[str, Any] = json.loads(body)
+    return message
+
+
 class Connection:
     """One end of a connection, which sends and receives without waiting for the other."""
 
@@ -49,8 +64,8 @@ class Connection:
 
     def send(self, **message: Any) -> None:
         """Send a message. It must not be called before `receive` has returned for the first time. Raises OSError."""
-        body = json.dumps(message).encode()
-        self._write(SIZE.pack(len(body)) + self._mac(body, sends=True) + body)
+        content = seal(self._key, self._purpose(sends=True), message)
+        self._write(SIZE.pack(len(content)) + content)
         self._counts[0] += 1
 
     @property
@@ -72,27 +87,23 @@ class Connection:
         messages = []
         while self._key and len(self._received) >= SIZE.size:
             (size,) = SIZE.unpack_from(self._received)
-            if size > LARGEST_BYTES:
+            if size > MAC_BYTES + LARGEST_BYTES:
                 raise StrangerError(f"a message of {size} bytes")
-            begin = SIZE.size + MAC_BYTES
-            if len(self._received) < begin + size:
+            if len(self._received) < SIZE.size + size:
                 break
-            body = bytes(self._received[begin : begin + size])
-            if not hmac.compare_digest(self._received[SIZE.size : begin], self._mac(body, sends=False)):
-                raise StrangerError("the other end does not know the secret of this run")
+            content = bytes(self._received[SIZE.size : SIZE.size + size])
+            messages.append(unseal(self._key, self._purpose(sends=False), content, LARGEST_BYTES))
             self._counts[1] += 1
             self.is_known = True
-            del self._received[: begin + size]
-            messages.append(json.loads(body))
+            del self._received[: SIZE.size + size]
         return messages
 
     def close(self) -> None:
         self.socket.close()
 
-    def _mac(self, body: bytes, *, sends: bool) -> bytes:
+    def _purpose(self, *, sends: bool) -> bytes:
         from_server = self._is_server if sends else not self._is_server
-        place = b"server" if from_server else b"client"
-        return hmac.digest(self._key, b"%b %d " % (place, self._counts[0 if sends else 1]) + body, "sha256")
+        return b"%b %d" % (b"server" if from_server else b"client", self._counts[0 if sends else 1])
 
     def _write(self, content: bytes) -> None:
         left, deadline_s = memoryview(content), time.monotonic() + SEND_TIMEOUT_S

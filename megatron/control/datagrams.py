@@ -1,0 +1,82 @@
+"""Authenticated datagrams: JSON objects, each with an HMAC that is verified before it is parsed (messages.py).
+
+They suit what is repeated until it is answered: no connection can break, none needs a descriptor, and a peer that hangs
+delays no other. Anybody may send to their port, so nothing else of a datagram is read before its HMAC is verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+from typing import Any
+
+from megatron.control.messages import StrangerError, seal, unseal
+
+LARGEST_BYTES = 8192
+"""Size of a datagram. Those of the watchdogs are below 5,000 bytes."""
+DATAGRAMS_AT_ONCE = 2048
+"""Number of datagrams read at one time, however many a stranger sends."""
+PURPOSE = b"datagram"
+
+
+class Datagrams:
+    """Socket of one sender, a number that no other sender of the run has. `send` may be called by several threads."""
+
+    def __init__(self, address: str, sender: int) -> None:
+        """Bind a free port of this address. Raises OSError."""
+        self._sender = sender
+        self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            self._socket.bind((address, 0))
+        except OSError:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+        # not select.select, which fails from descriptor 1024 on
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self.place: tuple[str, int] = self._socket.getsockname()[:2]
+        """Address and port."""
+        self.key = b""
+        """Known to all senders of the run alone. To be set before anything is sent."""
+        self._sending = threading.Lock()
+        self._num_sent = 0
+        self._heard: dict[int, int] = {}
+        """Number of the last datagram of each sender: one that a stranger repeats is ignored."""
+
+    def expect(self, num_senders: int) -> None:
+        """Have the kernel keep one datagram of each sender; it grants less where its limit is lower."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, max(1 << 20, num_senders * LARGEST_BYTES))
+
+    def send(self, place: Any, message: dict[str, Any]) -> None:
+        """Send a message, which may get lost."""
+        with self._sending:  # a number that comes late would be ignored
+            self._num_sent += 1
+            content = seal(self.key, PURPOSE, {"sender": self._sender, "number": self._num_sent, **message})
+            with contextlib.suppress(OSError):  # a full buffer, no route: it is sent again
+                self._socket.sendto(content, place)
+
+    def receive(self, timeout_s: float) -> list[tuple[dict[str, Any], Any]]:
+        """Wait until something has come or the time is over; return the messages, each with the place it came from."""
+        messages: list[tuple[dict[str, Any], Any]] = []
+        if not self._selector.select(max(0.0, timeout_s)):
+            return messages
+        for _ in range(DATAGRAMS_AT_ONCE):
+            try:
+                content, place = self._socket.recvfrom(LARGEST_BYTES + 1)
+            except BlockingIOError:
+                break
+            except OSError:  # an ICMP answer to an earlier datagram, whose receiver has ended; a lack of memory
+                continue
+            with contextlib.suppress(StrangerError):
+                message = unseal(self.key, PURPOSE, content[: LARGEST_BYTES + 1], LARGEST_BYTES)
+                if message["number"] > self._heard.get(message["sender"], 0):
+                    self._heard[message["sender"]] = message["number"]
+                    messages.append((message, place))
+        return messages
+
+    def close(self) -> None:
+        self._selector.close()
+        self._socket.close()
