@@ -1,4 +1,4 @@
-"""Build the C++ extension; everything else about the package is declared in pyproject.toml."""
+"""Build the C++ extensions; everything else about the package is declared in pyproject.toml."""
 
 from glob import glob
 
@@ -16,6 +16,12 @@ setup(
             cxx_std=17,
             # no fused multiply-add: the blend must choose the same samples on every processor
             extra_compile_args=["-O3", "-ffp-contract=off"],
-        )
+        ),
+        Pybind11Extension(
+            "megatron.parallel.token_operators",
+            ["megatron/parallel/native/token_operators.cpp"],
+            cxx_std=17,
+            extra_compile_args=["-O3", "-Wno-psabi"],  # vectors are passed to inlined functions alone
+        ),
     ],
 )

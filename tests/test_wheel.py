@@ -26,6 +26,7 @@ from megatron.config.parser import PRESETS_DIR
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
+EXTENSIONS = ("megatron/data/helpers", "megatron/parallel/token_operators")
 WHEELS = ("from the sdist", "from the checkout")
 
 
@@ -73,18 +74,19 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
     shutil.unpack_archive(sdist, unpacked)
     wheels = {}
     for name, source in zip(WHEELS, (next(unpacked.iterdir()), checkout), strict=True):
-        reuse_compiled_extension(source)
+        reuse_compiled_extensions(source)
         wheels[name] = pip_wheel(source, work / name)
     return Builds(sdist, wheels)
 
 
-def reuse_compiled_extension(source: Path) -> None:
-    """Put the extension that set-up compiled where a build looks for it, which compiles it unless it is up to date."""
+def reuse_compiled_extensions(source: Path) -> None:
+    """Put the extensions that set-up compiled where a build looks for them, which compiles those not up to date."""
     tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    target = source / "build" / f"lib.{tag}" / "megatron" / "data"
-    target.mkdir(parents=True)
-    for compiled in (ROOT / "megatron" / "data").glob(f"helpers{sysconfig.get_config_var('EXT_SUFFIX')}"):
-        shutil.copy2(compiled, target)
+    for extension in EXTENSIONS:
+        target = source / "build" / f"lib.{tag}" / Path(extension).parent
+        target.mkdir(parents=True)
+        for compiled in ROOT.glob(f"{extension}{sysconfig.get_config_var('EXT_SUFFIX')}"):
+            shutil.copy2(compiled, target)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def installed(request: pytest.FixtureRequest, builds: Builds, tmp_path_factory: 
 def test_the_sdist_holds_what_a_build_needs_and_no_tests(builds: Builds) -> None:
     with tarfile.open(builds.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    native = {f"megatron/data/native/{path.name}" for path in (ROOT / "megatron" / "data" / "native").iterdir()}
+    native = {str(path.relative_to(ROOT)) for path in ROOT.glob("megatron/*/native/*")}
     assert {*SOURCES, *native} - {"MANIFEST.in"} <= names
     assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks", "examples"))]
 
@@ -135,12 +137,12 @@ def test_both_wheels_hold_every_module_and_preset(builds: Builds) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*.py")}
     presets = {f"megatron/presets/{path.name}" for path in PRESETS_DIR.glob("*.yaml")}
     assert len(presets) > 20
-    expected = modules | presets | {"megatron/data/helpers.pyi"}
+    expected = modules | presets | {f"{extension}.pyi" for extension in EXTENSIONS}
     for wheel in builds.wheels.values():
         with zipfile.ZipFile(wheel) as archive:
             names = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert {name for name in names if not name.endswith(".so")} == expected
-        assert [name for name in names if re.fullmatch(r"megatron/data/helpers\..*\.so", name)]
+        assert {name.partition(".")[0] for name in names if name.endswith(".so")} == set(EXTENSIONS)
 
 
 def test_the_installed_package_is_the_one_imported(installed: Environment) -> None:

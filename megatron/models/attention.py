@@ -403,11 +403,14 @@ class SelfAttention(nn.Module):
         self.sizes = [ctx.slice_size(piece) for piece in shards["qkv.weight"].pieces]
         self.qkv = ColumnParallelLinear(shards.below("qkv"), ctx)
         self.dense = RowParallelLinear(shards.below("dense"), ctx)
+        # a subclass may change what is projected, and parts of heads have to be gathered
+        is_plain = type(self).project is SelfAttention.project and self.own_kv_head is None
+        self.attend_at_once = shared.kernels.attend if is_plain else None
 
     def forward(self, hidden: Tensor, packing: Packing | CachedTokens | None = None) -> Tensor:
-        q, k, v = self.project(hidden)
         if isinstance(packing, CachedTokens):
-            return self.dense(self._cached(q, k, v, packing))
+            return self.dense(self._cached(hidden, packing))
+        q, k, v = self.project(hidden)
         if self.recompute_core and self.training:
             context = self.ctx.streams.recomputed(self._core, q, k, v, packing)
         else:
@@ -416,17 +419,29 @@ class SelfAttention(nn.Module):
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of this rank's heads: [S, B, heads, d]."""
-        q, k, v = self.qkv(hidden).split(self.sizes, dim=-1)
+        return self._heads(self.qkv(hidden))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv.split(self.sizes, dim=-1)
         if self.own_kv_head is not None:
             begin = self.own_kv_head * self.head_size
             k, v = (gather_channels(part, self.ctx)[..., begin : begin + self.head_size] for part in (k, v))
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
         return q, k, v
 
-    def _cached(self, q_SBnd: Tensor, k_SBkd: Tensor, v_SBkd: Tensor, tokens: CachedTokens) -> Tensor:
-        """`_core` over the cache of earlier tokens."""
-        if self.shared.rotary is not None:
-            angles = tokens.angles(self.shared.rotary.table)
+    def _cached(self, hidden: Tensor, tokens: CachedTokens) -> Tensor:
+        """Context over the cache of earlier tokens: [S, B, H] -> [S, B, n d]."""
+        rotary = self.shared.rotary
+        angles = None if rotary is None else tokens.angles(rotary.table)
+        if self.attend_at_once is None:
+            q_SBnd, k_SBkd, v_SBkd = self.project(hidden)
+        else:
+            qkv = self.qkv(hidden)
+            context = tokens.attend_at_once(self, qkv, angles, self.attend_at_once)
+            if context is not None:
+                return context
+            q_SBnd, k_SBkd, v_SBkd = self._heads(qkv)
+        if angles is not None:
             q_SBnd, k_SBkd = self.shared.kernels.rotate(q_SBnd, k_SBkd, *angles)
         return tokens.attend(self, q_SBnd, k_SBkd, v_SBkd)
 

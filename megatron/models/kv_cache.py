@@ -92,6 +92,15 @@ class CachedTokens:
         """Write k and v [S, B, k, d], and return the context of q [S, B, n, d]: [S, B, n d]."""
         raise TypeError("a pass is a PrefillChunk or a DecodeStep")
 
+    def attend_at_once(
+        self, layer: Any, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, kernel: Callable[..., Tensor | None]
+    ) -> Tensor | None:
+        """Return the context of qkv [S, B, (n + 2 k) d] by one kernel that turns, writes and attends; None: it cannot.
+
+        The result is [S, B, n d].
+        """
+        return None
+
 
 class PrefillChunk(CachedTokens):
     """Tokens `begin` to `begin + S` of the prompts of some rows.
@@ -127,7 +136,7 @@ class DecodeStep(CachedTokens):
     def __init__(self, cache: KVCache, first_row: int, positions_B: Tensor, num_places: int) -> None:
         """`positions_B`: the place of each row's token; the pass reads the first `num_places`, a multiple of BUCKET."""
         super().__init__(cache)
-        self.positions_BS = positions_B.unsqueeze(1)
+        self.positions_B, self.positions_BS = positions_B, positions_B.unsqueeze(1)
         self.rows = slice(first_row, first_row + len(positions_B))
         self.num_places = num_places
         self._index: Tensor | None = None
@@ -146,6 +155,14 @@ class DecodeStep(CachedTokens):
         grouped = q.view(batch, num_kv_heads, num_heads // num_kv_heads, head_size)
         context = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._bias(layer, grouped))
         return context.reshape(1, batch, num_heads * head_size)
+
+    def attend_at_once(
+        self, layer: Any, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, kernel: Callable[..., Tensor | None]
+    ) -> Tensor | None:
+        keys, values = self.cache.of(layer)
+        if len(self.positions_B) < self.cache.num_rows:
+            keys, values = keys[self.rows], values[self.rows]
+        return kernel(qkv, angles, layer.slopes, self.positions_B, self.num_places, keys, values)
 
     def _places(self, num_kv_heads: int) -> Tensor:
         """Return the index of each new vector in a layer's part of these rows as a list of vectors, [B k]."""

@@ -120,7 +120,7 @@ class _MLP(nn.Module):
         self.down = RowParallelLinear(shards.below("down"), shared.ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        inside = self.get_submodule(self._up)(hidden)
+        inside = getattr(self, self._up)(hidden)
         if self.discards_activation and self.training:
             return discard_output(self.activation, self.down, inside)
         return self.down(self.activation(inside))

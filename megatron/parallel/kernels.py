@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.config.options import Config, ConfigError
+from megatron.parallel import token_kernels
 
 log = logging.getLogger(__name__)
 
@@ -162,18 +163,26 @@ class Kernels:
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate
     swiglu: Callable[[Tensor], Tensor] = swiglu
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    attend: Callable[..., Tensor | None] | None = None
+    """`attend` of token_kernels.py, None where a token's attention is made of the device's operators."""
 
 
 PLAIN = Kernels("plain")
-FEW_NUMBERS = 2**15
-"""Size of an input up to which the calls of operators take longer than their passes over memory."""
 
 
-def _plain_for_tokens(eager: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the eager operator, or the plain one for few numbers, which has fewer calls."""
+def _for_tokens(
+    eager: Callable[..., Any], plain: Callable[..., Any], token: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return the eager operator that leaves few numbers to `token`, or what this does not take to the plain one.
+
+    Both have fewer calls.
+    """
 
     def chosen(x: Tensor, *others: Any) -> Any:
-        return (plain if x.numel() <= FEW_NUMBERS else eager)(x, *others)
+        if x.numel() > token_kernels.FEW_NUMBERS:
+            return eager(x, *others)
+        result = None if token is None else token(x, *others)
+        return plain(x, *others) if result is None else result
 
     return chosen
 
@@ -181,9 +190,10 @@ def _plain_for_tokens(eager: Callable[..., Any], plain: Callable[..., Any]) -> C
 EAGER = Kernels("eager", rotate=_Rotate.apply, swiglu=_Swiglu.apply, rms_norm=_RMSNorm.apply)
 EAGER_WITHOUT_GRADIENTS = Kernels(
     "eager",
-    rotate=_plain_for_tokens(_Rotate.apply, rotate),
-    swiglu=_plain_for_tokens(_Swiglu.apply, swiglu),
-    rms_norm=_plain_for_tokens(_RMSNorm.apply, rms_norm),
+    rotate=_for_tokens(_Rotate.apply, rotate),
+    swiglu=_for_tokens(_Swiglu.apply, swiglu, token_kernels.swiglu),
+    rms_norm=_for_tokens(_RMSNorm.apply, rms_norm, token_kernels.rms_norm),
+    attend=token_kernels.attend,
 )
 
 
@@ -241,6 +251,11 @@ def choose_kernels(config: Config, device: torch.device, *, trains: bool = True)
     if choice == "plain" or device.type == "hpu" or config.training.torch_compile:
         return PLAIN
     if choice == "auto" and device.type == "cpu":
+        if token_kernels.missing and not trains:
+            log.warning(
+                "text is generated more slowly: %s; build the C++ extensions with `pip install -e .`",
+                token_kernels.missing,
+            )
         return eager  # to compile takes seconds at each start
     missing = missing_compiler(device.type)
     if not missing:

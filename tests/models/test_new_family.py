@@ -1,4 +1,4 @@
-"""A third family, defined in this file alone: it is planned, trains, is checkpointed, resumed and exported.
+"""A third family, defined in this file alone: it is planned, trains, is checkpointed, resumed, exported and generates.
 
 It is a Llama with a norm over each head of q and k, whose gradients each rank computes from its own heads.
 """
@@ -17,13 +17,18 @@ from torch import Tensor
 from megatron.checkpoint.reader import newest_checkpoint
 from megatron.config.command_line import load_config
 from megatron.config.options import Config, ConfigError
+from megatron.generation.generator import generate
+from megatron.generation.model import InferenceModel, build_stage
+from megatron.generation.options import GenerationOptions
+from megatron.generation.requests import Request
 from megatron.interop.huggingface import export_huggingface, import_huggingface, parameters_of
 from megatron.interop.native import native_model
 from megatron.models.attention import SelfAttention, Shared
 from megatron.models.decoder import attention_shards, below, decoder_layers, mlp_shards, norm_shards, transformer
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.models.transformer import GeluMLP, TransformerLayer, rms_norm
-from megatron.parallel.shards import LayerDeclaration, Shard, Shards
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import LayerDeclaration, Shard, Shards, named_parameters
 from megatron.planning.describe import describe
 from megatron.planning.sizes import count_parameters
 from tests import runs
@@ -125,6 +130,20 @@ def test_a_norm_over_heads_has_the_gradients_of_one_rank(ranks: RankPools, group
             np.testing.assert_allclose(
                 part.gradients[name], expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=name
             )
+
+
+def test_text_is_generated_with_the_norms_of_the_family() -> None:
+    config, ctx = outputs.config_of(FLAGS), ParallelContext.single()
+    layers, modules = build_stage(config, ctx, ctx.device)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in named_parameters(modules):
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.5, generator=generator)
+    model = InferenceModel(config, ctx, layers, modules)
+    (found,) = generate(model, [Request(0, (5, 6, 7))], GenerationOptions(max_new_tokens=8))
+    text = torch.tensor([[5, 6, 7, *found.ids]])
+    whole = model.logits(model.forward_stage(text))[2:-1, 0].argmax(-1)  # without a cache
+    assert found.ids == tuple(whole.tolist())
 
 
 def test_it_trains_resumes_on_another_layout_and_is_exported(ranks: RankPools, tmp_path: Path) -> None:

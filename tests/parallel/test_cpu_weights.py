@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.generation.generator import attention_layers
 from megatron.generation.model import InferenceModel, build_stage, training_model
+from megatron.models.kv_cache import DecodeStep, KVCache
+from megatron.models.transformer import TransformerLayer
 from megatron.parallel import cpu_weights
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ParallelLinear
@@ -52,6 +58,48 @@ def test_the_layout_changes_no_logits(family: str, flags: str, width: int) -> No
     tolerance = 0.1 if "--bf16" in flags else 1e-5
     assert expected.std() > 0.3
     torch.testing.assert_close(logits_of(model, tokens), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("channels", "num_threads", "parts"), [(48, 1, 1), (48, 4, 4), (48, 64, 16), (33, 2, 1)])
+def test_the_product_of_one_row_is_cut_into_equal_parts(
+    channels: int, num_threads: int, parts: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    assert cpu_weights._parts(channels, num_threads) == parts
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(channels, 20, generator=generator).t()
+    x, bias = torch.randn(1, 1, channels, generator=generator), torch.randn(20, generator=generator)
+    expected = (x.double() * weight.double()).sum(-1).view(1, 1, 20) + (bias.double() if with_bias else 0)
+    found = cpu_weights.transposed_product(x, weight, bias if with_bias else None)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", [TIED, BLOOM])
+def test_a_layer_of_a_tokens_pass_takes_few_operators(family: str) -> None:
+    config = config_of(f"{family} --bf16")
+    layers, modules = build_stage(config, CTX, CTX.device)
+    model = InferenceModel(config, CTX, layers, modules)
+    cache = KVCache(attention_layers(modules), 1, 64, model.dtype, CTX.device)
+    (layer, *_) = (each for each in layers if isinstance(each, TransformerLayer))
+    hidden = torch.zeros(1, 1, config.model.hidden_size, dtype=model.dtype)
+    with torch.no_grad():
+        step = DecodeStep(cache, 0, torch.tensor([5]), 64)
+        layer((hidden, step))  # makes what the layers of a pass share
+        with _Count() as count:
+            layer((hidden, step))
+    # four products, two norms and two sums, a product being one operator where weights are packed
+    assert len(count.names) <= (12 if cpu_weights._packs_bfloat16() else 24), count.names
 
 
 def test_a_packed_weight_gives_its_values_back() -> None:

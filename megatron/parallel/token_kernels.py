@@ -1,0 +1,119 @@
+"""The operators of kernels.py for passes over single tokens on a CPU, each one call of a C++ function.
+
+A token's pass is hundreds of operators on a few hundred numbers, and their dispatch takes longer than their work. The
+functions here take float32 and bfloat16, compute in float32, run on one thread and have no gradients; for anything
+else they return None, and the caller takes torch's operators.
+
+Shapes: B rows, n query heads and k key/value heads of this rank, d head size, T places of a row in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float32)
+FEW_NUMBERS = 2**15
+"""Size of an input up to which the calls of operators take longer than their passes over memory."""
+
+
+def most_keys(num_threads: int) -> float:
+    """Return the numbers of a pass's keys up to which one thread attends to them as fast as all with torch's operator.
+
+    That takes as long as 2^17 numbers to start, and twice as long for each number. Measured on two threads.
+    """
+    return math.inf if num_threads == 1 else max(2**17, 2**22 // num_threads)
+
+
+try:
+    from megatron.parallel import token_operators
+
+    operators: Any = token_operators
+    missing = ""
+    """Reason for which there are no operators."""
+except ImportError as error:
+    operators, missing = None, str(error)
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Return whether the operators can read these tensors, which have one dtype."""
+    dtype = tensors[0].dtype
+    if operators is None or torch.is_grad_enabled() or dtype not in DTYPES:
+        return False
+    for x in tensors:  # noqa: SIM110  # a generator takes as long as an operator
+        if not x.is_cpu or x.dtype != dtype or not x.is_contiguous():
+            return False
+    return True
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:
+    """Return x / rms(x) * weight over the last dimension."""
+    if not takes(x, weight):
+        return None
+    size, width, result = x.numel(), x.shape[-1], torch.empty_like(x)
+    is_bfloat16 = x.dtype == torch.bfloat16
+    operators.rms_norm(x.data_ptr(), weight.data_ptr(), result.data_ptr(), size // width, width, epsilon, is_bfloat16)
+    return result
+
+
+def swiglu(gate_up: Tensor) -> Tensor | None:
+    """Return silu(gate) * up: [..., 2 F] -> [..., F]."""
+    if not takes(gate_up):
+        return None
+    size, width = gate_up.numel(), gate_up.shape[-1] // 2
+    result = gate_up.new_empty((*gate_up.shape[:-1], width))
+    operators.swiglu(gate_up.data_ptr(), result.data_ptr(), size // (2 * width), width, gate_up.dtype == torch.bfloat16)
+    return result
+
+
+def attend(
+    qkv: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    slopes: Tensor | None,
+    positions: Tensor,
+    num_places: int,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor | None:
+    """Write the key and value of one token of each row into a cache, and return the token's context.
+
+    qkv: [1, B, (n + 2 k) d]. angles: cos and sin, each float32 [1, B, 1, d/2], by which queries and keys are turned.
+    slopes: float32 [n], of ALiBi. positions: int64 [B], the tokens' places, below `num_places`.
+    keys, values: [B, k, T, d].
+
+    Returns [1, B, n d]. Raises IndexError for a position outside of the cache.
+    """
+    rows, kv_heads, places, head_size = keys.shape
+    is_much = rows * kv_heads * num_places * head_size > most_keys(torch.get_num_threads())
+    if is_much or not takes(qkv, keys, values) or not _are_plain(angles, slopes):
+        return None
+    num_heads = qkv.shape[-1] // head_size - 2 * kv_heads
+    assert qkv.shape[:2] == (1, rows)
+    assert positions.shape == (rows,)
+    context = qkv.new_empty((1, rows, num_heads * head_size))
+    operators.attend(
+        qkv=qkv.data_ptr(),
+        cos=0 if angles is None else angles[0].data_ptr(),
+        sin=0 if angles is None else angles[1].data_ptr(),
+        slopes=0 if slopes is None else slopes.data_ptr(),
+        positions=positions.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        context=context.data_ptr(),
+        rows=rows,
+        kv_heads=kv_heads,
+        group=num_heads // kv_heads,
+        head_size=head_size,
+        places=places,
+        is_bfloat16=qkv.dtype == torch.bfloat16,
+    )
+    return context
+
+
+def _are_plain(angles: tuple[Tensor, Tensor] | None, slopes: Tensor | None) -> bool:
+    """Return whether the angles and slopes that there are can be read as float32 numbers one behind the other."""
+    found = [*(angles or ()), *([] if slopes is None else [slopes])]
+    return all(x.dtype == torch.float32 and x.is_contiguous() for x in found)
