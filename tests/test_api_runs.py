@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from safetensors.torch import load_file
 from megatron.config.command_line import load_config
 from tests import runs
 from tests.finetuning_files import write_chats, write_model
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTATION = ROOT / "docs" / "finetuning.md"
@@ -114,16 +114,14 @@ def test_the_readmes_separate_data_processing_works(examples: list[str], folder:
 def test_the_readmes_two_machines_train_together(examples: list[str], folder: Path) -> None:
     arguments = next(block for block in examples if block.startswith("# define training-specific arguments"))
     machines = [next(block for block in examples if f"# on machine {number}" in block) for number in (1, 2)]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = str(free_port())
     everything = "import os\nfrom megatron.api import *\n" + arguments.replace("num_epochs = 10", "num_epochs = 2")
     processes = [
         start(
             folder,
             everything + machine.replace("nproc_per_node = 4", "nproc_per_node = 1"),
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
+            MASTER_PORT=port,
             MEGATRON_RUN_SECRET="known to both machines",
         )
         for machine in machines
