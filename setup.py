@@ -11,8 +11,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "megatron.data.helpers",
-            sorted(glob(f"{NATIVE}/*.cpp")),
-            depends=sorted(glob(f"{NATIVE}/*.h")),
+            [f"{NATIVE}/helpers.cpp"],
+            depends=sorted(glob(f"{NATIVE}/*")),
             cxx_std=17,
             # no fused multiply-add: the blend must choose the same samples on every processor
             extra_compile_args=["-O3", "-ffp-contract=off"],

@@ -1,7 +1,13 @@
 // The C++ extension megatron.data.helpers: loops that are too slow in Python.
 
-#include "helpers.h"
-#include "packing.h"
+// one translation unit: each more takes five seconds for the headers of pybind11
+#include "blends.cpp"
+#include "buckets.cpp"
+#include "byte_pairs.cpp"
+#include "packing.cpp"
+#include "samples.cpp"
+#include "shuffle.cpp"
+#include "steps.cpp"
 
 PYBIND11_MODULE(helpers, module) {
     module.doc() = "Index arrays of the GPT dataset and of blends, the samples they describe, packing, and BLOOM's BPE.";
