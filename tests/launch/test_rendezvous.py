@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -148,6 +150,47 @@ def test_nodes_wait_for_each_other_at_the_end_and_a_late_one_learns_of_it(make_n
     second.close()
     with pytest.raises(RendezvousFailedError, match="the run has ended on the other nodes"):
         first.join()
+
+
+AGENT = """
+import sys, time
+skew_s = float(sys.argv[1])
+for name in ("time", "monotonic"):
+    clock = getattr(time, name)
+    setattr(time, name, lambda clock=clock: clock() + skew_s)
+from megatron.launch import nodes_rendezvous
+from megatron.launch.rendezvous import NodeOptions
+nodes_rendezvous.EXIT_BARRIER_S = 1e6
+node = nodes_rendezvous.NodesRendezvous(NodeOptions(2, 2, int(sys.argv[2]), sys.argv[3], max_restarts=1))
+for attempt in range(2):
+    print(node.join().node, flush=True)
+    while int(sys.argv[2]) == 0 and attempt == 0 and not node.nodes_waiting():  # the second one's ranks have failed
+        time.sleep(0.01)
+node.finish()
+node.close()
+node.leave()
+"""
+
+
+def test_clocks_that_differ_between_hosts_delay_nothing() -> None:
+    """By 90 s, the monotonic one too: both nodes join, join again, and leave together at the end."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", AGENT, skew_s, str(number), endpoint],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for number, skew_s in enumerate(("0", "90"))
+    ]
+    try:
+        ended = [process.communicate(timeout=60)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert ended == ["0\n0\n", "1\n1\n"]
+    assert [process.returncode for process in started] == [0, 0]
 
 
 def test_the_last_node_does_not_wait_for_one_that_was_lost(make_nodes: Callable[..., Nodes]) -> None:
