@@ -89,8 +89,9 @@ def test_connections_of_strangers(count: int, tmp_path: Path) -> None:
         order = [False, 0, "127.0.0.1", 1]
         placed = exchange(member, "placed", kind="join", order=order, address="127.0.0.1", port=1)
         assert (placed["node"], placed["num_nodes"], server.is_alive(), server._is_closed) == (0, 1, True, False)
-        for one in [*held, member]:
-            one.close()
+        member.close()
+        for stranger in held:
+            stranger.close()
     ours.close()
     recorder.close()
     assert list(tmp_path.iterdir()) == []
