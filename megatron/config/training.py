@@ -246,6 +246,11 @@ class GuardConfig:
     max_skipped_in_a_row: Positive = 10
     """Abort with exit status 3 after this many skipped steps in a row. An fp16 overflow counts only when the loss scale
     is already at its minimum."""
+    max_skipped_in_window: Positive = 30
+    """Abort with exit status 3 after this many skipped steps among the last skipped_window, counted in the same way.
+    More than skipped_window: no such limit."""
+    skipped_window: Annotated[int, Field(ge=2)] = 100
+    """Steps over which max_skipped_in_window counts."""
     rollback_skip_steps: Positive = 10
     """Steps whose samples a rollback leaves out: the spike and the steps before it, because the damaging update comes
     before the loss that shows it."""

@@ -61,6 +61,8 @@ class Progress:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     skipped_in_a_row: int = 0
+    recent_skips: list[int] = field(default_factory=list)
+    """Skipped iterations that the guard's window still counts."""
     rollbacks: int = 0
     """Rollbacks since the last checkpoint from beyond all samples that are left out."""
     left_out: list[tuple[int, int]] = field(default_factory=list)

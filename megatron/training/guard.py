@@ -95,19 +95,29 @@ class Guard:
         return False
 
     def _count_skipped(self, where: str, reason: str, warning: str, row: dict[str, Any]) -> None:
-        """Report a skipped step. Raises TrainingAborted after too many in a row."""
-        self._progress.skipped_in_a_row += 1
-        in_a_row, most = self._progress.skipped_in_a_row, self._config.guard.max_skipped_in_a_row
+        """Report a skipped step. Raises TrainingAborted after too many in a row, or among the last steps."""
+        progress, options = self._progress, self._config.guard
+        progress.skipped_in_a_row += 1
+        first = progress.iteration - options.skipped_window
+        progress.recent_skips = [*(step for step in progress.recent_skips if step > first), progress.iteration]
+        in_a_row, most = progress.skipped_in_a_row, options.max_skipped_in_a_row
         self._report(
             f"{warning}The step was skipped ({in_a_row} in a row, of at most {most})", row | {"action": "skipped"}
         )
         self._skipped.append(where)
+        recent = len(progress.recent_skips)
+        remedy = "Check the data and the learning rate, resume from an earlier checkpoint, or raise"
         if in_a_row >= most:
             raise TrainingAborted(
                 f"{in_a_row} steps in a row were skipped, max_skipped_in_a_row={most}: "
                 f"{'; '.join([*(['...'] if in_a_row > SHOWN_STEPS else []), *self._skipped[-SHOWN_STEPS:]])}. The "
-                f"last one: {reason}. The weights are those of before these steps. Check the data and "
-                "the learning rate, resume from an earlier checkpoint, or raise max_skipped_in_a_row"
+                f"last one: {reason}. The weights are those of before these steps. {remedy} max_skipped_in_a_row"
+            )
+        if recent >= options.max_skipped_in_window:
+            raise TrainingAborted(
+                f"{recent} of the last {min(options.skipped_window, progress.iteration)} steps were skipped, "
+                f"max_skipped_in_window={options.max_skipped_in_window}. The last one: {where}: {reason}. "
+                f"{remedy} max_skipped_in_window"
             )
 
     def _find_suspect(self, result: StepResult, begin: int) -> tuple[Suspect | None, list[int]]:

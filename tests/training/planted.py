@@ -171,12 +171,13 @@ def absent(begin: int, end: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def nan_from(consumed_samples: int) -> Iterator[None]:
-    """Every loss from there on is NaN, on rank 0 alone."""
+def nan_from(consumed_samples: int, good_every: int = 0) -> Iterator[None]:
+    """Every loss from there on is NaN, on rank 0 alone, except after each multiple of `good_every` samples."""
     original = Engine.train_step
 
     def train_step(self: Engine, microbatches: Any, **options: Any) -> StepResult:
-        if options["consumed_samples"] < consumed_samples:
+        consumed = options["consumed_samples"]
+        if consumed < consumed_samples or (good_every and consumed % good_every == 0):
             return original(self, microbatches, **options)
         with nan_loss(self, 0):
             return original(self, microbatches, **options)

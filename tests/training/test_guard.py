@@ -243,6 +243,21 @@ def test_too_many_in_a_row_end_the_run_with_their_samples(ranks: RankPools, tmp_
     assert (tmp_path / "a" / "latest").read_text().split()[0] == "global_step6"
 
 
+def test_too_many_of_the_last_steps_end_the_run_over_a_restart_too(
+    ranks: RankPools, tmp_path: Path, data: Path
+) -> None:
+    """Two of three steps are lost, which never makes many in a row."""
+    flags = f"--data-path {data} --train-iters 30 --eval-iters 0 --save {tmp_path / 'a'} --exit-interval 6"
+    flags += " --max-skipped-in-window 5 --skipped-window 8"
+    began = ranks(1)(planted.run, flags, "nan_from", 8, 24)[0]
+    assert "TrainingAborted" not in began
+    (message,) = ranks(1)(planted.run, flags, "nan_from", 8, 24)
+    assert message.startswith(
+        "TrainingAborted: 5 of the last 8 steps were skipped, max_skipped_in_window=5. The last one: "
+    )
+    assert "iteration 8 (samples 56 to 63): loss nan or gradient" in message
+
+
 def test_giving_up_exits_with_3(data: Path) -> None:
     """A learning rate at which every model is lost after a step."""
     flags = f"--data-path {data} --train-iters 30 --max-skipped-in-a-row 3 --lr 1e30 --lr-decay-style constant"
