@@ -38,8 +38,14 @@ class PeerLostError(RuntimeError):
 
 
 USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, LossError, DeviceError, OSError, OtherRankFailed)
-# errors of a file system or a network, which a restart may not see again
-PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+# what the system refuses each time: a path, a permission or a call that is wrong. Any other errno may pass
+LASTING = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP),
+    *(errno.ENAMETOOLONG, errno.EINVAL, errno.EXDEV, errno.ENODEV, errno.ENXIO, errno.ENOEXEC, errno.ENOSYS),
+    *(errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL),
+}
+# how Python, pyarrow and Rust's libraries, such as safetensors, write an errno into a message
+_ERRNO = re.compile(r"(?:\[[Ee]rrno |os error )(\d+)")
 
 
 def exit_status(error: Exception) -> int:
@@ -48,9 +54,33 @@ def exit_status(error: Exception) -> int:
         return error.status
     if isinstance(error, TrainingAborted):
         return ABORTED
-    if isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in PASSING):
+    if isinstance(error, SaveError) or is_passing(error):
         return FAILED
     return REFUSED if isinstance(error, USER_FAULTS) else FAILED
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return True if the error is one of a file system, a network or a lack of memory that may not come again.
+
+    So is an error that was raised because of one, whatever its own type.
+    """
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        if _may_pass(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, TimeoutError | ConnectionError | MemoryError):
+        return True
+    numbers = [int(number) for number in _ERRNO.findall(str(error))]
+    if isinstance(error, OSError) and error.errno is not None:
+        numbers.append(error.errno)
+    return bool(numbers) and LASTING.isdisjoint(numbers)
 
 
 def raise_on_all_ranks(ctx: ParallelContext, action: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -18,7 +19,7 @@ from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.interop.peft import is_adapter_folder
 from megatron.interop.peft_start import PeftStart
 from megatron.parallel.context import ParallelContext
-from megatron.resilience.errors import raise_on_all_ranks
+from megatron.resilience.errors import is_passing, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
 from megatron.weights.adapter_start import base_config, check_lora_options
 
@@ -120,11 +121,18 @@ def first_whole(
 
 
 def _opened(folder: Path, ctx: ParallelContext, kinds: Collection[str] | None) -> tuple[Checkpoint | None, str | None]:
-    """Return the checkpoint, or the damage that this rank found in its share of it."""
+    """Return the checkpoint, or the damage that this rank found in its share of it.
+
+    Raises CheckpointError where it cannot be read now, which says nothing of what it holds.
+    """
     try:
         checkpoint = Checkpoint(folder)
         checkpoint.verify((ctx.rank, ctx.world_size), kinds=kinds)
     except CheckpointError as error:
+        cause = error.__cause__ or error
+        # a network that is down for a minute must not cost the newest checkpoint; EIO is also what a bad disk says
+        if is_passing(cause) and not (isinstance(cause, OSError) and cause.errno == errno.EIO):
+            raise
         return None, str(error)
     return checkpoint, None
 

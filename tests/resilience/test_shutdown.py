@@ -24,6 +24,7 @@ import pytest
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.config.options import TrainingConfig
+from megatron.data.indexed import DataError
 from megatron.exit_codes import FAILED, REFUSED
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
@@ -546,6 +547,18 @@ def test_a_signal_during_the_imports_is_a_wanted_stop(data: Path, tmp_path: Path
     assert not (tmp_path / "results").exists()
 
 
+PASSING = (
+    *(errno.ENOMEM, errno.EREMOTEIO, errno.ENETUNREACH, errno.ECONNREFUSED, errno.EMFILE, errno.EAGAIN),
+    *(errno.EDQUOT, errno.ENOSPC, errno.ETIMEDOUT, errno.EADDRINUSE, errno.ENETDOWN, errno.EBUSY),
+)
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    """Return an error raised `from` another."""
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -556,6 +569,16 @@ def test_a_signal_during_the_imports_is_a_wanted_stop(data: Path, tmp_path: Path
         (RuntimeError("out of memory"), FAILED),
         (OtherRankFailed("rank 1", REFUSED), REFUSED),
         (OtherRankFailed("rank 1", FAILED), FAILED),
+        *((OSError(number, os.strerror(number)), FAILED) for number in PASSING),
+        (FileNotFoundError(errno.ENOENT, "no"), REFUSED),
+        (OSError("the limit of open files is 64"), REFUSED),
+        (TimeoutError("timed out"), FAILED),
+        (caused(CheckpointError("cannot be read"), TimeoutError(errno.ETIMEDOUT, "timed out")), FAILED),
+        (caused(CheckpointError("cannot be read"), PermissionError(errno.EACCES, "no")), REFUSED),
+        (caused(DataError("cannot be read"), caused(ValueError("short"), OSError(errno.EREMOTEIO, "io"))), FAILED),
+        (CheckpointError("a.safetensors: I/O error: Input/output error (os error 5)"), FAILED),
+        (CheckpointError("a.safetensors: No such file or directory (os error 2)"), REFUSED),
+        (DataError("a.parquet: [Errno 116] Error reading bytes. Detail: [errno 116] Stale file handle"), FAILED),
     ],
 )
 def test_the_status_says_whether_another_try_makes_sense(error: Exception, status: int) -> None:

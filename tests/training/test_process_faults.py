@@ -71,7 +71,7 @@ CASES = {
     ),
     "too few descriptors": Case(
         "too few descriptors",
-        REFUSED,
+        FAILED,
         r"rank 1 on \S+ \(process \d+\) failed in step 3, train: OSError: .*Too many open files: the limit is",
     ),
     "disk full while logging": Case(

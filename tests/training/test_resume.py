@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +20,11 @@ from megatron.checkpoint.writer import write_checkpoint
 from megatron.config.command_line import parse_arguments
 from megatron.config.model import NOT_COMPUTED, ModelConfig
 from megatron.config.options import Config
+from megatron.exit_codes import FAILED
 from megatron.interop.megatron_options import model_options
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
+from megatron.resilience.errors import exit_status
 from megatron.training.resume import Start, checkpoint_before, find_start, read_progress
 from megatron.training.resume_plan import RestorePlan, plan_restore
 from megatron.weights.opening import find_checkpoint
@@ -50,6 +53,27 @@ def save(folder: Path, words: str, step: int = 3, **metadata: Any) -> Path:
 
 def find(words: str) -> Any:
     return find_checkpoint(config_of(words), ParallelContext.single())
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EIO])
+def test_only_a_damaged_checkpoint_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int) -> None:
+    """A file system that does not answer for a moment must not cost the work since the checkpoint before."""
+    for step in (3, 6):
+        save(tmp_path, ROPE, step)
+    verify = Checkpoint.verify
+
+    def unreadable(checkpoint: Checkpoint, *arguments: Any, **options: Any) -> None:
+        if checkpoint.folder.name == "global_step6":
+            raise CheckpointError("cannot be read") from OSError(number, "disk")
+        verify(checkpoint, *arguments, **options)
+
+    monkeypatch.setattr(Checkpoint, "verify", unreadable)
+    if number == errno.EIO:
+        assert find(f"{ROPE} --load {tmp_path}").folder.name == "global_step3"
+        return
+    with pytest.raises(CheckpointError) as raised:
+        find(f"{ROPE} --load {tmp_path}")
+    assert exit_status(raised.value) == FAILED
 
 
 # ---------------------------------------------------------------------------------------------------------------------
