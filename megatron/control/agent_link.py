@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ AGENT_SOCKET = "MEGATRON_AGENT_SOCKET"
 """Variable of a rank: the number of the descriptor that it has inherited."""
 NO_SECRET = b""
 """Both ends are processes of one tree, and no other process can connect."""
+AGENT_MS = 1000
+"""Time for an agent that has just started this rank to be ready."""
 TIMES_SENT = 3
 """Datagrams may get lost."""
 
@@ -42,6 +45,9 @@ class AgentLink:
                 return
             try:
                 if not self._connection.can_send:
+                    poll = select.poll()
+                    poll.register(self._connection.socket, select.POLLIN)
+                    poll.poll(AGENT_MS)
                     self._connection.receive()
                 if self._connection.can_send:
                     self._connection.send(**message)

@@ -19,7 +19,7 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -102,9 +102,14 @@ class Failure:
 
     rank: int
     returncode: int
+    report: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Its last report: the fields of `megatron.resilience.rank_reports.Report`; empty where it sent none."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {socket.gethostname()} {ending(self.returncode)}"
+        text = f"rank {self.rank} on {socket.gethostname()} {ending(self.returncode)}"
+        if self.report.get("state") == "failed":  # by an error of its own
+            text += f" in step {self.report['step']}, {self.report['phase']}: {self.report['fault']}"
+        return text
 
 
 class Agent:
@@ -120,8 +125,8 @@ class Agent:
         self._rendezvous = rendezvous_of(options)
         self._membership: Membership | None = None
         self._processes: list[BaseProcess] = []
-        self._links: list[RankLink] = []
-        """Those to the processes, in their order."""
+        self._links: dict[int, RankLink] = {}
+        """Those to the processes, by local rank."""
         self._spared = processes_below(os.getpid())  # such as the fork server
         self._restarts = 0
         self._stop_requested_s: float | None = None
@@ -179,7 +184,7 @@ class Agent:
                 sender.send(self._environment(self._membership, local_rank))
                 if local_rank == 0 and self._membership.store_socket is not None:
                     send_handle(sender, self._membership.store_socket.fileno(), None)
-                self._links.append(RankLink(socket.socket(fileno=os.dup(sender.fileno()))))
+                self._links[local_rank] = RankLink(socket.socket(fileno=os.dup(sender.fileno())))
             sender.close()
         if self._membership.store_socket is not None:
             self._membership.store_socket.close()
@@ -208,7 +213,7 @@ class Agent:
         assert self._membership is not None
         first_rank = self._membership.node * self._options.ranks_per_node
         while True:
-            links = {link.fileno(): link for link in self._links if link.is_open}
+            links = {link.fileno(): link for link in self._links.values() if link.is_open}
             if running := self._running():
                 ready = wait([*(process.sentinel for process in running), *links], timeout=WATCH_S)
                 for number in set(links) & set(ready):
@@ -219,15 +224,22 @@ class Agent:
                 self._send_endings({first_rank + place: ending(code) for place, code in enumerate(codes) if code})
             # where several failed since the last look, one killed from outside is the likelier cause
             if failed := min(((code, place) for place, code in enumerate(codes) if code), default=None):
-                return Failure(first_rank + failed[1], failed[0])
+                return Failure(first_rank + failed[1], failed[0], self._last_report(failed[1]))
             if all(code == 0 for code in codes):
                 return None
             if self._rendezvous.nodes_waiting():
                 raise NodesChangedError
 
+    def _last_report(self, local_rank: int) -> Mapping[str, Any]:
+        """Return what a rank that has ended reported last."""
+        link = self._links.get(local_rank)
+        if link is not None and link.is_open:
+            link.receive()
+        return link.report if link is not None else {}
+
     def _send_endings(self, endings: dict[int, str]) -> None:
         """Inform the watchdogs of the other ranks, which only lose these."""
-        if watchdogs := next((link.watchdogs for link in self._links if link.watchdogs), None):
+        if watchdogs := next((link.watchdogs for link in self._links.values() if link.watchdogs), None):
             send_endings(watchdogs, endings)
 
     def _may_restart(self, failure: Failure) -> bool:
@@ -270,9 +282,9 @@ class Agent:
             report(f"process {pid} survives SIGKILL; it hangs in the kernel")
         for process in self._processes:
             process.join(KILL_S)  # its threads may still end
-        for link in self._links:
+        for link in self._links.values():
             link.close()
-        self._processes, self._links = [], []
+        self._processes, self._links = [], {}
 
     def _pass_on_signals(self) -> None:
         """Send the ranks what was received. They handle it in their own time; after a second signal they have little.

@@ -24,6 +24,7 @@ import yaml
 from benchmarks import chaos
 from megatron import network
 from megatron.cli import launch
+from megatron.control.agent_link import AgentLink
 from megatron.control.run_secret import SECRET
 from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
 from megatron.launch import agent, hosts, rank
@@ -234,6 +235,22 @@ def test_only_failures_that_may_pass_are_restarted(
         assert f"all {max_restarts} restarts are used up" in shown
     assert shown.count("; ending the ranks that still run") == 1
     assert "Traceback" not in shown
+
+
+def test_a_restart_says_the_error_that_a_rank_reported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(flags: Any) -> None:
+        error = {"state": "failed", "step": 41, "phase": "train", "fault": "ValueError: boom"}
+        agent_of_this_rank = AgentLink()
+        agent_of_this_rank.send(report=error | {"step": 40, "fault": ""})
+        agent_of_this_rank.send(report=error)
+        if os.environ["RANK"] == "1":
+            os._exit(FAILED)
+        time.sleep(600)
+
+    assert run(monkeypatch, train, max_restarts=1) == FAILED
+    assert "ended with status 1 in step 41, train: ValueError: boom; restart 1 of 1\n" in capfd.readouterr().err
 
 
 def test_ranks_that_are_done_end_the_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
