@@ -151,6 +151,11 @@ class Agent:
                     # after a kill the others only wait for the dead rank
                     self._wait_for_ranks(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
                     self._end_ranks()
+                    if self._received:
+                        name = signal.Signals(self._received[0]).name
+                        report(f"{failure}; {name}: the run stops here, with the checkpoints that it has saved")
+                        self._rendezvous.close()
+                        return DONE
                     self._restarts += 1
                     report(f"{failure}; restart {self._restarts} of {self._options.max_restarts}")
                     continue

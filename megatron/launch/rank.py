@@ -47,5 +47,6 @@ def run_main(main: str, flags: Sequence[str]) -> None:
     """Run the module `main` with these flags, and exit with its status."""
     module = importlib.import_module(main)
     sys.argv = [main, *flags]
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if main != "megatron.train":  # which unblocks them once it handles them: one that waits must not end it before
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     module.process()

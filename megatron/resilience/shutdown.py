@@ -68,6 +68,7 @@ class Signals:
         for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # those that came while the agent started this rank
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
         return self

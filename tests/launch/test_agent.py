@@ -323,6 +323,42 @@ def test_a_signal_reaches_the_ranks_and_ends_the_run(
     assert "restart" not in shown
 
 
+def test_a_signal_between_two_attempts_is_a_clean_stop(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    original = agent.Agent._end_ranks
+
+    def end_ranks(self: agent.Agent) -> None:
+        original(self)
+        if not self._received:
+            self._received.append(signal.SIGTERM)
+
+    monkeypatch.setattr(agent.Agent, "_end_ranks", end_ranks)
+    assert run(monkeypatch, exit_with(FAILED), max_restarts=5) == 0
+    shown = capfd.readouterr().err
+    assert "SIGTERM: the run stops here, with the checkpoints that it has saved\n" in shown
+    assert "; restart " not in shown
+
+
+def test_a_signal_that_waits_while_a_rank_starts_is_a_clean_stop() -> None:
+    """It came with the restart: the rank must handle it before it unblocks it."""
+    code = (
+        "import os, signal, sys, types\n"
+        "from megatron.launch import rank\n"
+        "from megatron.resilience.shutdown import SIGNALS, Signals\n"
+        "def process():\n"
+        "    with Signals() as signals:\n"
+        "        print('noted', signals.first, flush=True)\n"
+        "sys.modules['megatron.train'] = types.SimpleNamespace(process=process)\n"
+        "rank.importlib.import_module = sys.modules.__getitem__\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "rank.run_main('megatron.train', [])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "noted 15\n"), ended.stderr
+
+
 def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     # on a clock of its own, which a busy machine does not disturb
     now_s, waited_s = time.monotonic(), 0.0
