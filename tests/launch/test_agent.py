@@ -643,12 +643,12 @@ def test_the_slurm_script_is_shellcheck_clean() -> None:
     assert (checked.stdout, checked.returncode) == ("", 0)
 
 
-def slurm(folder: Path, srun: str) -> dict[str, str]:
-    """An environment with stand-ins for Slurm's programs; `requeued` is written by scontrol."""
+def slurm(folder: Path, srun: str, lost: str = "") -> dict[str, str]:
+    """An environment with stand-ins for Slurm's programs; `requeued` is written by scontrol, `lost` by sinfo."""
     programs = folder / "bin"
     programs.mkdir()
     scontrol = f'if [[ $1 == requeue ]]; then echo "$2" > {folder}/requeued; else printf "node3\\nnode4\\n"; fi'
-    for name, code in {"srun": srun, "scontrol": scontrol}.items():
+    for name, code in {"srun": srun, "scontrol": scontrol, "sinfo": f"echo '{lost}'"}.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
         (programs / name).chmod(0o755)
     return without_variables() | {
@@ -693,6 +693,20 @@ def test_the_slurm_script_requeues_what_was_stopped_by_the_time_limit(tmp_path: 
         job.kill()
         job.wait()
     assert (tmp_path / "requeued").exists() == (status == 0)
+
+
+@pytest.mark.parametrize(("status", "lost", "requeued"), [(1, "node4", True), (1, "", False), (2, "node4", False)])
+def test_the_slurm_script_requeues_what_failed_for_lack_of_a_node(
+    tmp_path: Path, status: int, lost: str, requeued: bool
+) -> None:
+    """Slurm does not, with --no-kill. Without a node that is down a new start would fail as this one did."""
+    environment = slurm(tmp_path, f"exit {status}", lost)
+    ran = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "slurm.sbatch")], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == status
+    assert (tmp_path / "requeued").exists() == requeued
+    assert ("status 1 with node4 out of service: the job is requeued" in ran.stderr) == requeued
 
 
 def test_the_pods_of_the_kubernetes_job_are_nodes_of_one_run(tmp_path: Path) -> None:
