@@ -22,7 +22,7 @@ from megatron.observability.append_file import AppendFile
 RESULT_KEYS = ("completion", "reason", "num_tokens", "score", "logprobs", "completions")
 INPUT_OF_LAUNCHER = "MEGATRON_TERMINAL"
 """Variable with the path of the launcher's standard input: a rank that it starts has none of its own."""
-OF_MODEL = ("load", "lora_base", "precision", "quantize_base")
+OF_MODEL = ("load", "lora_base", "merge_adapter", "precision", "quantize_base")
 """Options of the model that change its answers. A run may continue on another layout."""
 OF_PROMPTS = ("as_chat", "system", "chat_template", "keep_special_tokens")
 

@@ -21,6 +21,9 @@ class LoadOptions:
     lora_base: str | None = None
     """Folder of the base model of adapters: a Hugging Face model, or checkpoints of a run. Unset: the one that they
     name."""
+    merge_adapter: bool = False
+    """Add adapters to the weights of their base as these are read: a token costs what it costs the base. Not for a base
+    in 4 bits, where merged weights would lose what the adapters add."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the weights and the computation. `auto`: that of the run that saved the checkpoint, or of the
     tensors of a Hugging Face model."""

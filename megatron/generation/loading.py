@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from megatron.interop.peft import is_adapter_folder, open_adapter
 from megatron.interop.peft_start import PeftStart, with_options_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.nf4 import quantized_weights
-from megatron.parallel.shards import Shard, named_parameters, shard_of
+from megatron.parallel.shards import Shard, declared_shards, named_parameters, shard_of
 from megatron.planning.sizes import declared_layers
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
@@ -49,6 +50,7 @@ from megatron.weights.adapter_start import (
     joined_checksums,
     open_adapters,
 )
+from megatron.weights.merging import AdapterMerge, merged_config
 from megatron.weights.opening import TAG, Resumable, first_whole, tokenizer_of
 
 WEIGHTS = ("weight",)
@@ -81,12 +83,16 @@ def load_model(
         if isinstance(found, Checkpoint):
             for line in check_quantization(found, config, resumes=False):
                 say(line)
+    reader, merge = _WeightReader(source, config, ctx), None
+    if options.merge_adapter:
+        merge = AdapterMerge(config, reader.whole, ctx.tensor_rank, ctx.tensor_size)
+        config = _merged(config)
     layers, module = raise_on_all_ranks(ctx, lambda: build_stage(config, ctx, ctx.device))
-    sums = raise_on_all_ranks(ctx, lambda: _fill(module, source, config, ctx))
+    raise_on_all_ranks(ctx, lambda: _fill(module, reader, merge, ctx))
     for _, weight in quantized_weights(module):
         weight.finish()
     if isinstance(source, AdapterStart):
-        source.check_base(joined_checksums(ctx.gather_objects(sums)))
+        source.check_base(joined_checksums(ctx.gather_objects(reader.sums)))
     step = iteration_of(found.folder.name) if isinstance(found, Checkpoint) else None
     origin = dataclasses.replace(_origin(options, source, saved), ckpt_step=step)
     tokenizer = raise_on_all_ranks(ctx, lambda: _tokenizer(options, config, origin))
@@ -173,9 +179,19 @@ def _config(options: LoadOptions, saved: Config, ctx: ParallelContext) -> Config
     """Return the config to compute with: the saved model, and the layout, precision and kernels of now."""
     if options.lora_base is not None and saved.lora.lora_rank is None:
         raise CheckpointError(f"load={options.load} is a whole model; lora_base={options.lora_base} is for adapters")
+    if options.merge_adapter and saved.lora.lora_rank is None:
+        raise CheckpointError(f"load={options.load} is a whole model; merge_adapter is for adapters: leave it out")
     of_machine = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _OF_MACHINE}
     quantized = saved.model.quantize_base if saved.lora.lora_rank is not None else "none"
     quantize_base: Any = quantized if options.quantize_base == "auto" else options.quantize_base
+    if options.merge_adapter and quantize_base != "none":
+        raise ConfigError(
+            [
+                f"merge_adapter adds adapters to weights of 16 bits or more, but quantize_base={quantize_base} holds "
+                "those of the base in 4, whose rounding is larger than what most adapters add; leave merge_adapter "
+                "out, or give --quantize-base none to merge into the base as its folder holds it"
+            ]
+        )
     precision = saved.training.precision if options.precision == "auto" else options.precision
     config = Config(
         model=dataclasses.replace(
@@ -200,6 +216,12 @@ def _config(options: LoadOptions, saved: Config, ctx: ParallelContext) -> Config
     return config
 
 
+def _merged(config: Config) -> Config:
+    """Return the config of the model with its adapters merged, of which nothing is trained."""
+    config = merged_config(config)
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, skip_train=True))
+
+
 _OF_MACHINE = NOT_COMPUTED - {"make_vocab_size_divisible_by", "init_method_std"}
 """Options of a run's model that another machine may set otherwise: they leave its function as it is."""
 
@@ -208,29 +230,49 @@ _OF_MACHINE = NOT_COMPUTED - {"make_vocab_size_divisible_by", "init_method_std"}
 # Weights
 
 
-def _fill(module: torch.nn.Module, source: Any, config: Config, ctx: ParallelContext) -> dict[str, int]:
-    """Read this rank's weights. With adapters return the sums of the base's bits, of the parts that no other counts."""
-    names = [layer.name for layer in declared_layers(config)]
-    tied = {name for name in names if names.count(name) > 1} if not ctx.is_first_stage else set()
-    sums: dict[str, int] = {}
+class _WeightReader:
+    """Reader of this rank's weights, and with adapters of the sums of the base's bits, of what no other rank counts."""
 
-    def place(shard: Shard) -> tuple[int, int]:
-        return (0, 1) if shard.dim is None else (ctx.tensor_rank, ctx.tensor_size)
+    def __init__(self, source: Any, config: Config, ctx: ParallelContext) -> None:
+        """`config`: with the adapters, also where they are merged."""
+        layers = declared_layers(config)
+        names = [layer.name for layer in layers]
+        self._source, self._ctx = source, ctx
+        self._tied = {name for name in names if names.count(name) > 1} if not ctx.is_first_stage else set()
+        shards = declared_shards(layers) if isinstance(source, AdapterStart) else {}
+        self._frozen = {name for name, shard in shards.items() if not (shard.added or shard.trained)}
+        self.sums: dict[str, int] = {}
 
-    def read(name: str, shard: Shard, start: int, numel: int) -> Tensor:
-        values: Tensor = source.read(name, "weight", shard, *place(shard), start, numel)
-        is_base = isinstance(source, AdapterStart) and not (shard.added or shard.trained)
+    def read(self, name: str, shard: Shard, start: int, numel: int) -> Tensor:
+        """Return a part of a local tensor, float32 [numel]. Each part is read once, and counted."""
+        ctx = self._ctx
+        place = (0, 1) if shard.dim is None else (ctx.tensor_rank, ctx.tensor_size)
+        values: Tensor = self._source.read(name, "weight", shard, *place, start, numel)
         is_first = ctx.batch_rank == 0 and (shard.dim is not None or ctx.tensor_rank == 0)
-        if is_base and is_first and name.rpartition(".")[0] not in tied:
-            sums[name] = sums.get(name, 0) + bits_sum(values)
+        if is_first and name in self._frozen and name.rpartition(".")[0] not in self._tied:
+            self.sums[name] = self.sums.get(name, 0) + bits_sum(values)
         return values
 
+    def whole(self, name: str, shard: Shard, tensor_rank: int, tensor_size: int) -> Tensor:
+        """Return a local tensor of a rank, float32, which is not counted."""
+        place = (0, 1) if shard.dim is None else (tensor_rank, tensor_size)
+        shape = shard.local_shape(place[1])
+        values: Tensor = self._source.read(name, "weight", shard, *place, 0, math.prod(shape))
+        return values.view(shape)
+
+
+def _fill(module: torch.nn.Module, reader: _WeightReader, merge: AdapterMerge | None, ctx: ParallelContext) -> None:
+    """Read this rank's weights, with adapters merged into them by `merge`."""
     with torch.no_grad():
         for name, parameter in named_parameters(module):
-            parameter.copy_(read(name, shard_of(parameter), 0, parameter.numel()).view(parameter.shape))
+            shard, held = shard_of(parameter), name if merge is None else merge.held(name)
+            if held == name:
+                values = reader.read(name, shard, 0, parameter.numel()).view(parameter.shape)
+            else:  # counted where it is the embedding
+                values = reader.whole(held, shard, ctx.tensor_rank, ctx.tensor_size)
+            parameter.copy_(values if merge is None else merge.merged(name, values))
         for name, weight in quantized_weights(module):
-            weight.fill(partial(read, name, weight.shard))
-    return sums
+            weight.fill(partial(reader.read, name, weight.shard))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ from megatron.interop.huggingface_files import DTYPES
 from megatron.interop.native import count, native_model
 from megatron.interop.peft_export import check_exportable, export_adapter, native_adapter
 from megatron.parallel.context import ParallelContext
-from megatron.training.merged_model import MergedModel, merged_config
+from megatron.training.merged_model import MergedModel
+from megatron.weights.merging import merged_config
 from megatron.weights.opening import tokenizer_of
 
 LAST, BEST = "last_epoch", "best"

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import newest_checkpoint
 from megatron.config.adapters import LoraConfig
+from megatron.config.options import ConfigError
 from megatron.interop.huggingface import export_huggingface
 from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.interop.native import native_model
@@ -105,21 +107,27 @@ def test_a_run_under_way_has_the_logits_of_its_checkpoint(
     assert_near(found[-1][0], expected)
 
 
-def write_adapter(base: Path, folder: Path) -> Path:
+def write_adapter(
+    base: Path, folder: Path, targets: tuple[str, ...] = ("q_proj", "down_proj"), *, use_dora: bool = False
+) -> Path:
     """Adapters in PEFT's format with random numbers, on q_proj and down_proj of a Llama."""
     config = HuggingFaceStart(base).config
-    lora = LoraConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("q_proj", "down_proj"))
+    lora = LoraConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=targets, use_dora=use_dora)
     config = dataclasses.replace(config, lora=lora)
     generator = torch.Generator().manual_seed(4)
     shards = AdaptedModel(config).shards
-    tensors = ((name, torch.randn(shard.shape, generator=generator) * 0.1) for name, shard in shards.items())
+    tensors = (
+        (name, torch.randn(shard.shape, generator=generator) * 0.1 + ("magnitude" in name))
+        for name, shard in shards.items()
+    )
     export_adapter(folder, config, tensors, base_name=str(base))
     return folder
 
 
+@pytest.mark.parametrize("merge", [False, True], ids=["beside", "merged"])
 @pytest.mark.parametrize("layout", ["one", "TP2", "PP2"])
 def test_adapters_are_loaded_with_their_base(
-    ranks: RankPools, folders: Callable[[str], Path], tmp_path: Path, layout: str
+    ranks: RankPools, folders: Callable[[str], Path], tmp_path: Path, layout: str, merge: bool
 ) -> None:
     base = folders("llama_gqa")
     folder = write_adapter(base, tmp_path)
@@ -133,4 +141,39 @@ def test_adapters_are_loaded_with_their_base(
                 model.get_parameter(place).add_(update)
         expected = model(torch.from_numpy(TOKENS), use_cache=False).logits.transpose(0, 1).numpy()
     world_size, options = LAYOUTS[layout]
+    options |= {"merge_adapter": merge}
     assert_near(ranks(world_size)(loaded_logits, {"load": str(folder), **options}, TOKENS)[-1], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "targets", "use_dora"),
+    [
+        ("llama_gqa_tied_wide_heads", "PP2", ("embed_tokens", "o_proj", "gate_proj"), False),  # becomes untied
+        ("llama_gqa", "TP2", ("all-linear", "embed_tokens", "lm_head"), True),
+        ("bloom_12_heads", "PP2 TP2", ("all-linear",), True),
+    ],
+)
+def test_merged_adapters_compute_the_same(
+    ranks: RankPools,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    layout: str,
+    targets: tuple[str, ...],
+    use_dora: bool,
+) -> None:
+    folder = write_adapter(folders(name), tmp_path, targets, use_dora=use_dora)
+    (expected,) = ranks(1)(loaded_logits, {"load": str(folder)}, TOKENS)
+    world_size, options = LAYOUTS[layout]
+    found = ranks(world_size)(loaded_logits, {"load": str(folder), "merge_adapter": True, **options}, TOKENS)[-1]
+    assert_near(found, expected)
+    assert np.abs(expected - their_logits(folders(name), TOKENS)).max() > 0.1 * np.abs(expected).max()
+
+
+def test_what_cannot_be_merged_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    base = folders("llama_gqa")
+    with pytest.raises(CheckpointError, match="is a whole model; merge_adapter is for adapters: leave it out"):
+        loaded_logits({"load": str(base), "merge_adapter": True}, TOKENS)
+    folder = write_adapter(base, tmp_path)
+    with pytest.raises(ConfigError, match="give --quantize-base none to merge into the base as its folder holds it"):
+        loaded_logits({"load": str(folder), "merge_adapter": True, "quantize_base": "nf4"}, TOKENS)
