@@ -170,19 +170,14 @@ class Kernels:
 PLAIN = Kernels("plain")
 
 
-def _for_tokens(
-    eager: Callable[..., Any], plain: Callable[..., Any], token: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """Return the eager operator that leaves few numbers to `token`, or what this does not take to the plain one.
-
-    Both have fewer calls.
-    """
+def _for_tokens(eager: Callable[..., Any], plain: Callable[..., Any], token: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `token`, which leaves some inputs to the eager operator, or few numbers to the plain one: fewer calls."""
 
     def chosen(x: Tensor, *others: Any) -> Any:
-        if x.numel() > token_kernels.FEW_NUMBERS:
-            return eager(x, *others)
-        result = None if token is None else token(x, *others)
-        return plain(x, *others) if result is None else result
+        result = token(x, *others)
+        if result is not None:
+            return result
+        return (plain if x.numel() <= token_kernels.FEW_NUMBERS else eager)(x, *others)
 
     return chosen
 
@@ -190,7 +185,7 @@ def _for_tokens(
 EAGER = Kernels("eager", rotate=_Rotate.apply, swiglu=_Swiglu.apply, rms_norm=_RMSNorm.apply)
 EAGER_WITHOUT_GRADIENTS = Kernels(
     "eager",
-    rotate=_for_tokens(_Rotate.apply, rotate),
+    rotate=_for_tokens(_Rotate.apply, rotate, token_kernels.rotate),
     swiglu=_for_tokens(_Swiglu.apply, swiglu, token_kernels.swiglu),
     rms_norm=_for_tokens(_RMSNorm.apply, rms_norm, token_kernels.rms_norm),
     attend=token_kernels.attend,

@@ -38,6 +38,11 @@ except ImportError as error:
     operators, missing = None, str(error)
 
 
+def most_numbers(num_threads: int) -> int:
+    """Return the size of an input up to which one pass on one thread is faster than torch's several on all threads."""
+    return max(FEW_NUMBERS, 2**21 // num_threads)
+
+
 def takes(*tensors: Tensor) -> bool:
     """Return whether the operators can read these tensors, which have one dtype."""
     dtype = tensors[0].dtype
@@ -51,7 +56,7 @@ def takes(*tensors: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:
     """Return x / rms(x) * weight over the last dimension."""
-    if not takes(x, weight):
+    if x.numel() > most_numbers(torch.get_num_threads()) or not takes(x, weight):
         return None
     size, width, result = x.numel(), x.shape[-1], torch.empty_like(x)
     is_bfloat16 = x.dtype == torch.bfloat16
@@ -61,12 +66,32 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:
 
 def swiglu(gate_up: Tensor) -> Tensor | None:
     """Return silu(gate) * up: [..., 2 F] -> [..., F]."""
-    if not takes(gate_up):
+    if gate_up.numel() > FEW_NUMBERS or not takes(gate_up):
         return None
     size, width = gate_up.numel(), gate_up.shape[-1] // 2
     result = gate_up.new_empty((*gate_up.shape[:-1], width))
     operators.swiglu(gate_up.data_ptr(), result.data_ptr(), size // (2 * width), width, gate_up.dtype == torch.bfloat16)
     return result
+
+
+def rotate(q_SBnd: Tensor, k_SBkd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Turn the channel pairs (i, i + d/2) of queries and keys. cos, sin: float32 [S, B, 1, d/2]."""
+    if q_SBnd.numel() > most_numbers(torch.get_num_threads()) or not takes(cos, sin) or cos.dtype != torch.float32:
+        return None
+    rotated = []
+    for x in (q_SBnd, k_SBkd):
+        num_tokens, num_rows, heads, size = x.shape
+        stride = x.stride(0) if num_rows == 1 else x.stride(1)
+        is_even = num_tokens == 1 or num_rows == 1 or x.stride(0) == num_rows * stride
+        is_whole = x.stride(3) == 1 and (heads == 1 or x.stride(2) == size)
+        if x.dtype not in DTYPES or not is_even or not is_whole or cos.numel() * 2 != num_tokens * num_rows * size:
+            return None
+        result, rows = x.new_empty(x.shape), num_tokens * num_rows
+        operators.rotate(
+            *(each.data_ptr() for each in (x, cos, sin, result)), rows, stride, heads, size, x.dtype == torch.bfloat16
+        )
+        rotated.append(result)
+    return rotated[0], rotated[1]
 
 
 def attend(

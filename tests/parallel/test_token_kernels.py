@@ -42,6 +42,23 @@ def test_norm_and_swiglu(width: int, dtype: torch.dtype) -> None:
         assert_equal(token_kernels.swiglu(torch.cat([gate, up], -1)), silu.to(dtype).double() * up.double())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (1, 3), (4, 1), (2, 3)])
+@pytest.mark.parametrize("size", [20, 64])
+def test_rotation_of_parts_of_a_projection(size: int, num_tokens: int, num_rows: int, dtype: torch.dtype) -> None:
+    qkv = drawn(num_tokens, num_rows, 7 * size, dtype=dtype)
+    heads = [part.unflatten(-1, (-1, size)) for part in qkv.split([4 * size, 2 * size, size], -1)[:2]]
+    phases = drawn(num_tokens, num_rows, 1, size // 2, dtype=torch.float32, scale=9)
+    turns = torch.polar(torch.ones_like(phases).double(), phases.double())
+    with torch.no_grad():
+        found = token_kernels.rotate(heads[0], heads[1], phases.cos(), phases.sin())
+    assert found is not None
+    for own, x in zip(found, heads, strict=True):
+        pairs = torch.complex(*x.double().chunk(2, -1)) * turns  # type: ignore[call-overload]
+        assert own.is_contiguous()
+        assert_equal(own, torch.cat([pairs.real, pairs.imag], -1))
+
+
 def expected_context(
     qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slopes: Tensor | None, positions: list[int], cache: list[Tensor]
 ) -> Tensor:
@@ -122,6 +139,8 @@ def attend(num_places: int = 64, **changed: Any) -> Tensor | None:
         lambda: token_kernels.rms_norm(X, X[0, 0].bfloat16(), 1e-5),
         lambda: token_kernels.swiglu(X[..., :16]),
         lambda: token_kernels.swiglu(X.half()),
+        lambda: token_kernels.rotate(X.view(2, 1, 2, 16), X.view(2, 1, 2, 16), X[..., :8], X[..., :8]),
+        lambda: token_kernels.rotate(X.view(2, 1, 2, 16).mT, X.view(2, 1, 2, 16), X[0, 0, :16], X[0, 0, :16]),
         lambda: attend(angles=(X[:, :, None, ::8], X[:, :, None, ::8])),
         lambda: attend(slopes=torch.ones(1, dtype=torch.float64)),
         lambda: attend(keys=CACHE.transpose(2, 3).contiguous().transpose(2, 3)),

@@ -1,4 +1,4 @@
-// Operators of a pass over single tokens on a CPU, each in one call: such a pass is short, and the dispatch of torch's
+// Operators of generation on a CPU, each in one call: a pass over single tokens is short, and the dispatch of torch's
 // operators takes as long as what they compute. Numbers are float32 or bfloat16 in memory and float32 in registers.
 //
 // Addresses are those of contiguous tensors whose sizes megatron/parallel/token_kernels.py has checked.
@@ -168,6 +168,44 @@ void swiglu(Address gate_up, Address result, std::int64_t rows, std::int64_t wid
         swiglu_of((const float*)gate_up, (float*)result, rows, width);
 }
 
+// Copies a head, its channel pairs (i, i + d/2) turned by the angles if these are given.
+template <typename T, typename Result>
+INLINE void turn(const T* x, const float* cos, const float* sin, Result* result, std::int64_t size) {
+    std::int64_t i = 0;
+    if (!cos) {
+        for (; i < size; ++i) narrow(widened(x[i]), result[i]);
+        return;
+    }
+    const std::int64_t half = size / 2;
+    for (; i + LANES <= half; i += LANES) {
+        const Floats first = load(x + i), second = load(x + i + half), own_cos = load(cos + i), own_sin = load(sin + i);
+        store(first * own_cos - second * own_sin, result + i);
+        store(second * own_cos + first * own_sin, result + i + half);
+    }
+    for (; i < half; ++i) {
+        const float first = widened(x[i]), second = widened(x[i + half]);
+        narrow(first * cos[i] - second * sin[i], result[i]);
+        narrow(second * cos[i] + first * sin[i], result[i + half]);
+    }
+}
+
+template <typename T>
+INLINE void rotate_of(const T* x, const float* cos, const float* sin, T* result, std::int64_t rows, std::int64_t stride,
+                      std::int64_t heads, std::int64_t size) {
+    for (; rows--; x += stride, cos += size / 2, sin += size / 2)
+        for (std::int64_t head = 0; head < heads; ++head, result += size) turn(x + head * size, cos, sin, result, size);
+}
+
+FOR_EACH_PROCESSOR
+void rotate(Address x, Address cos, Address sin, Address result, std::int64_t rows, std::int64_t stride,
+            std::int64_t heads, std::int64_t size, bool is_bfloat16) {
+    if (is_bfloat16)
+        rotate_of((const BFloat16*)x, (const float*)cos, (const float*)sin, (BFloat16*)result, rows, stride, heads,
+                  size);
+    else
+        rotate_of((const float*)x, (const float*)cos, (const float*)sin, (float*)result, rows, stride, heads, size);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Attention of one token of each row over a cache. Sizes: B rows, k key/value heads, g query heads of each, d head size,
 // T places of a row in the cache.
@@ -214,21 +252,6 @@ INLINE void attend_head(const float* queries, const T* keys, const T* values, T*
             for (; i < size; ++i) sum[i] += widened(value[i]) * weight;
         }
     for (i = 0; i < group * size; ++i) narrow(sums[i], context[i]);
-}
-
-// Copies a head, its channel pairs (i, i + d/2) turned by the angles if these are given.
-template <typename T, typename Result>
-INLINE void turn(const T* x, const float* cos, const float* sin, Result* result, std::int64_t size) {
-    if (!cos) {
-        for (std::int64_t i = 0; i < size; ++i) narrow(widened(x[i]), result[i]);
-        return;
-    }
-    const std::int64_t half = size / 2;
-    for (std::int64_t i = 0; i < half; ++i) {
-        const float first = widened(x[i]), second = widened(x[i + half]);
-        narrow(first * cos[i] - second * sin[i], result[i]);
-        narrow(second * cos[i] + first * sin[i], result[i + half]);
-    }
 }
 
 template <typename T>
@@ -291,6 +314,7 @@ PYBIND11_MODULE(token_operators, module) {
     module.doc() = "Operators of a pass over single tokens on a CPU.";
     module.def("rms_norm", &rms_norm);
     module.def("swiglu", &swiglu);
+    module.def("rotate", &rotate);
     module.def("attend", &attend, py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("slopes"),
                py::arg("positions"), py::arg("keys"), py::arg("values"), py::arg("context"), py::arg("rows"),
                py::arg("kv_heads"), py::arg("group"), py::arg("head_size"), py::arg("places"), py::arg("is_bfloat16"));
