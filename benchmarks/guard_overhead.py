@@ -122,7 +122,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
         for _ in range(size // training.micro_batch_size // ctx.num_batch_ranks)
     ]
     gate = engine._gate
-    observe, find_norm, free = gate._observe, gate.find_norm, Observation(1.0, 1.0, True, False)
+    observe, find_norm, free = gate._observe, gate.find_norm, Observation(1.0, 1.0, True)
 
     def steps(judges: bool) -> float:
         gate._observe = observe if judges else lambda: free  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from megatron.accelerator import quiet
 from megatron.parallel import plain_data
 from megatron.parallel.adapter_layout import AdapterSwitch
 from megatron.parallel.deferred import DeferredGradients
+from megatron.parallel.finite_checks import FiniteChecks
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shards import LayoutError
 
@@ -137,6 +138,8 @@ class ParallelContext:
     """DeepSpeed's PipelineParallelGrid, its `mpu`."""
     streams: RandomStreams = field(default_factory=RandomStreams)
     adapters: AdapterSwitch = field(default_factory=AdapterSwitch)
+    checks: FiniteChecks = field(default_factory=FiniteChecks)
+    """Checks of what this rank computed in its last step."""
     deferred: DeferredGradients | None = None
     """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""
 

@@ -202,6 +202,7 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x = grad_full = grad @ weight
             if gathering is not None:
                 wait_for([gathering])
+            ctx.checks.partial(grad_full)
             if ctx.sequence_parallel:
                 grad_x = grad_full.new_empty((grad_full.shape[0] // ctx.tensor_size, *grad_full.shape[1:]))
                 reducing = reduce_scatter_into(grad_x, grad_full, group=ctx.tensor_group, async_op=True)

@@ -24,6 +24,7 @@ reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.
 
 def all_reduce(x: Tensor, ctx: ParallelContext) -> Tensor:
     """Sum over the tensor-parallel ranks; a new tensor, no autograd."""
+    ctx.checks.partial(x)
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=ctx.tensor_group)
     return x
@@ -40,6 +41,7 @@ def reduce_scatter_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
     """Sum over ranks, keep own rows: [S, ...] -> [S/tp, ...]; no autograd."""
     if x.shape[0] % ctx.tensor_size:
         raise LayoutError(f"{x.shape[0]} rows cannot be split over {ctx.tensor_size} tensor-parallel ranks")
+    ctx.checks.partial(x)
     own = x.new_empty((x.shape[0] // ctx.tensor_size, *x.shape[1:]))
     reduce_scatter_into(own, x.contiguous(), group=ctx.tensor_group)
     return own

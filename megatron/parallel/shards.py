@@ -28,6 +28,8 @@ class TensorRanks(Protocol):
     def tensor_group(self) -> Any: ...
     @property
     def sequence_parallel(self) -> bool: ...
+    @property
+    def checks(self) -> Any: ...
 
 
 class DeclaresShards(Protocol):
@@ -259,18 +261,22 @@ def allocate(full_name: str, shard: Shard, ctx: TensorRanks, dtype: torch.dtype 
     parameter.tensor_model_parallel = shard.dim is not None
     is_partial = shard.used_on == "heads" or (shard.used_on == "stream" and ctx.sequence_parallel)
     if is_partial and ctx.tensor_size > 1 and shard.trained:
-        parameter.register_hook(lambda gradient: _summed(gradient, ctx.tensor_group))
+        parameter.register_hook(lambda gradient: _summed(gradient, ctx))
     return parameter  # type: ignore[no-any-return]
 
 
-def _summed(gradient: Tensor, group: Any) -> Tensor:
-    """Sum over `group` in at least float32, rounded once: 16-bit sums would round at each rank, and these are small."""
+def _summed(gradient: Tensor, ctx: TensorRanks) -> Tensor:
+    """Sum over the tensor-parallel ranks in at least float32, rounded once.
+
+    16-bit sums would round at each rank, and these are small.
+    """
     import torch
     import torch.distributed as dist
 
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    ctx.checks.partial(total.view(-1))
+    dist.all_reduce(total, group=ctx.tensor_group)
     return total.to(gradient.dtype)
 
 

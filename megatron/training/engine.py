@@ -25,6 +25,7 @@ from megatron.training.losses import StepLosses
 from megatron.training.optimizer import Observation, UpdateGate
 from megatron.training.spikes import SpikeDetector
 from megatron.training.state import EngineState
+from megatron.training.step_checks import PassCounter
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Engine(ABC):
         """Fingerprint of the weights that the run started from, where a task needs it: start_weights.py."""
         marks = is_profiled(config.logging, ctx.rank)
         self.timers = StepTimers(config.logging.timing_log_level, ctx.device, marks=marks)
+        self.passes = PassCounter(ctx)
         self.trace = InstructionTrace(ctx, wanted=config.logging.profile_instructions)
         self.state = EngineState(engine.module, engine.optimizer, config, ctx)
         self._gate = UpdateGate(ctx, self.state, losses, detector)
@@ -157,7 +159,9 @@ class Engine(ABC):
         if (buffers := getattr(self.deepspeed.optimizer, "buffers", None)) is not None:
             buffers.begin_step(self._num_microbatches)
         skipped_before = self.deepspeed.skipped_steps
-        self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
+        self.passes.begin_step()
+        with ctx.checks.step():
+            self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
         refused = observation is not None and not observation.is_applied
         return StepResult(

@@ -7,18 +7,21 @@ equal bit for bit on all ranks. So all act alike, and nothing can be saved betwe
 from __future__ import annotations
 
 import math
+import socket
 from typing import Any, NamedTuple
 
 from megatron.command_names import command_name
 from megatron.data.batches import BatchPlan
 from megatron.observability.metrics import MetricsLog
 from megatron.planning.progress import Progress
+from megatron.resilience.attribution import FaultOrigin, find_origin
 from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.tasks.task import Task
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
 from megatron.training.resume import checkpoint_before, restore_whole
+from megatron.training.step_checks import step_record
 
 SHOWN_STEPS = 4
 SHOWN_DOCUMENTS = 8
@@ -71,8 +74,8 @@ class Guard:
         may_fall = training.fp16 and result.observation is None and scale > training.min_loss_scale
         if may_fall and math.isfinite(result.loss):
             return False  # too large a loss scale, which DeepSpeed has just lowered
-        suspect, ranks = self._find_suspect(result, begin)
-        reason = "; ".join(spikes) or _not_finite(result, ranks)
+        suspect, origin = self._find_suspect(result, begin)
+        reason = "; ".join(spikes) or _not_finite(result, origin)
         where = f"iteration {self._progress.iteration} (samples {begin} to {self._progress.consumed_samples - 1})"
         documents = self._documents_of(suspect)
         row = {
@@ -81,6 +84,8 @@ class Guard:
             "first_sample": begin,
             "reason": reason,
             "loss": result.loss,
+            "origin": None if origin is None else origin.kind,
+            "origin_ranks": None if origin is None else list(origin.ranks),
             "suspect_samples": None if suspect is None else suspect.samples,
             "suspect_loss": None if suspect is None else suspect.loss,
             "suspect_documents": documents,
@@ -120,18 +125,26 @@ class Guard:
                 f"{remedy} max_skipped_in_window"
             )
 
-    def _find_suspect(self, result: StepResult, begin: int) -> tuple[Suspect | None, list[int]]:
-        """Return the microbatch whose loss is not finite, or else highest, over all ranks; and the bad ranks.
+    def _find_suspect(self, result: StepResult, begin: int) -> tuple[Suspect | None, FaultOrigin | None]:
+        """Return the microbatch whose loss stands out, and the origin of what is not finite, over all ranks.
 
-        A bad rank saw a loss, or a gradient that the norm leaves out, that is not finite. Collective.
+        Collective. No microbatch stands out where the gradient alone is not finite; there is no origin of a spike.
         """
-        ctx, losses, observation = self._engine.ctx, result.microbatch_losses, result.observation
-        keys = self._plan(begin)[1] if losses else []
-        mine = [Suspect(self._task.samples_of(key), float(loss)) for key, loss in zip(keys, losses, strict=True)]
-        worst = max(mine, key=_badness, default=None)
-        found = ctx.gather_objects((worst, observation is not None and bool(observation.is_bad_here)))
-        suspects = [suspect for suspect, _ in found if suspect is not None]
-        return max(suspects, key=_badness, default=None), [rank for rank, (_, is_bad) in enumerate(found) if is_bad]
+        ctx, losses = self._engine.ctx, result.microbatch_losses
+        keys = self._plan(begin)[1]
+        pairs = zip(keys if losses else [], losses, strict=True)
+        mine = [Suspect(self._task.samples_of(key), float(loss)) for key, loss in pairs]
+        worst, record = max(mine, key=_badness, default=None), None
+        if not result.is_finite:
+            host = socket.gethostname()
+            record = step_record(self._engine.module, ctx, host, lambda number: self._task.samples_of(keys[number]))
+        found = ctx.gather_objects((worst, record))
+        suspect = max((suspect for suspect, _ in found if suspect is not None), key=_badness, default=None)
+        if result.is_finite:
+            return suspect, None
+        sees_gradients = hasattr(self._engine.deepspeed.optimizer, "buffers") or ctx.grad_size == 1
+        origin = find_origin([record for _, record in found], ctx.num_stages, sees_gradients=sees_gradients)
+        return (None if suspect is None or math.isfinite(suspect.loss) else suspect), origin
 
     def _documents_of(self, suspect: Suspect | None) -> list[dict[str, Any]]:
         """Return the documents in each sample of a microbatch, and their dataset; on rank 0 alone."""
@@ -211,10 +224,9 @@ def _badness(suspect: Suspect) -> float:
     return suspect.loss if math.isfinite(suspect.loss) else math.inf
 
 
-def _not_finite(result: StepResult, ranks: list[int]) -> str:
+def _not_finite(result: StepResult, origin: FaultOrigin | None) -> str:
     norm = math.inf if result.observation is None else result.observation.grad_norm
-    where = f", on rank {', '.join(map(str, ranks))}" if ranks else ""
-    return f"loss {result.loss:.4g} or gradient (norm {norm:.4g}) is not finite{where}"
+    return f"loss {result.loss:.4g} or gradient (norm {norm:.4g}) is not finite; {origin}"
 
 
 def _ranges(samples: list[tuple[int, int]]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.finite_checks import LOSS
 from megatron.tasks.loss_result import LossError, LossResult
 from megatron.tasks.task import OfOutputs, Task
 
@@ -45,8 +46,13 @@ class StepLosses:
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
         total = self.compute(outputs, targets)
-        self.values.append(total.detach())
+        self.keep(total)
         return total
+
+    def keep(self, total: Tensor) -> None:
+        """Keep the loss of a microbatch."""
+        self.values.append(total.detach())
+        self._ctx.checks.whole(total, LOSS)
 
     def compute(self, outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
         """Return the loss of one microbatch, without keeping it."""

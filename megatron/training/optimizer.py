@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.config.options import Config
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
 from megatron.parallel.shards import Shard, shard_of
 from megatron.training.losses import StepLosses
 from megatron.training.spikes import SpikeDetector
@@ -25,14 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Observation:
-    """Loss and gradient of a step before its update; but for `is_bad_here` equal bit for bit on every rank."""
+    """Loss and gradient of a step before its update, equal bit for bit on every rank."""
 
     loss: float
     grad_norm: float
     is_finite: bool
     """No rank saw a loss or gradient that is not finite."""
-    is_bad_here: Tensor | bool
-    """This rank itself saw one."""
     spikes: tuple[str, ...] = ()
     """A reason for each spike."""
     is_applied: bool = True
@@ -77,6 +76,8 @@ class UpdateGate:
         if counted:
             norms = torch._foreach_norm(counted, dtype=torch.float32)
             squares = torch.stack(norms).square().sum() / scale**2
+        if self._ctx.grad_size == 1:  # this rank's own gradient: otherwise it was checked before the sum
+            self._ctx.checks.whole(squares, GRADIENT, PassPlace(UPDATE))
         self._facts = self._reduce(squares, uncounted)
         return self._facts.sums[1].sqrt_().clone()
 
@@ -104,11 +105,10 @@ class UpdateGate:
         mean_loss, grad_norm, num_bad, num_stops = facts.read()
         is_finite, is_stop_seen = not num_bad and math.isfinite(grad_norm), num_stops > 0
         if not is_finite:
-            is_bad_here = facts.is_bad_here | ~facts.sums[1].isfinite()
-            return Observation(mean_loss, grad_norm, False, is_bad_here, is_applied=False, is_stop_seen=is_stop_seen)
+            return Observation(mean_loss, grad_norm, False, is_applied=False, is_stop_seen=is_stop_seen)
         spikes = () if self._detector is None else self._detector.find(mean_loss, grad_norm)
         is_applied = not spikes or self._detector is None or not self._detector.refuses_spikes
-        return Observation(mean_loss, grad_norm, True, facts.is_bad_here, spikes, is_applied, is_stop_seen)
+        return Observation(mean_loss, grad_norm, True, spikes, is_applied, is_stop_seen)
 
     def _reduce(self, size: Tensor, uncounted: list[Tensor], *, is_everyones: bool = False) -> _Facts:
         """Sum mean loss, `size` of the gradient, and the numbers of ranks that see something not finite or a reason to
@@ -132,18 +132,20 @@ class UpdateGate:
         if uncounted:
             # the largest number shows whatever is not finite, and no square can overflow
             largest = torch.stack(torch._foreach_norm(uncounted, float("inf"))).float().max()
+            if ctx.grad_size == 1:
+                ctx.checks.whole(largest, GRADIENT, PassPlace(UPDATE))
             seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
-        sums[2] = is_bad_here = (~torch.isfinite(torch.cat(seen))).any()
+        sums[2] = (~torch.isfinite(torch.cat(seen))).any()
         if ctx.world_size > 1:
             dist.all_reduce(sums)
-        return _Facts(sums, is_bad_here)
+        return _Facts(sums)
 
 
 class _Facts:
     """Sums over all ranks of what they see of a step."""
 
-    def __init__(self, sums: Tensor, is_bad_here: Tensor) -> None:
-        self.sums, self.is_bad_here = sums, is_bad_here
+    def __init__(self, sums: Tensor) -> None:
+        self.sums = sums
         self._read: list[float] | None = None
 
     def read(self) -> list[float]:

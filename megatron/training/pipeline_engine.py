@@ -37,6 +37,7 @@ class PipelineEngine(Engine):
         self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
         if engine.steps_per_print() is None and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
+        self.passes.watch_pipeline(engine)
         self.timers.watch_pipeline(engine)
         if self.trace.wanted:
             engine._INSTRUCTION_MAP = {

@@ -199,6 +199,14 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
 
     # Messages
 
+    def message(self, name: str, chunk: int, microbatch: int) -> Tensor:
+        """Return the hidden state, or its gradient, that an instruction is to send or has received."""
+        key = chunk, microbatch
+        if name == "RecvGrad":
+            return self._grads[key]
+        found = _tensors((self._outputs if name == "SendActivation" else self._inputs)[key])[0]
+        return found.grad if name == "SendGrad" else found  # type: ignore[return-value]
+
     def _neighbour(self, chunk: int, step: int) -> tuple[int, int]:
         """Return the rank and the chunk `step` virtual stages further."""
         chunk, stage = divmod(chunk * self.num_stages + self.stage_id + step, self.num_stages)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.distributed_waits import wait_for
+from megatron.parallel.finite_checks import GRADIENT, TIED, UPDATE, PassPlace
 from megatron.parallel.shards import shard_of
 from megatron.parallel.weight_gradient import GradientSum
 
@@ -84,6 +85,8 @@ class _Bucket:
     slots: list[_Slot]
     owner: int | None
     """The data-parallel rank that needs the sums; None: all."""
+    own: list[Tensor]
+    """The stretches that hold this rank's gradients until they are summed: not those of tied weights."""
     waits_for: int = 0
     """Gradients that are not final."""
     sent: Tensor | None = None
@@ -194,6 +197,7 @@ class GradientBuffers:
         for slot in self._slots:
             if slot.tied_group is not None:
                 self._zero_missing(slot)
+                self._ctx.checks.whole(slot.view, TIED, PassPlace(UPDATE))
                 dist.all_reduce(slot.view, group=slot.tied_group)
                 self._complete(slot)
 
@@ -231,6 +235,8 @@ class GradientBuffers:
         assert group is not None
         for slot in bucket.slots:
             slot.is_reducing = True
+        for piece in bucket.own:
+            self._ctx.checks.whole(piece, GRADIENT, PassPlace(UPDATE))
         tensor = bucket.sums
         if tensor.dtype != options.dtype:
             tensor = bucket.sent = tensor.to(options.dtype)
@@ -272,11 +278,26 @@ class GradientBuffers:
                 for owner in range(start // width, -(-stop // width)):
                     low, high = max(start, owner * width), min(stop, (owner + 1) * width)
                     inside = [slot for slot in taken if slot.start < high and slot.stop > low]
-                    made = _Bucket(flat.narrow(0, low, high - low), inside, owner if self._options.is_sharded else None)
+                    made = _Bucket(
+                        flat.narrow(0, low, high - low),
+                        inside,
+                        owner if self._options.is_sharded else None,
+                        list(_untied(flat, inside, low, high)),
+                    )
                     for slot_inside in inside:
                         slot_inside.buckets.append(made)
                     yield made
                 taken = []
+
+
+def _untied(flat: Tensor, slots: list[_Slot], low: int, high: int) -> Iterator[Tensor]:
+    """Yield the stretches of [low, high) without the gradients of tied weights."""
+    for slot in sorted((slot for slot in slots if slot.tied_group is not None), key=lambda slot: slot.start):
+        if slot.start > low:
+            yield flat.narrow(0, low, slot.start - low)
+        low = max(low, slot.stop)
+    if low < high:
+        yield flat.narrow(0, low, high - low)
 
 
 class BufferedSum(GradientSum):

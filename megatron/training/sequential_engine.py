@@ -29,8 +29,9 @@ class SequentialEngine(Engine):
         if self.trace.wanted:
             engine.allreduce_gradients = self.trace.recorded("ReduceGrads", engine.allreduce_gradients)
             engine.step = self.trace.recorded("OptimizerStep", engine.step)
-        self._forward = self.trace.recorded("ForwardPass", marked(self._loss))
-        self._backward = self.trace.recorded("BackwardPass", marked(engine.backward))
+        self._forward = self.trace.recorded("ForwardPass", self.passes.counted("ForwardPass", marked(self._loss)))
+        backward = self.passes.counted("BackwardPass", marked(engine.backward))
+        self._backward = self.trace.recorded("BackwardPass", backward)
 
     @property
     def called_module(self) -> nn.Module:
@@ -66,7 +67,7 @@ class SequentialEngine(Engine):
         with self.timers("batch-generator"):
             inputs, targets = (to_device(part, self.ctx.device) for part in (inputs, targets))
         loss: Tensor = self.deepspeed(inputs, partial(self._losses.compute, targets=targets))
-        self._losses.values.append(loss.detach())
+        self._losses.keep(loss)
         return loss
 
     def _mean_loss(self) -> Tensor:

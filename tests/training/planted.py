@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset
+from megatron.parallel.linear import RowParallelLinear
 from megatron.parallel.shards import named_parameters
 from megatron.planning.progress import Progress
+from megatron.resilience.attribution import find_origin
 from megatron.training.engine import Engine, StepResult
+from megatron.training.step_checks import step_record
 from tests import runs
 from tests.training import layouts
 
@@ -76,7 +80,9 @@ def nan_gradient(engine: Engine, rank: int, name: str) -> Iterator[None]:
         return
     assert parameter is not None, f"rank {rank} has no {name}"
 
-    def spoil(gradient: Tensor) -> Tensor:
+    def spoil(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # deferred: it comes later
+            return None
         gradient = gradient.clone()
         gradient.view(-1)[0] = float("nan")
         return gradient
@@ -123,6 +129,48 @@ def plant_all(arguments: str, faults: list[tuple[str, int, str]]) -> list[dict[s
                 }
             )
             number += 3
+    return found
+
+
+@contextlib.contextmanager
+def nan_pass(engine: Engine, rank: int, direction: str) -> Iterator[None]:
+    """One number that enters (forward) or leaves (backward) a product of one rank's last attention is NaN."""
+    rows = [m for name, m in engine.module.named_modules() if isinstance(m, RowParallelLinear)]
+
+    def spoil(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[5] = float("nan")
+        return tensor
+
+    def enter(module: Any, inputs: Any) -> Any:
+        if engine.ctx.rank == rank and direction == "backward" and inputs[0].requires_grad:
+            inputs[0].register_hook(spoil)
+        return (spoil(inputs[0]), *inputs[1:]) if engine.ctx.rank == rank and direction == "forward" else None
+
+    handle = rows[-1].register_forward_pre_hook(enter)
+    yield
+    handle.remove()
+
+
+def origins(arguments: str, faults: list[tuple[str, int, str]]) -> list[tuple[str, tuple[int, ...], str, bool]]:
+    """Kind, ranks and text of the origin of each planted fault, and True if the losses are finite."""
+    found = []
+    with float16_allowed(arguments):
+        engine, task = layouts.build(arguments)
+        for number, (fault, rank, name) in enumerate(faults):
+            planted = {
+                "gradient": nan_gradient(engine, rank, name),
+                "loss": nan_loss(engine, rank),
+                "forward": nan_pass(engine, rank, "forward"),
+                "backward": nan_pass(engine, rank, "backward"),
+            }
+            with planted[fault]:
+                result = step(engine, task, number)
+            assert result.skipped
+            record = step_record(engine.module, engine.ctx, f"node{engine.ctx.rank}", lambda microbatch: [microbatch])
+            records = engine.ctx.gather_objects(record)
+            origin = find_origin(records, engine.ctx.num_stages)
+            found.append((origin.kind, origin.ranks, str(origin), math.isfinite(result.loss)))
     return found
 
 

@@ -239,7 +239,8 @@ def test_too_many_in_a_row_end_the_run_with_their_samples(ranks: RankPools, tmp_
         assert (
             "iteration 5 (samples 32 to 39); iteration 6 (samples 40 to 47); iteration 7 (samples 48 to 55)" in message
         )
-        assert "is not finite, on rank 0" in message
+        assert "is not finite; rank 0 on " in message
+        assert ": data: its loss is not finite" in message
     assert (tmp_path / "a" / "latest").read_text().split()[0] == "global_step6"
 
 

@@ -1,0 +1,82 @@
+"""Checks of what a rank computes itself in a step, before it is summed over ranks or sent: which was not finite first?
+
+Once summed, a value that is not finite is so on every rank. Each check is one sum that stays on the device and is only
+read after a bad step. Before a sum over tensor-parallel ranks one channel is checked: a matrix product spreads what is
+not finite over the whole row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+RECEIVED, COMPUTED, LOSS, SENT, TIED, GRADIENT = "received", "computed", "loss", "sent", "tied", "gradient"
+"""Kinds of checks: messages between stages, a rank's part of a sum, losses, gradients before they are summed."""
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+
+class PassPlace(NamedTuple):
+    """Pass of one microbatch in one chunk of a stage, both counted on this rank."""
+
+    direction: str
+    microbatch: int = -1
+    """-1: none, or not known."""
+    chunk: int = 0
+
+
+class FirstBad(NamedTuple):
+    """The first check of a rank's step whose value was not finite."""
+
+    order: int
+    """Number of the check; tensor-parallel ranks make the same checks in the same order."""
+    kind: str
+    place: PassPlace
+
+
+class FiniteChecks:
+    """The checks of this rank's last step."""
+
+    def __init__(self) -> None:
+        self.place = PassPlace(FORWARD)
+        """The pass that the rank computes now."""
+        self._is_on = False
+        self._sums: list[Tensor] = []
+        self._kinds: list[tuple[str, PassPlace]] = []
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Check what is computed within, and forget the previous step."""
+        self._sums, self._kinds, self._is_on = [], [], True
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def partial(self, x: Tensor) -> None:
+        """Check a rank's part [..., channels] of a sum over tensor-parallel ranks."""
+        if torch.compiler.is_compiling() or not self._is_on:
+            return
+        self._add(x if x.dim() < 2 else x[..., 0], COMPUTED, self.place)
+
+    def whole(self, x: Tensor | None, kind: str, place: PassPlace | None = None) -> None:
+        """Check every number of a tensor; None, of a frozen stage, has none."""
+        if self._is_on and x is not None and x.is_floating_point():
+            self._add(x, kind, place or self.place)
+
+    def _add(self, x: Tensor, kind: str, place: PassPlace) -> None:
+        self._sums.append(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)))
+        self._kinds.append((kind, place))
+
+    def first_bad(self) -> FirstBad | None:
+        """Return the first check of the last step that found a value not finite. Waits for the device."""
+        if not self._sums:
+            return None
+        bad = (~torch.stack([each.to(torch.float32) for each in self._sums]).isfinite()).nonzero()
+        if not len(bad):
+            return None
+        order = int(bad[0])
+        return FirstBad(order, *self._kinds[order])

@@ -1,0 +1,131 @@
+"""The origin of a step that is not finite: which rank was first, and if its device, a link or its data is to blame.
+
+Each rank keeps a record of its own part of the step (parallel/finite_checks.py), from before anything was summed over
+ranks. What is not finite spreads with the data: from stage to stage, in a tensor-parallel sum to all its ranks, and
+through a sum of gradients to all data-parallel ranks. So the origin is a rank none of whose sources was bad before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from megatron.parallel.finite_checks import BACKWARD, FORWARD, GRADIENT, LOSS, RECEIVED, TIED, FirstBad
+
+DEVICE, LINK, DATA, WEIGHTS, UNKNOWN = "device", "link", "data", "weights", "not known"
+"""Kinds of origins. `device`: of a rank's own computation or memory; `weights`: all copies of a weight are bad."""
+SHOWN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """Record of a rank's own part of a bad step."""
+
+    rank: int
+    host: str
+    stage: int
+    tensor_rank: int
+    grad_rank: int
+    first: FirstBad | None
+    """Its first check that failed; None: whatever it computed was finite."""
+    samples: tuple[int, ...] = ()
+    """Those of the microbatch of `first`."""
+    bad_weights: tuple[str, ...] = ()
+    """Some of its weights that are not finite."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultOrigin:
+    """The ranks at which a step first was not finite, and the kind of fault."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    names: str
+    """The ranks with their hosts, as text."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.names}: {self.kind}: {self.what}" if self.names else self.what
+
+
+def find_origin(records: Sequence[StepRecord], num_stages: int, *, sees_gradients: bool = True) -> FaultOrigin:
+    """Return the origin of a step whose loss or gradient is not finite, from the records of all ranks.
+
+    `sees_gradients` False: DeepSpeed sums the gradients, and no rank has seen its own.
+    """
+    if damaged := [record for record in records if record.bad_weights]:
+        return _bad_weights(damaged, records)
+    places = {(record.stage, record.grad_rank, record.tensor_rank): record for record in records}
+    bad = [record for record in records if record.first is not None]
+    origins = [record for record in bad if not _follows(record, records, places, num_stages)]
+    if not origins:
+        return _unseen(sees_gradients)
+    kinds = {record.rank: _kind(record) for record in origins}
+    # a device's fault is rarer than bad data, and says more
+    kind, what = min(kinds.values(), key=lambda found: (LINK, DEVICE, DATA, UNKNOWN).index(found[0]))
+    return _named(kind, [record for record in origins if kinds[record.rank] == (kind, what)], what)
+
+
+def _follows(
+    record: StepRecord,
+    records: Sequence[StepRecord],
+    places: Mapping[tuple[int, int, int], StepRecord],
+    num_stages: int,
+) -> bool:
+    """Return True if another rank was bad before, and this one got it from there."""
+    first = record.first
+    assert first is not None
+    peers = [other for other in records if (other.stage, other.grad_rank) == (record.stage, record.grad_rank)]
+    if any(other.first is not None and other.first.order < first.order for other in peers):
+        return True
+    if first.kind == GRADIENT:
+        return any(other.first is not None and other.first.kind == TIED for other in records)
+    if first.kind == RECEIVED:
+        step = -1 if first.place.direction == FORWARD else 1
+        sender = places.get(((record.stage + step) % num_stages, record.grad_rank, record.tensor_rank))
+        if sender is None:
+            return True
+        # what was damaged in forward comes back to its sender in backward
+        earlier = (FORWARD,) if first.place.direction == FORWARD else (FORWARD, BACKWARD)
+        return sender.first is not None and sender.first.place.direction in earlier
+    return False
+
+
+def _kind(record: StepRecord) -> tuple[str, str]:
+    first = record.first
+    assert first is not None
+    direction = first.place.direction
+    if first.kind == RECEIVED:
+        came = "activations" if direction == FORWARD else "gradients"
+        return LINK, f"the {came} that came from the {'previous' if direction == FORWARD else 'next'} stage are not "\
+            "finite, those that it sent were"  # fmt: skip
+    if first.kind in (GRADIENT, TIED) or direction == BACKWARD:
+        return DEVICE, "its own gradients are not finite, its losses are"
+    if first.kind == LOSS:
+        return DATA, "its loss is not finite, what it received was"
+    return UNKNOWN, "its forward pass was the first that was not finite: its device or its data"
+
+
+def _bad_weights(damaged: Sequence[StepRecord], records: Sequence[StepRecord]) -> FaultOrigin:
+    name = damaged[0].bad_weights[0]
+    copies = [r for r in records if (r.stage, r.tensor_rank) == (damaged[0].stage, damaged[0].tensor_rank)]
+    holders = [record for record in damaged if name in record.bad_weights]
+    if len(copies) > 1 and all(record in holders for record in copies):
+        return _named(WEIGHTS, holders, f"{name} is not finite on all its ranks, since an earlier step or a load")
+    return _named(DEVICE, holders, f"its weights are not finite ({', '.join(damaged[0].bad_weights)})")
+
+
+def _unseen(sees_gradients: bool) -> FaultOrigin:
+    if sees_gradients:
+        return FaultOrigin(LINK, (), "", "what each rank computed was finite; their sum is not: a link, or an overflow")
+    return FaultOrigin(UNKNOWN, (), "", "the losses are finite; ZeRO-2, ZeRO-3 and offload hide whose gradient is not")
+
+
+def _named(kind: str, records: Sequence[StepRecord], what: str) -> FaultOrigin:
+    names = [record.name for record in records[:SHOWN]]
+    more = f" and {len(records) - SHOWN} more" if len(records) > SHOWN else ""
+    return FaultOrigin(kind, tuple(record.rank for record in records), ", ".join(names) + more, what)
