@@ -217,7 +217,10 @@ def _method(modules: Sequence[Module], of_vocabulary: bool, lora: LoraConfig) ->
     if not of_vocabulary:
         return LowRank(tuple(_adapter(module, lora) for module in modules), lora.lora_dropout, lora.use_dora)
     by_use = {module.is_output: _adapter(module, lora) for module in modules}
-    return VocabularyLowRank(by_use.get(False), by_use.get(True), lora.lora_dropout, lora.use_dora)
+    embedding = by_use.get(False)
+    if embedding is not None:  # PiSSA too starts it at zero
+        embedding = dataclasses.replace(embedding, is_principal=False, svd_iterations=None)
+    return VocabularyLowRank(embedding, by_use.get(True), lora.lora_dropout, lora.use_dora)
 
 
 def _is_saved(module: Module, lora: LoraConfig) -> bool:
