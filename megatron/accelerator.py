@@ -103,10 +103,13 @@ def _missing_hpu() -> str:
             "habana_frameworks.torch is not installed; it comes with the image or the installer of the Gaudi software, "
             "never by pip from the public index (docs/launching.md, Gaudi)"
         )
-    except (ImportError, OSError) as error:
+    # it asserts that torch's release is the one it is built for, and in lazy mode that torch is Habana's build; of a
+    # version without a local part, as that of a stock torch, it reads an attribute that is not there
+    except (ImportError, OSError, AssertionError, AttributeError) as error:
         return (
             f"habana_frameworks.torch {_plugin_version()} does not load beside torch {metadata.version('torch')}: "
-            f"{error}; its release is built for one release of torch (docs/launching.md, Gaudi)"
+            f"{error}; its release is built for one release of torch, and lazy mode needs Habana's build of it "
+            "(docs/launching.md, Gaudi)"
         )
     if not hpu.is_available() or hpu.device_count() == 0:
         return "habana_frameworks sees no Gaudi; hl-smi shows which are there and who holds them"
@@ -342,6 +345,12 @@ def memory_details() -> dict[str, float]:
         # Habana documents neither reserved memory nor retries among them
         stats["max_alloc_size (GB)"] = counted["MaxAllocSize"] / GB
         stats["num_active_allocs"] = float(counted["ActiveAllocs"])
+        stats["num_allocs"] = float(counted["NumAllocs"])
+        defragmentations = _hpu_metric("memory_defragmentation")
+        stats["num_defragmentations"] = float(defragmentations["TotalNumber"])
+        stats["num_failed_defragmentations"] = float(
+            defragmentations["TotalNumber"] - defragmentations["TotalSuccessful"]
+        )
     elif device == "cuda":
         import torch
 
@@ -410,10 +419,16 @@ def is_lazy(device: str) -> bool:
 
 def recompile_count() -> int | None:
     """Return the number of graphs that HPU has compiled in this process; None elsewhere. It grows with new shapes."""
-    if _device() != "hpu":
-        return None
-    metric: Any = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global("graph_compilation")
-    return int(dict(metric.stats())["TotalNumber"])
+    return int(_hpu_metric("graph_compilation")["TotalNumber"]) if _device() == "hpu" else None
+
+
+def cpu_fallbacks() -> dict[str, int]:
+    """Return the calls of each operator that HPU lacks, so that the CPU computed it, in this process; {} elsewhere."""
+    return dict(_hpu_metric("cpu_fallback")["FallbackOps"]) if _device() == "hpu" else {}
+
+
+def _hpu_metric(name: str) -> dict[str, Any]:
+    return dict(importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global(name).stats())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

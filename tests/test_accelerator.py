@@ -1,14 +1,15 @@
 """The device layer on the CPU of this machine, and on stand-ins for the devices it lacks.
 
-`habana_frameworks` is a stand-in built to its documented API (docs.habana.ai: PyTorch/Reference); none of this ran on a
-Gaudi.
+`habana_frameworks` is the stand-in of tests/habana; none of this ran on a Gaudi.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from megatron import accelerator
+from tests.habana import stand_in_packages
 
 KEYS = ["memory_allocated (GB)", "max_memory_allocated (GB)", "total_memory_available (GB)"]
 
@@ -25,49 +27,6 @@ def stand_in(name: str, **contents: Any) -> ModuleType:
     module = ModuleType(name)
     module.__dict__.update(contents)
     return module
-
-
-class Habana:
-    """What the stand-in's functions answer, and what they were asked."""
-
-    def __init__(self) -> None:
-        self.count = 8
-        self.lazy = True
-        self.name = "GAUDI2"
-        self.marks = 0
-        self.compiled = 17
-        self.metrics_asked: list[str] = []
-
-    def metric_global(self, name: str) -> SimpleNamespace:
-        self.metrics_asked.append(name)
-        return SimpleNamespace(stats=lambda: [("TotalNumber", self.compiled), ("TotalTime", 123456), ("AvgTime", 7.5)])
-
-    def mark_step(self) -> None:
-        self.marks += 1
-
-    def modules(self) -> list[ModuleType]:
-        return [
-            stand_in("habana_frameworks"),
-            stand_in("habana_frameworks.torch"),
-            stand_in(
-                "habana_frameworks.torch.hpu",
-                is_available=lambda: self.count > 0,
-                device_count=lambda: self.count,
-                get_device_name=lambda: self.name,
-                memory_stats=lambda: {
-                    "Limit": 96 * 2**30,
-                    "InUse": 3 * 2**29,
-                    "MaxInUse": 2**31,
-                    "NumAllocs": 12,
-                    "ActiveAllocs": 7,
-                    "MaxAllocSize": 2**28,
-                },
-            ),
-            stand_in("habana_frameworks.torch.hpu.metrics", metric_global=self.metric_global),
-            stand_in("habana_frameworks.torch.core", mark_step=self.mark_step),
-            stand_in("habana_frameworks.torch.utils"),
-            stand_in("habana_frameworks.torch.utils.internal", is_lazy=lambda: self.lazy),
-        ]
 
 
 @pytest.fixture(autouse=True)
@@ -79,11 +38,9 @@ def _unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def habana(monkeypatch: pytest.MonkeyPatch) -> Habana:
-    fake = Habana()
-    for module in fake.modules():
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return fake
+def habana(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with stand_in_packages(monkeypatch) as habana:
+        yield habana
 
 
 def run_on(monkeypatch: pytest.MonkeyPatch, device: str, **more: Any) -> None:
@@ -103,7 +60,7 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch, available: bool = True) -> None:
 # Choice
 
 
-def test_auto_prefers_hpu_then_cuda_then_cpu(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+def test_auto_prefers_hpu_then_cuda_then_cpu(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     with_cuda(monkeypatch)
     assert accelerator.choose_device("auto") == "hpu"
     monkeypatch.delenv("DS_ACCELERATOR")
@@ -115,7 +72,7 @@ def test_auto_prefers_hpu_then_cuda_then_cpu(monkeypatch: pytest.MonkeyPatch, ha
 
 
 @pytest.mark.parametrize("device", ["hpu", "cuda", "cpu"])
-def test_choice_is_told_to_deepspeed(monkeypatch: pytest.MonkeyPatch, habana: Habana, device: str) -> None:
+def test_choice_is_told_to_deepspeed(monkeypatch: pytest.MonkeyPatch, habana: Any, device: str) -> None:
     with_cuda(monkeypatch)
     assert accelerator.choose_device(device) == device
     assert os.environ["DS_ACCELERATOR"] == device
@@ -140,6 +97,32 @@ def test_a_plugin_that_does_not_load_is_not_called_missing(monkeypatch: pytest.M
     monkeypatch.setattr(accelerator.metadata, "version", version)
     with pytest.raises(accelerator.DeviceError, match=r"1.24.1.482 does not load beside torch 2.13.0: libhab.*built"):
         accelerator.choose_device("hpu")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AssertionError("Error: Compile-time major/minor PyTorch version 2.10.0 differs from run-time 2.13.0."),
+        AssertionError("Stock PyTorch version 2.11.0 is not supported in Lazy mode."),
+        AttributeError("'NoneType' object has no attribute 'startswith'"),  # its reading of a stock torch's version
+    ],
+)
+def test_what_the_plugin_asserts_of_torch_is_one_message(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def load(name: str) -> ModuleType:
+        raise error
+
+    monkeypatch.setattr(accelerator.importlib, "import_module", load)
+    with pytest.raises(accelerator.DeviceError, match=rf"{re.escape(str(error))}; .*lazy mode needs Habana's build"):
+        accelerator.choose_device("hpu")
+
+
+def test_operators_that_the_cpu_computed_are_counted_by_name(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
+    run_on(monkeypatch, "hpu")
+    assert accelerator.cpu_fallbacks() == {}
+    habana.fallbacks["aten::unique"] = 3
+    assert accelerator.cpu_fallbacks() == {"aten::unique": 3}
+    run_on(monkeypatch, "cpu")
+    assert accelerator.cpu_fallbacks() == {}
 
 
 def test_the_namespace_alone_is_no_gaudi_software(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -171,7 +154,7 @@ def test_devices_are_counted_as_their_libraries_do(
     assert accelerator.count_devices(device) == count
 
 
-def test_fewer_modules_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+def test_fewer_modules_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", "4,5")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(accelerator.DeviceError, match="HABANA_VISIBLE_MODULES=4,5 leaves 2 of the 4 devices"):
@@ -180,7 +163,7 @@ def test_fewer_modules_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, h
     assert accelerator.choose_device("hpu") == "hpu"
 
 
-def test_hpu_without_a_device_names_the_remedy(habana: Habana) -> None:
+def test_hpu_without_a_device_names_the_remedy(habana: Any) -> None:
     habana.count = 0
     with pytest.raises(accelerator.DeviceError, match=r"sees no Gaudi; hl-smi"):
         accelerator.choose_device("hpu")
@@ -203,9 +186,7 @@ def test_unknown_device_of_the_environment_is_an_error(monkeypatch: pytest.Monke
         accelerator.choose_device("auto")
 
 
-def test_a_choice_after_deepspeed_settled_elsewhere_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, habana: Habana
-) -> None:
+def test_a_choice_after_deepspeed_settled_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     settled = SimpleNamespace(device_name=lambda: "cpu")
     module = stand_in("real", ds_accelerator=settled)
     monkeypatch.setitem(sys.modules, "deepspeed.accelerator.real_accelerator", module)
@@ -217,6 +198,7 @@ def test_a_choice_after_deepspeed_settled_elsewhere_is_an_error(
 PROGRAM = """
 import sys
 from megatron import accelerator
+from tests.habana import stand_in_packages
 assert not {"torch", "deepspeed"} & set(sys.modules), "imported with the module"
 chosen = accelerator.choose_device("cpu")
 assert "deepspeed" not in sys.modules, "imported by choose_device"
@@ -266,7 +248,7 @@ def test_memory_on_cpu_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held[KEYS[0]] <= held[KEYS[1]] < held[KEYS[2]]
 
 
-def test_memory_on_hpu_has_habanas_keys_in_gb(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+def test_memory_on_hpu_has_habanas_keys_in_gb(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     run_on(monkeypatch, "hpu")
     assert accelerator.memory_stats() == dict(zip(KEYS, (1.5, 2.0, 96.0), strict=True))
 
@@ -289,11 +271,19 @@ def test_details_on_cpu_are_the_process_and_its_host(monkeypatch: pytest.MonkeyP
     assert 0 < details["host_memory_available (GB)"] < details[KEYS[2]]
 
 
-def test_details_on_hpu_are_what_habana_documents(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+def test_details_on_hpu_are_what_habana_documents(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     run_on(monkeypatch, "hpu")
     details = accelerator.memory_details()
     assert [details[key] for key in KEYS] == [1.5, 2.0, 96.0]
     assert (details["max_alloc_size (GB)"], details["num_active_allocs"]) == (0.25, 7)
+    assert (details["num_allocs"], details["num_defragmentations"], details["num_failed_defragmentations"]) == (
+        12,
+        0,
+        0,
+    )
+    habana.defragmentations[:] = [5, 3]  # tried, successful
+    details = accelerator.memory_details()
+    assert (details["num_defragmentations"], details["num_failed_defragmentations"]) == (5, 2)
     assert details["host_rss (GB)"] > 0
 
 
@@ -331,31 +321,30 @@ def test_details_on_cuda_tell_fragmentation_and_retries(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("device", "lazy", "marks"), [("hpu", True, 1), ("hpu", False, 0), ("cuda", True, 0)])
 def test_mark_step_acts_in_hpus_lazy_mode_only(
-    monkeypatch: pytest.MonkeyPatch, habana: Habana, device: str, lazy: bool, marks: int
+    monkeypatch: pytest.MonkeyPatch, habana: Any, device: str, lazy: bool, marks: int
 ) -> None:
     run_on(monkeypatch, device)
     habana.lazy = lazy
     accelerator.mark_step()
-    assert habana.marks == marks
+    assert len(habana.called("mark_step")) == marks
 
 
 @pytest.mark.parametrize(("device", "lazy", "marks"), [("hpu", True, 2), ("hpu", False, 0), ("cuda", True, 0)])
 def test_marked_functions_launch_their_operators_in_lazy_mode(
-    monkeypatch: pytest.MonkeyPatch, habana: Habana, device: str, lazy: bool, marks: int
+    monkeypatch: pytest.MonkeyPatch, habana: Any, device: str, lazy: bool, marks: int
 ) -> None:
     run_on(monkeypatch, device)
     habana.lazy = lazy
     function = accelerator.marked(lambda x, *, y: x + y)
     assert [function(1, y=2), function(3, y=4)] == [3, 7]
-    assert habana.marks == marks
+    assert len(habana.called("mark_step")) == marks
 
 
-def test_recompile_count_is_hpus_graph_compilations(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+def test_recompile_count_is_hpus_graph_compilations(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     run_on(monkeypatch, "hpu")
     assert accelerator.recompile_count() == 17
     habana.compiled = 18
     assert accelerator.recompile_count() == 18
-    assert set(habana.metrics_asked) == {"graph_compilation"}
     run_on(monkeypatch, "cpu")
     assert accelerator.recompile_count() is None
 
@@ -404,7 +393,7 @@ def test_peak_of_other_devices_is_unknown(name: str) -> None:
     assert accelerator.named_peak_tflops(name) is None
 
 
-def test_software_is_what_stands_between_torch_and_the_device(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+def test_software_is_what_stands_between_torch_and_the_device(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     run_on(monkeypatch, "hpu")
     assert accelerator.software() == {"device": "GAUDI2", "habana-torch-plugin": "unknown"}
     monkeypatch.setattr(accelerator.metadata, "version", lambda name: {"habana-torch-plugin": "1.22.0"}[name])
@@ -420,7 +409,7 @@ def test_software_is_what_stands_between_torch_and_the_device(monkeypatch: pytes
     assert accelerator.software() == {}
 
 
-def test_peak_asks_the_device_in_use(monkeypatch: pytest.MonkeyPatch, habana: Habana) -> None:
+def test_peak_asks_the_device_in_use(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     habana.name = "GAUDI3"
     run_on(monkeypatch, "hpu")
     assert accelerator.peak_tflops() == 1835

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ from megatron.training.guard import Guard
 
 if TYPE_CHECKING:
     from megatron.training.interludes import Interlude
+
+log = logging.getLogger(__name__)
 
 
 class Interval:
@@ -118,6 +121,7 @@ class Loop:
             num_workers=config.data.num_workers if self.engine.reads_data else 0,
         )
         self._interval = Interval()
+        self._fallbacks: set[str] = set()
         self._saved_at = self.progress.iteration
         self._is_stop_seen: bool | None = None  # by some rank in the last step; None: not decided with it
         self.engine.join_stop_decision(self.shutdown.sees_reason)
@@ -306,8 +310,22 @@ class Loop:
                 straggler=None if self._straggler is None else self._straggler.read(),
             )
         )
+        self._name_fallbacks()
         timers = engine.timers.read(interval.steps, engine.ctx)
         self.log.log_timers(progress.iteration, progress.consumed_samples, timers)
+
+    def _name_fallbacks(self) -> None:
+        """Warn once, from one rank of each stage, of an operator that the CPU computes for the device."""
+        ctx = self.engine.ctx
+        if ctx.batch_rank or ctx.tensor_rank:
+            return
+        fallbacks = accelerator.cpu_fallbacks()
+        if new := sorted(fallbacks.keys() - self._fallbacks):
+            self._fallbacks |= set(new)
+            named = ", ".join(f"{name} ({fallbacks[name]} calls)" for name in new)
+            log.warning(
+                "HPU lacks these operators, so rank %d computed them on the CPU, waiting each time: %s", ctx.rank, named
+            )
 
     def _save_where_due(self, consumed_before: int) -> None:
         """Begin a save if one is due, and report on earlier ones.

@@ -1,17 +1,18 @@
-"""What runs on Habana's fused kernels, with stand-ins for habana_frameworks that compute the same in torch."""
+"""What runs on Habana's fused kernels, with the stand-in of tests/habana, which computes the same on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from types import ModuleType
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron import accelerator
 from megatron.config.options import ModelConfig
 from megatron.models.attention import FusedHPUAttention, Packing, SDPAttention, alibi_slopes, build_kernel
 from megatron.models.sequential import SequentialModel, build_layers
@@ -19,7 +20,9 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.kernels import PLAIN
 from megatron.parallel.kernels import habana as habana_kernels
 from megatron.parallel.layers import RMSNorm
+from megatron.training.loop import Loop
 from megatron.training.optimizer import build_optimizer
+from tests.habana import stand_in_packages
 from tests.models.outputs import build_model, config_of
 from tests.parallel.on_ranks import norm_shards
 
@@ -27,68 +30,15 @@ HPU = ParallelContext(device=torch.device("hpu"))
 S, B, HEADS, HEAD_SIZE = 8, 2, 4, 8
 
 
-class FusedSDPA:
-    """Same operands in the same order as Habana's; remembers the last call."""
-
-    calls: list[tuple[Any, ...]]
-    num_kv_heads: int
-
-    @classmethod
-    def apply(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        causal: bool,
-        scale: float | None,
-        softmax_mode: str,
-        recompute_mode: bool | None,
-    ) -> Tensor:
-        # Habana's own assertion, for a call with gradients
-        if softmax_mode == "fast" and recompute_mode is not False:
-            assert causal, "Optimized softmax mode is supported in recompute training mode only in causal case"
-        cls.calls.append((mask, dropout, causal, scale, softmax_mode, recompute_mode))
-        cls.num_kv_heads = k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=True)
-
-
-class FusedRMSNorm:
-    @staticmethod
-    def apply(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight + 0.0
-
-
-class FusedAdamW(torch.optim.AdamW):
-    """Takes what Habana's takes, and nothing of torch's own."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-
-
 @pytest.fixture(autouse=True)
-def habana(monkeypatch: pytest.MonkeyPatch) -> None:
-    FusedSDPA.calls = []
-    found: dict[str, dict[str, Any]] = {
-        "kernels": {"FusedSDPA": FusedSDPA},
-        "normalization": {"FusedRMSNorm": FusedRMSNorm},
-        "optimizers": {"FusedAdamW": FusedAdamW},
-    }
-    for name in ("habana_frameworks", "habana_frameworks.torch", "habana_frameworks.torch.hpex"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name, contents in found.items():
-        module = ModuleType(f"habana_frameworks.torch.hpex.{name}")
-        module.__dict__.update(contents)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+def habana(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with stand_in_packages(monkeypatch) as stand_in:
+        yield stand_in
+
+
+def kernel_calls(habana: Any) -> list[tuple[Any, ...]]:
+    names = ("attn_mask", "dropout_p", "is_causal", "scale", "softmax_mode", "recompute_mode")
+    return [tuple(call[name] for name in names) for call in habana.called("FusedSDPA")]
 
 
 def heads(count: int, seed: int) -> Tensor:
@@ -98,15 +48,15 @@ def heads(count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("groups", [2, 4])
-def test_fused_attention_equals_torchs(alibi: bool, packed: bool, groups: int) -> None:
+def test_fused_attention_equals_torchs(habana: Any, alibi: bool, packed: bool, groups: int) -> None:
     slopes = alibi_slopes(HEADS) if alibi else None
     starts = torch.tensor([[0, 0, 0, 3, 3, 3, 6, 6], [0] * 8])
     packing = Packing(torch.arange(S) - starts, starts) if packed else None
     q, k, v = heads(HEADS, 1), heads(groups, 2), heads(groups, 3)
     ours = FusedHPUAttention(slopes)(q, k, v, packing, 0.0)
     torch.testing.assert_close(ours, SDPAttention(slopes)(q, k, v, packing, 0.0), rtol=0, atol=1e-6)
-    ((mask, dropout, causal, scale, softmax_mode, recompute),) = FusedSDPA.calls
-    assert FusedSDPA.num_kv_heads == groups  # not repeated: it takes fewer
+    ((mask, dropout, causal, scale, softmax_mode, recompute),) = kernel_calls(habana)
+    assert habana.called("FusedSDPA")[0]["num_kv_heads"] == groups  # not repeated: it takes fewer
     assert causal == (mask is None) == (not alibi and not packed)
     # an additive mask in the dtype of the operands, the only kind it takes beside none
     assert mask is None or mask.dtype == q.dtype
@@ -114,22 +64,22 @@ def test_fused_attention_equals_torchs(alibi: bool, packed: bool, groups: int) -
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_fast_softmax_recompute_and_dropout_are_passed_on(recompute: bool) -> None:
+def test_fast_softmax_recompute_and_dropout_are_passed_on(habana: Any, recompute: bool) -> None:
     model = ModelConfig(use_fast_softmax=True, fused_sdpa_recompute=recompute)
     kernel = build_kernel(model, HPU, packed=False)
     kernel(heads(HEADS, 1), heads(HEADS, 2), heads(HEADS, 3), None, 0.25)
-    assert FusedSDPA.calls == [(None, 0.25, True, None, "fast", recompute)]
+    assert kernel_calls(habana) == [(None, 0.25, True, None, "fast", recompute)]
 
 
-def test_fast_softmax_with_a_mask_runs_without_recomputation() -> None:
+def test_fast_softmax_with_a_mask_runs_without_recomputation(habana: Any) -> None:
     """The combination that validation accepts; it refuses the other, which Habana's kernel does too."""
     for recompute in (False, True):
         model = ModelConfig(use_fast_softmax=True, position_embedding_type="alibi", fused_sdpa_recompute=recompute)
         kernel = build_kernel(model, HPU, packed=False)
         refused = pytest.raises(AssertionError, match="only in causal") if recompute else contextlib.nullcontext()
         with refused:
-            kernel(heads(HEADS, 1), heads(HEADS, 2), heads(HEADS, 3), None, 0.0)
-    assert [call[-1] for call in FusedSDPA.calls] == [False]
+            kernel(heads(HEADS, 1).requires_grad_(), heads(HEADS, 2), heads(HEADS, 3), None, 0.0)
+    assert [call[-1] for call in kernel_calls(habana)] == [False, True]
 
 
 def test_hpu_takes_the_fused_attention_unless_told_otherwise() -> None:
@@ -168,6 +118,10 @@ def test_llama_on_hpu_uses_the_fused_norm_where_wanted(flags: str, form: str) ->
     assert {norm.kernels.form for norm in norms} == {form}
 
 
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return any(cls.__module__ == "habana_frameworks.torch.hpex.optimizers" for cls in type(optimizer).__mro__)
+
+
 @pytest.mark.parametrize("name", ["adamw", "fusedadamw"])
 def test_fused_adamw_takes_the_configured_options(name: str) -> None:
     config = config_of(
@@ -175,7 +129,7 @@ def test_fused_adamw_takes_the_configured_options(name: str) -> None:
     )
     model = build_model(config, ParallelContext.single())
     optimizer = build_optimizer(model, config, HPU)
-    assert isinstance(optimizer, FusedAdamW)
+    assert is_fused(optimizer)
     decayed, kept = optimizer.param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.25, 0.0)
     assert all((g["lr"], g["betas"], g["eps"]) == (0.5, (0.9, 0.5), 1e-7) for g in optimizer.param_groups)
@@ -186,6 +140,27 @@ def test_fused_adamw_takes_the_configured_options(name: str) -> None:
 def test_fused_adamw_clips_where_deepspeed_does_not() -> None:
     config = config_of("--optimizer fusedadamw")
     optimizer = build_optimizer(build_model(config, ParallelContext.single()), config, HPU)
-    assert isinstance(optimizer, FusedAdamW)
-    assert type(optimizer) is not FusedAdamW
+    assert is_fused(optimizer)
     assert type(optimizer).__name__ == "FusedAdamW"
+
+
+@pytest.mark.parametrize(("tensor_rank", "named"), [(0, 2), (1, 0)])
+def test_operators_computed_on_the_cpu_are_named_once_a_stage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, habana: Any, tensor_rank: int, named: int
+) -> None:
+    monkeypatch.setattr(accelerator, "_device", lambda: "hpu")
+    ctx = dataclasses.replace(HPU, rank=4 + tensor_rank, tensor_rank=tensor_rank, tensor_size=2)
+    loop: Any = SimpleNamespace(engine=SimpleNamespace(ctx=ctx), _fallbacks=set())
+    habana.fallbacks |= {"aten::unique": 3, "aten::sort": 1}
+    Loop._name_fallbacks(loop)
+    Loop._name_fallbacks(loop)
+    habana.fallbacks |= {"aten::unique": 9, "aten::topk": 2}
+    Loop._name_fallbacks(loop)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == named
+    if named:
+        assert "rank 4" in messages[0]
+        assert [m.partition("each time: ")[2] for m in messages] == [
+            "aten::sort (1 calls), aten::unique (3 calls)",
+            "aten::topk (2 calls)",
+        ]

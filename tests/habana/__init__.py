@@ -1,0 +1,34 @@
+"""A stand-in of Habana's Python packages that computes on the CPU: put this folder on sys.path.
+
+Names, order and defaults of arguments, types of results and assertions are those of HabanaAI/gaudi-pytorch-bridge
+1.19.0; tests/models/test_habana_bridge.py compares them where MEGATRON_GAUDI_BRIDGE names a checkout of it. Tensors
+stay CPU tensors, so it does not show a tensor on the wrong device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "habana_frameworks"]:
+        del sys.modules[name]
+
+
+@contextlib.contextmanager
+def stand_in_packages(monkeypatch: pytest.MonkeyPatch, *, lazy: bool = True) -> Iterator[Any]:
+    """Make the packages importable, newly loaded, and yield `habana_frameworks.torch.stand_in`; then unload them."""
+    _forget()
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", str(int(lazy)))
+    try:
+        yield importlib.import_module("habana_frameworks.torch.stand_in")
+    finally:
+        _forget()

@@ -1,0 +1,2 @@
+from . import step_closure as step_closure
+from .step_closure import mark_step as mark_step

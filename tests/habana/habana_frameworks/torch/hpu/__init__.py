@@ -1,0 +1,68 @@
+"""The device as torch.hpu shows it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from habana_frameworks.torch import stand_in
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def device_count() -> int:
+    return stand_in.count
+
+
+def get_device_name(device: Any = None) -> str:
+    return stand_in.name
+
+
+def current_device() -> int:
+    return 0
+
+
+def synchronize() -> None:
+    stand_in.calls.append(("synchronize", {}))
+
+
+def memory_stats(device: Any = None) -> dict[str, Any]:
+    return dict(stand_in.memory)
+
+
+def memory_allocated(device: Any = None) -> int:
+    return int(memory_stats(device=device)["InUse"])
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return int(memory_stats(device=device)["MaxInUse"])
+
+
+def memory_reserved(device: Any = None) -> int:
+    return int(memory_stats(device)["Limit"])
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    stats = memory_stats(device)
+    return stats["Limit"] - stats["InUse"], stats["Limit"]
+
+
+def enable_recompute_sdp(enabled: bool) -> None:
+    stand_in.recompute_sdp[0] = enabled
+
+
+def recompute_sdp_enabled() -> bool:
+    return stand_in.recompute_sdp[0]
+
+
+@contextlib.contextmanager
+def sdp_kernel(enable_recompute: bool = True) -> Iterator[dict[str, Any]]:
+    before = recompute_sdp_enabled()
+    try:
+        enable_recompute_sdp(enable_recompute)
+        yield {}
+    finally:
+        enable_recompute_sdp(before)

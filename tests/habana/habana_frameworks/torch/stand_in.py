@@ -1,0 +1,37 @@
+"""What tests set and read: the calls of kernels, and the numbers that the device would report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+calls: list[tuple[str, dict[str, Any]]] = []
+"""(name, arguments by name) of each call of a kernel, a step mark or a wait."""
+memory = {
+    "Limit": 96 * 2**30,
+    "InUse": 3 * 2**29,
+    "MaxInUse": 2**31,
+    "NumAllocs": 12,
+    "NumFrees": 5,
+    "ActiveAllocs": 7,
+    "MaxAllocSize": 2**28,
+    "TotalSystemAllocs": 34,
+    "TotalSystemFrees": 2,
+    "TotalActiveAllocs": 32,
+}
+count = 8
+"""Devices of this machine."""
+name = "GAUDI2"
+lazy: bool | None = None
+"""None: as PT_HPU_LAZY_MODE says."""
+compiled = 17
+"""Graphs."""
+fallbacks: dict[str, int] = {}
+"""Calls of each operator that the device lacks, so that the CPU computes it."""
+defragmentations = [0, 0]
+"""Tried, successful."""
+recompute_sdp = [True]
+
+
+def called(name: str) -> list[dict[str, Any]]:
+    """Return the arguments of the calls of one name."""
+    return [arguments for recorded, arguments in calls if recorded == name]
