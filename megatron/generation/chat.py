@@ -13,6 +13,7 @@ from typing import IO, Any
 from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
 from megatron.generation.jsonl import INPUT_OF_LAUNCHER
+from megatron.generation.kept_text import KeptText
 from megatron.generation.requests import Completion, Request
 from megatron.generation.session import Session
 from megatron.resilience.errors import raise_on_all_ranks
@@ -33,6 +34,7 @@ class TerminalChat:
         self._session, self._ctx = session, session.model.ctx
         self._messages: list[dict[str, Any]] = []
         self._num_answers = 0
+        self._kept = KeptText()
         raise_on_all_ranks(self._ctx, lambda: session.encoder.template)
         if self._ctx.num_batch_ranks > 1:
             raise ConfigError([f"a chat uses one copy of the model, and there are {self._ctx.num_batch_ranks}; start "
@@ -114,7 +116,7 @@ class TerminalChat:
         return request
 
     def _answer(self, request: Request) -> None:
-        done: list[Completion] = list(self._session.generate([request], _print))
+        done: list[Completion] = list(self._session.generate([request], _print, self._kept))
         self._num_answers += 1
         if self._ctx.rank == 0:
             completion = done[0]

@@ -31,6 +31,7 @@ from megatron.generation.batch import (
 from megatron.generation.beam_search import BeamResult
 from megatron.generation.chooser import Chooser, IsFinished
 from megatron.generation.graphs import uses_graphs
+from megatron.generation.kept_text import KeptText
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
 from megatron.generation.passes import PromptPass, StagePasses, prompt_passes
@@ -63,6 +64,9 @@ class GenerationStatistics:
     """Counts and times of this rank's replica."""
 
     prompt_tokens: int = 0
+    """Those that were read."""
+    kept_tokens: int = 0
+    """Tokens of prompts whose keys and values were there."""
     new_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -81,11 +85,13 @@ def generate(
     is_finished: IsFinished | None = None,
     on_token: OnToken | None = None,
     statistics: GenerationStatistics | None = None,
+    kept: KeptText | None = None,
 ) -> Iterator[Completion]:
     """Yield the texts of all requests on rank 0, in their order and that of their samples; nothing on other ranks.
 
     Collective: every rank passes the same arguments, and takes all that is yielded. `is_finished` is called on the
-    rank that decides, `on_token` on every rank of a replica. `statistics` is added to.
+    rank that decides, `on_token` on every rank of a replica. `statistics` is added to. `kept`: for one text of one
+    prompt on one replica; the prompt's beginning is not read again where it is that of the text before.
 
     Raises ConfigError for requests that the model cannot take, before anything runs.
     """
@@ -95,7 +101,9 @@ def generate(
     ctx = model.ctx
     own = requests[ctx.batch_rank :: ctx.num_batch_ranks]
     chooser = Chooser(options, model.vocab_size, eos_ids, is_finished) if _decides(model) else None
-    replica = _Replica(model, own, options, settings, chooser, statistics)
+    if kept is not None and (len(requests) * max(options.num_beams, options.num_samples) * ctx.num_batch_ranks) != 1:
+        raise ValueError("keys and values are kept for one text of one prompt on one replica")
+    replica = _Replica(model, own, options, settings, chooser, statistics, kept)
     order = [(request.number, sample) for request in requests for sample in _samples(options)]
     finished: dict[tuple[int, int], Completion] = {}
     turns = replica.run(on_token or (lambda *token: None))
@@ -218,8 +226,10 @@ class _Replica:
         settings: BatchSettings,
         chooser: Chooser | None,
         statistics: GenerationStatistics,
+        kept: KeptText | None,
     ) -> None:
         self._model, self._options, self._chooser, self._statistics = model, options, chooser, statistics
+        self._kept = kept
         ctx, beams = model.ctx, options.num_beams
         self._most = MostTokens(options.max_new_tokens, model.max_positions)
         num_rows = min(settings.batch_size, len(requests) * max(beams, options.num_samples))
@@ -232,11 +242,23 @@ class _Replica:
         self._sent: deque[tuple[Any, Tensor]] = deque()
         length = max((len(request.prompt) + self._most(request) for request in requests), default=1)
         attentions, num_rows = attention_layers(model.module), num_groups * size
-        raise_on_all_ranks(ctx, lambda: check_memory(attentions, num_rows, length, model.dtype))
-        cache = KVCache(attentions, num_rows, length, model.dtype, ctx.device)
-        statistics.cache_bytes = cache.num_bytes
-        self._cache = cache
-        self._passes = StagePasses(model, cache, use_graphs=uses_graphs(settings.use_graphs, ctx))
+
+        def new_passes(length: int) -> StagePasses:
+            raise_on_all_ranks(ctx, lambda: check_memory(attentions, num_rows, length, model.dtype))
+            cache = KVCache(attentions, num_rows, length, model.dtype, ctx.device)
+            return StagePasses(model, cache, use_graphs=uses_graphs(settings.use_graphs, ctx))
+
+        self._few_shapes = ctx.device.type == "hpu"
+        self._num_kept = 0
+        if kept is None:
+            self._passes = new_passes(length)
+        else:
+            kept.begin(requests[0].prompt, few_shapes=self._few_shapes)
+            self._passes = kept.passes(model, attentions, length, new_passes)
+            self._num_kept = len(kept.ids)
+        self._cache = self._passes.cache
+        statistics.kept_tokens += self._num_kept
+        statistics.cache_bytes = self._cache.num_bytes
         self._others = [] if ctx.world_size == 1 else self._model_ranks()
 
     def run(self, on_token: OnToken) -> Iterator[list[Completion]]:
@@ -267,8 +289,7 @@ class _Replica:
             for unit, rows in placed:
                 self._chooser.add(unit, rows, self._model.ctx.device)
         prompts = [unit.request.prompt for unit, _ in placed]
-        few_shapes = self._model.ctx.device.type == "hpu"
-        for chunk in prompt_passes(list(by_first), prompts, few_shapes=few_shapes):
+        for chunk in prompt_passes(list(by_first), prompts, few_shapes=self._few_shapes, first=self._num_kept):
             logits = self._passes.prefill(chunk)
             self._statistics.prompt_tokens += chunk.num_tokens
             if chunk.ends:
@@ -321,6 +342,8 @@ class _Replica:
                     on_token(row.request.number, row.sample, verdict.token)
                     if verdict.reason is not None:
                         finished.append(row.completion(verdict.reason))
+                        if self._kept is not None:  # the last token has not been read
+                            self._kept.ids = (*row.request.prompt, *row.ids[:-1])
                 elif verdict.reason is not None and row.sample == 0:
                     result = next(results)
                     finished.append(Completion(row.request.number, 0, result.ids, verdict.reason, result.score))

@@ -57,15 +57,20 @@ class PromptPass:
         return ids
 
 
-def prompt_passes(rows: Sequence[int], prompts: Sequence[Sequence[int]], *, few_shapes: bool) -> list[PromptPass]:
-    """Cut prompts into passes, those of similar length together. `few_shapes`: round widths up, for compiled graphs."""
+def prompt_passes(
+    rows: Sequence[int], prompts: Sequence[Sequence[int]], *, few_shapes: bool, first: int = 0
+) -> list[PromptPass]:
+    """Cut prompts into passes, those of similar length together. `few_shapes`: round widths up, for compiled graphs.
+
+    `first`: number of tokens of every prompt that have been read.
+    """
     waiting = deque(sorted(zip(rows, prompts, strict=True), key=lambda pair: -len(pair[1])))
     passes = []
     while waiting:
         most = max(1, TOKENS_AT_ONCE // min(CHUNK, len(waiting[0][1])))
         batch = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         longest = len(batch[0][1])
-        for begin in range(0, longest, CHUNK):
+        for begin in range(first, longest, CHUNK):
             batch = [pair for pair in batch if len(pair[1]) > begin]
             width = min(CHUNK, longest - begin)
             if few_shapes:

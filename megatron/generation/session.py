@@ -19,6 +19,7 @@ from megatron.generation.command import GenerateCommand
 from megatron.generation.generator import BatchSettings, GenerationStatistics, generate, request_faults
 from megatron.generation.graphs import check_graphs
 from megatron.generation.jsonl import Prompt, PromptSource, ResultFile, as_line, as_result
+from megatron.generation.kept_text import KeptText
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
 from megatron.generation.prompts import PromptEncoder
@@ -54,10 +55,12 @@ class Session:
         found = request_faults(self.model, [request], self.options, self.settings)
         return [fault.removeprefix(f"prompt {request.number} ") for fault in found]
 
-    def generate(self, requests: Sequence[Request], on_text: OnText | None = None) -> Iterator[Completion]:
+    def generate(
+        self, requests: Sequence[Request], on_text: OnText | None = None, kept: KeptText | None = None
+    ) -> Iterator[Completion]:
         """Yield the texts on rank 0, in order. Collective.
 
-        `on_text` receives the pieces of a single text while it grows.
+        `on_text` receives the pieces of a single text while it grows. `kept`: what a chat keeps between its turns.
         """
         begin = {request.number: partial(self._text, request) for request in requests}
         growing: dict[tuple[int, int], GeneratedText] = {}
@@ -90,6 +93,7 @@ class Session:
             is_finished=is_finished,
             on_token=on_token if self.model.ctx.rank == 0 else None,
             statistics=self.statistics,
+            kept=kept,
         )
         if shown is not None and on_text is not None:
             on_text(shown.finish())
@@ -115,6 +119,8 @@ class Session:
             count, time_s = sum(each[tokens] for each in replicas), max(each[seconds] for each in replicas)
             rate = f" ({count / time_s:,.0f}/s)" if time_s else ""
             parts.append(f"{name} {count:,} tokens in {time_s:.2f} s{rate}")
+        if kept := self.statistics.kept_tokens:
+            parts.insert(1, f"{kept:,} tokens of earlier turns kept")
         gib = 2.0**30
         weights, cache = self.model.weight_bytes / gib, self.statistics.cache_bytes / gib
         peak = memory_stats()[MAX_ALLOCATED]

@@ -69,6 +69,13 @@ class KVCache:
             for part in cache:
                 part[targets, :, :length] = part[sources, :, :length]
 
+    def copy_first_places(self, other: KVCache, length: int) -> None:
+        """Take the first `length` places of a cache of the same rows and layers."""
+        length = min(bucketed(length), other.length, self.length)
+        for layer, cache in self._layers.items():
+            for part, source in zip(cache, other._layers[layer], strict=True):
+                part[:, :, :length] = source[:, :, :length]
+
 
 class CachedTokens:
     """The tokens of one pass, their rows and places. It takes the place of `Packing` beside the residual stream."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron.generation.generator import BatchSettings, generate
+from megatron.generation.generator import BatchSettings, GenerationStatistics, generate
+from megatron.generation.kept_text import KeptText
 from megatron.generation.model import InferenceModel, build_stage
 from megatron.generation.options import GenerationOptions
 from megatron.generation.requests import Completion, Request
@@ -57,3 +58,30 @@ def completions(
             settings=BatchSettings(batch_size=batch_size),
         )
     )
+
+
+def turns(
+    arguments: str,
+    weights: Mapping[str, Array],
+    added: Sequence[tuple[int, Sequence[int]]],
+    num_new: int,
+    is_alone: bool,
+) -> list[tuple[list[int], list[int], int, int]]:
+    """For each turn of a chat on this rank: its ids, those of a fresh start, tokens read, places of the cache.
+
+    `added`: a turn's prompt begins with the earlier tokens up to this place, as a slice, and goes on with these.
+    """
+    model = inference_model(arguments, weights, is_alone=is_alone)
+    kept, before, found = KeptText(), tuple[int, ...](), []
+    for place, (begin, new) in enumerate(added):
+        request = Request(place, (*before[:begin], *new))
+        both, counts = [], GenerationStatistics()
+        for each in (kept, None):
+            options, read = GenerationOptions(max_new_tokens=num_new), GenerationStatistics()
+            done = list(generate(model, [request], options, kept=each, statistics=read))
+            both.append([token for completion in done for token in completion.ids])
+            counts = counts if each is None else read
+        assert counts.kept_tokens + counts.prompt_tokens == len(request.prompt)
+        before = (*request.prompt, *model.ctx.broadcast_object(both[1]))
+        found.append((both[0], both[1], counts.prompt_tokens, counts.cache_bytes))
+    return found

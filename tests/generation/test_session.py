@@ -241,9 +241,9 @@ def test_a_chat_keeps_its_messages(model: InferenceModel) -> None:
     requests = []
     ask = session.generate
 
-    def note(found: Any, on_text: Any) -> Any:
+    def note(found: Any, *arguments: Any) -> Any:
         requests.append(session.encoder.tokenizer.decode(found[0].prompt))
-        return ask(found, on_text)
+        return ask(found, *arguments)
 
     out = io.StringIO()
     with (
@@ -257,6 +257,7 @@ def test_a_chat_keeps_its_messages(model: InferenceModel) -> None:
     assert requests[1].startswith(requests[0])
     assert requests[1].endswith("<|end|><|user|>again<|end|><|assistant|>")
     assert requests[2] == "<|system|>Be brief.<|end|><|user|>new<|end|><|assistant|>"
+    assert 5 <= session.statistics.kept_tokens <= 5 + 3  # the first prompt, and what of the answer is text again
     assert "/what is not a command" in out.getvalue()
     assert "give the system message behind /system" in out.getvalue()
 
