@@ -17,6 +17,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import with_adapter
 from megatron.parallel.low_rank import dropped, gain, row_norms
 from megatron.parallel.low_rank_product import plus
+from megatron.parallel.mappings import copy_to_tensor_region
 from megatron.parallel.principal import START, start_of
 from megatron.parallel.shards import Shards, alias, shard_of
 
@@ -73,6 +74,8 @@ class VocabularyAdapters:
         if not self.use_dora:
             return with_adapter(hidden, weight, [(F.linear(inputs, down), up), *less])
         # a magnitude's gradient needs that of all logits: the scaled weight is made instead, and its gradient
+        if not layer.ctx.sequence_parallel:  # of A each rank has the part of its rows; else A's role sums the parts
+            down = copy_to_tensor_region(down, layer.ctx)
         base = weight
         for start_down, start_up in started:
             base = torch.addmm(weight, start_up, start_down, alpha=-1)

@@ -98,7 +98,9 @@ def test_logits_and_gradients_are_those_of_the_formula(name: str, targets: str) 
     lora.assert_equal(lora.outputs(theirs, flags(name, targets)), theirs)
 
 
-@pytest.mark.parametrize(("name", "sequence"), [("llama_gqa_tied_wide_heads", True), ("bloom_8_heads", False)])
+@pytest.mark.parametrize(
+    ("name", "sequence"), [("llama_gqa_tied_wide_heads", True), ("llama_gqa", False), ("bloom_8_heads", False)]
+)
 def test_two_ranks_compute_what_one_does(ranks: RankPools, name: str, sequence: bool) -> None:
     targets = dict(TARGETS)[name]
     theirs = reference(name, targets)
