@@ -30,17 +30,17 @@ settings.load_profile("untimed")
 
 
 LONG_FIRST = (
-    "training/test_layouts training/test_chaos launch/test_multinode test_api_runs training/test_guard test_train "
-    "training/test_checkpoints training/test_frozen tasks/test_sft cli/test_preprocess_faults launch/test_agent "
-    "training/test_process_faults test_wheel training/test_schedules planning/test_memory test_readme "
-    "training/test_adapters resilience/test_shutdown training/test_exports checkpoint/test_saver models/test_attention "
-    "interop/test_deepspeed_checkpoint data/tokenizers/test_tokenizers data/tokenizers/test_acceleration "
-    "test_extending training/test_huggingface_start training/test_flat_cost training/test_adapter_state "
-    "parallel/test_losses data/chat/test_tool_chats training/test_waits models/test_transformer test_hosts "
-    "test_finetuning training/test_answers generation/test_generator test_dpo test_distillation "
-    "evaluation/test_perplexity generation/test_scoring generation/test_loading test_unlearning"
+    "training/test_layouts launch/test_multinode test_api_runs test_readme training/test_guard launch/test_agent "
+    "training/test_process_faults data/tokenizers/test_acceleration training/test_checkpoints test_train test_wheel "
+    "training/test_frozen tasks/test_sft training/test_adapter_state training/test_chaos resilience/test_shutdown "
+    "training/test_answers launch/test_launch data/chat/test_conversation launch/test_run_sft training/test_schedules "
+    "models/test_attention data/tokenizers/test_tokenizers cli/test_preprocess_faults checkpoint/test_saver "
+    "tasks/test_preference launch/test_run_scripts training/test_huggingface_start planning/test_memory "
+    "launch/test_run_dpo data/test_sources interop/test_deepspeed_checkpoint test_api_callbacks training/test_exports "
+    "data/chat/test_tool_chats test_extending training/test_adapters planning/test_fit test_finetuning "
+    "generation/test_generator test_distillation"
 ).split()
-"""Files of more than half a minute, the longest first: if one came last, the other processes would idle."""
+"""Files of more than a quarter of a minute, the longest first: if one came last, the other processes would idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
