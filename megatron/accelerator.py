@@ -17,6 +17,7 @@ import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import warnings
@@ -58,6 +59,10 @@ PEAK_TFLOPS = (
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
 
 
+RECIPES_MB = 16384
+"""Largest size of a host's compiled graphs; Habana's default of 1024 is less than a large model's."""
+
+
 class DeviceError(RuntimeError):
     """The requested device is not available."""
 
@@ -90,6 +95,21 @@ def choose_device(device: str) -> str:
         )
     os.environ["DS_ACCELERATOR"] = device
     return device
+
+
+def keep_recipes(device: str, results_dir: str | None) -> None:
+    """Let HPU keep its compiled graphs in the run's folder, so that a restart does not compile them again.
+
+    One folder a host: ranks of several hosts would lock files over the network. No effect on other devices, nor where
+    the user has set PT_HPU_RECIPE_CACHE_CONFIG. Call it before `choose_device`, which loads what reads the variable.
+    """
+    if results_dir is None or device not in ("hpu", "auto") or not _has_plugin():
+        return
+    folder = Path(results_dir).resolve() / "hpu_recipes" / socket.gethostname()
+    if "," in str(folder):  # separates the variable's values
+        return
+    # path, empty it at the start, largest size in MB; source: RecipeCacheConfig of HabanaAI/gaudi-pytorch-bridge
+    os.environ.setdefault("PT_HPU_RECIPE_CACHE_CONFIG", f"{folder},false,{RECIPES_MB}")
 
 
 def _missing_hpu() -> str:

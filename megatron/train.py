@@ -56,6 +56,7 @@ def main(arguments: list[str], signals: Signals) -> None:
 
     from megatron import accelerator
 
+    accelerator.keep_recipes(config.parallel.device, config.logging.results_dir)
     device = accelerator.choose_device(config.parallel.device)  # before anything imports deepspeed
     config = on_device(config, device, lazy=accelerator.is_lazy(device))
     if faults := list(check_device(config)):

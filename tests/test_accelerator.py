@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -161,6 +162,43 @@ def test_fewer_modules_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, h
         accelerator.choose_device("hpu")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert accelerator.choose_device("hpu") == "hpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "folder", "given", "expected"),
+    [
+        ("hpu", "out", None, "{out}/hpu_recipes/{host},false,16384"),
+        ("auto", "out", None, "{out}/hpu_recipes/{host},false,16384"),
+        ("hpu", "out", "/mine,true,64", "/mine,true,64"),
+        ("hpu", None, None, None),
+        ("hpu", "a,b", None, None),
+        ("cpu", "out", None, None),
+    ],
+)
+def test_compiled_graphs_are_kept_in_the_runs_folder(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    habana: Any,
+    device: str,
+    folder: str | None,
+    given: str | None,
+    expected: str | None,
+) -> None:
+    name = "PT_HPU_RECIPE_CACHE_CONFIG"
+    monkeypatch.setenv(name, given or "restored by monkeypatch")
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    accelerator.keep_recipes(device, folder)
+    place = {"out": tmp_path.resolve() / "out", "host": socket.gethostname()}
+    assert os.environ.get(name) == (expected and expected.format(**place))
+
+
+def test_without_habanas_packages_no_place_for_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "habana_frameworks", None)
+    monkeypatch.setattr(os, "environ", {})
+    accelerator.keep_recipes("auto", "out")
+    assert os.environ == {}
 
 
 def test_hpu_without_a_device_names_the_remedy(habana: Any) -> None:

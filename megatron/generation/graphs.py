@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.accelerator import is_lazy
 from megatron.config.options import ConfigError
 from megatron.parallel.context import ParallelContext
 
@@ -17,9 +18,11 @@ DEVICES = ("cuda", "hpu")
 
 
 def check_graphs(device: torch.device) -> None:
-    """Raise ConfigError where a device has no graphs."""
+    """Raise ConfigError where a device has no graphs, or HPU, in eager mode, does not load them."""
     if device.type not in DEVICES:
         raise ConfigError([f"use_graphs is for {' and '.join(DEVICES)} devices, not {device.type}; leave it out"])
+    if device.type == "hpu" and not is_lazy("hpu"):
+        raise ConfigError(["use_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1, or leave use_graphs out"])
 
 
 def uses_graphs(chosen: bool | None, ctx: ParallelContext) -> bool:

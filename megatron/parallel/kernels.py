@@ -213,11 +213,21 @@ def compiled(backend: str, device: str) -> Kernels:
     return Kernels("compiled", rotate=rotate_, swiglu=swiglu_, rms_norm=rms_norm_)
 
 
-def habana() -> Kernels:
-    """Return the plain operators, which Gaudi's graph compiler fuses, with Habana's FusedRMSNorm."""
+def habana(*, fused_norm: bool) -> Kernels:
+    """Return Habana's fused rotary embedding, and its FusedRMSNorm; Gaudi's graph compiler fuses what is plain."""
+    from habana_frameworks.torch.hpex.kernels import RotaryPosEmbeddingHelperV1
     from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 
-    return Kernels("habana", rms_norm=FusedRMSNorm.apply)
+    def rotate_fused(q_SBnd: Tensor, k_SBkd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        # Habana's Megatron-LM gives it the angles of all samples; those of each (packed documents) are not documented
+        if cos.shape[1] != 1:
+            return rotate(q_SBnd, k_SBkd, cos, sin)
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+        # with float32 angles it computes in float32, and returns that
+        q, k = (RotaryPosEmbeddingHelperV1.apply(x, cos, sin, 0).to(x.dtype) for x in (q_SBnd, k_SBkd))
+        return q, k
+
+    return Kernels("habana", rotate=rotate_fused, rms_norm=FusedRMSNorm.apply if fused_norm else rms_norm)
 
 
 def missing_compiler(device: str) -> str:
@@ -240,10 +250,10 @@ def choose_kernels(config: Config, device: torch.device, *, trains: bool = True)
     Raises ConfigError if `kernels=fused` cannot be compiled here.
     """
     choice, eager = config.model.kernels, EAGER if trains else EAGER_WITHOUT_GRADIENTS
-    if choice != "plain" and device.type == "hpu" and config.model.use_fused_rmsnorm:
-        return habana()
+    if choice != "plain" and device.type == "hpu":
+        return habana(fused_norm=config.model.use_fused_rmsnorm)
     # torch.compile of whole layers fuses the plain operators with their neighbours
-    if choice == "plain" or device.type == "hpu" or config.training.torch_compile:
+    if choice == "plain" or config.training.torch_compile:
         return PLAIN
     if choice == "auto" and device.type == "cpu":
         if token_kernels.missing and not trains:

@@ -20,6 +20,7 @@ from megatron.models.sequential import SequentialModel, build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from tests.generation.outputs import inference_model
+from tests.habana import stand_in_packages
 from tests.models.outputs import config_of
 from tests.models.test_kv_cache import ALIBI, LLAMA
 
@@ -112,6 +113,17 @@ def test_replayed_graphs_give_the_same_texts(arguments: str, accelerator: Accele
 def test_a_device_without_graphs_is_named() -> None:
     with pytest.raises(ConfigError, match="use_graphs is for cuda and hpu devices, not cpu; leave it out"):
         graphs.check_graphs(torch.device("cpu"))
+
+
+def test_hpu_graphs_need_lazy_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    for lazy, refused in ((True, False), (False, True)):
+        with (
+            stand_in_packages(monkeypatch, lazy=lazy),
+            pytest.raises(ConfigError, match="on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1")
+            if refused
+            else contextlib.nullcontext(),
+        ):
+            graphs.check_graphs(torch.device("hpu"))
 
 
 @pytest.mark.parametrize(

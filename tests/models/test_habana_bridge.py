@@ -177,3 +177,30 @@ def test_the_published_optimizer_updates_alike(monkeypatch: pytest.MonkeyPatch) 
         assert optimizer.param_groups[0]["step"] == 3
         assert set(optimizer.state[weight]) == {"step", "exp_avg", "exp_avg_sq"}
     torch.testing.assert_close(*weights)
+
+
+def turn(p: Any, sin: Any, cos: Any, position_ids: Any, offset: Any, mode: Any) -> Tensor:
+    first, second = p.chunk(2, -1)
+    return p * cos + torch.cat([-second, first], -1) * sin
+
+
+def turn_back(grad: Any, sin: Any, cos: Any, *others: Any) -> Tensor:
+    return turn(grad, -sin, cos, *others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_published_rotary_embedding_computes_alike(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    operators = SimpleNamespace(rotary_pos_embedding=turn, rotary_pos_embedding_backward=turn_back)
+    monkeypatch.setattr(torch.ops, "hpu", operators, raising=False)
+    theirs = published("hpex/kernels/RotaryPosEmbeddingHelper.py").RotaryPosEmbeddingHelperV1
+    ours = importlib.import_module("habana_frameworks.torch.hpex.kernels").RotaryPosEmbeddingHelperV1
+    angles, start = torch.rand(5, 1, 1, 4).repeat(1, 1, 1, 2), torch.randn(5, 2, 3, 8).to(dtype)
+    results = []
+    for helper in (theirs, ours):
+        p = start.clone().requires_grad_()
+        turned = helper.apply(p, angles.cos(), angles.sin(), 0)
+        turned.square().cumsum(-1).sum().backward()
+        results.append((turned, p.grad))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == (torch.float32 if a is results[0][0] else dtype)
+        torch.testing.assert_close(a.to(b.dtype), b)

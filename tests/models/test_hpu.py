@@ -93,7 +93,7 @@ def test_hpu_takes_the_fused_attention_unless_told_otherwise() -> None:
 def test_fused_rms_norm_equals_torchs() -> None:
     norm, fused = (
         RMSNorm(norm_shards(16, bias=False), 1e-5, ParallelContext.single(), kernels=kernels)
-        for kernels in (PLAIN, habana_kernels())
+        for kernels in (PLAIN, habana_kernels(fused_norm=True))
     )
     for parameter in (norm.weight, fused.weight):
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
@@ -102,20 +102,38 @@ def test_fused_rms_norm_equals_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "form"),
+    ("flags", "fused"),
     [
-        ("", "habana"),
-        ("--kernels fused", "habana"),
-        ("--use-fused-rmsnorm false", "plain"),
-        ("--kernels plain", "plain"),
+        ("", True),
+        ("--kernels fused", True),
+        ("--use-fused-rmsnorm false", False),
+        ("--kernels plain", False),
     ],
 )
-def test_llama_on_hpu_uses_the_fused_norm_where_wanted(flags: str, form: str) -> None:
+def test_llama_on_hpu_uses_the_fused_norm_where_wanted(flags: str, fused: bool) -> None:
     arguments = f"--architecture llama --position-embedding-type rope {flags}"
     model = SequentialModel(build_layers(config_of(arguments), HPU))
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
     assert len(norms) == 5  # two a layer, and the last
-    assert {norm.kernels.form for norm in norms} == {form}
+    assert {norm.kernels.rms_norm is not PLAIN.rms_norm for norm in norms} == {fused}
+    assert {norm.kernels.rotate is not PLAIN.rotate for norm in norms} == {"plain" not in flags}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("samples", [1, B], ids=["", "angles of each sample"])
+def test_fused_rotary_embedding_equals_torchs(habana: Any, dtype: torch.dtype, samples: int) -> None:
+    angles = torch.rand(S, samples, 1, HEAD_SIZE // 2, generator=torch.Generator().manual_seed(0)) * 6
+    results = []
+    for rotate in (PLAIN.rotate, habana_kernels(fused_norm=False).rotate):
+        q, k = (heads(n, n).movedim(2, 0).to(dtype).requires_grad_() for n in (HEADS, 2))
+        rotated = rotate(q, k, angles.cos(), angles.sin())
+        sum(x.float().square().cumsum(-1).sum() for x in rotated).backward()  # type: ignore[union-attr]
+        results.append([*rotated, q.grad, k.grad])
+    for theirs, ours in zip(*results, strict=True):
+        assert ours is not None
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert len(habana.called("apply_rotary_pos_emb")) == (2 if samples == 1 else 0)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
