@@ -16,13 +16,14 @@ python="${PYTHON:-python3}"
 
 # Digest of all that the installation depends on, also of the folder, which an editable installation points at.
 fingerprint() {
-    { echo "$PWD"; cat constraints.txt requirements.txt setup.py pyproject.toml megatron/data/native/*; } | sha256sum | cut -d " " -f 1
+    { echo "$PWD"; cat constraints.txt requirements.txt setup.py pyproject.toml megatron/*/native/*; } | sha256sum | cut -d " " -f 1
 }
 
 is_current() {
     local stamp
     for stamp in ".venv/setup-$extra" .venv/setup-test; do
-        [[ -f $stamp && $(<"$stamp") == "$1" ]] && compgen -G "megatron/data/helpers.*.so" > /dev/null && return
+        [[ -f $stamp && $(<"$stamp") == "$1" ]] && compgen -G "megatron/data/helpers.*.so" > /dev/null \
+            && compgen -G "megatron/parallel/token_operators.*.so" > /dev/null && return
     done
     return 1
 }
