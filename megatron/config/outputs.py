@@ -21,6 +21,9 @@ class CheckpointConfig:
     """Steps between two checkpoints."""
     save_interval_in_mins: PositiveFloat | None = None
     """Minutes between two checkpoints, in addition to save_interval."""
+    save_failure_limit_in_mins: PositiveFloat = 60.0
+    """Minutes for which saves may fail. The run ends with the first one that fails this long after the first failure
+    since a good one."""
     async_save: bool = True
     """Write in the background: training waits only while its state is copied, which takes as much host memory."""
     save_samples: Positive | None = None

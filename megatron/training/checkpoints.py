@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import platform
 import random
+import time
 from collections.abc import Callable, Mapping
 from importlib import metadata as packages
 from pathlib import Path
@@ -60,6 +61,9 @@ class Checkpoints:
         self.on_saved: Callable[[Path], None] = lambda folder: None
         """Called with the folder of each checkpoint and each export that is complete."""
         self._last_error: SaveError | None = None
+        self._failing_since_s: float | None = None
+        self.fault: str | None = None
+        """What this rank saw of saves that have failed for too long: the run is to end."""
         self._failed_tags: set[str] = set()
         # equal on all ranks, and no other run's
         self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"
@@ -165,12 +169,27 @@ class Checkpoints:
                 lines.append(
                     f"WARNING: {outcome.tag} was not saved, older checkpoints are as they were: {outcome.error}"
                 )
+                self._limit_failures()
+                if self.fault is not None:
+                    lines[-1] += f". The run ends: {self.fault}"
                 continue
             again = f", at the second try: {outcome.retried}" if outcome.retried else ""
             lines.append(f"saved {self._saver.folder / outcome.tag} in {outcome.seconds:.1f} s{again}")
             self._failed_tags.discard(outcome.tag)
+            self._failing_since_s = None
             self.on_saved(self._saver.folder / outcome.tag)
         return lines
+
+    def _limit_failures(self) -> None:
+        """Set `fault` once saves have failed for too long."""
+        now_s, limit_mins = time.monotonic(), self._config.checkpoint.save_failure_limit_in_mins
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        elif now_s - self._failing_since_s >= 60 * limit_mins:
+            self.fault = (
+                f"saves have failed for {(now_s - self._failing_since_s) / 60:.3g} minutes, "
+                f"save_failure_limit_in_mins={limit_mins:g}"
+            )
 
     def is_lost(self, iteration: int) -> bool:
         """Return True if the save of an iteration failed, or left no checkpoint in the run's own folder."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron import accelerator
+from megatron.checkpoint.errors import SaveError
 from megatron.data.batches import Batches
 from megatron.data.indexed import DataError
 from megatron.observability.memory import MemoryLog
@@ -135,7 +136,7 @@ class Loop:
         self._best = BestTracker(config, ctx, self.progress, self.datasets[1], self.log.message, self._is_lost)
         tokens = partial(self.task.consumed_tokens, self.datasets[0])
         self._events = Events(config, self.engine, self.progress, self.schedule, tokens)
-        self.shutdown.find_error = self._events.error
+        self.shutdown.find_error = self._error
         if self.checkpoints is not None:
             self.checkpoints.on_saved = self._events.saved
         self._interludes: list[Interlude] = []
@@ -149,6 +150,10 @@ class Loop:
 
             self._interludes.append(TaskEvaluation(*parts))
         self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
+
+    def _error(self) -> str | None:
+        """Return what on this rank is to end the run: the error of a callback, or saves that fail."""
+        return self._events.error() or (None if self.checkpoints is None else self.checkpoints.fault)
 
     def _read(self, key: Any) -> Microbatch:
         """Read a microbatch, in a thread of its own."""
@@ -409,4 +414,6 @@ class Loop:
         if self.checkpoints is not None:
             self.checkpoints.finish_exports()
         if self.shutdown.is_error:
-            raise TrainingAborted(self.shutdown.reason)
+            is_save = self.checkpoints is not None and self.checkpoints.fault is not None
+            # a restart may find a file system that works again
+            raise (SaveError if self.engine.ctx.largest(is_save) else TrainingAborted)(self.shutdown.reason)

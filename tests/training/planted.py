@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.saver import Saver
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset
 from megatron.parallel.linear import RowParallelLinear
@@ -250,6 +253,21 @@ def overflowing(consumed_samples: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def full_disk(iteration: int) -> Iterator[None]:
+    """No save from this iteration on succeeds."""
+    original = Saver.save
+
+    def save(self: Saver, tag: str, *arguments: Any, **options: Any) -> None:
+        fails = int(tag.removeprefix("global_step")) >= iteration
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with patch("os.fsync", side_effect=error) if fails else contextlib.nullcontext():
+            original(self, tag, *arguments, **options)
+
+    with patch.object(Saver, "save", save):
+        yield
+
+
+@contextlib.contextmanager
 def drift(rank: int, name: str, consumed_samples: int) -> Iterator[None]:
     """One number of a parameter moves on one rank alone, right after the step over these samples."""
     original = Engine.train_step
@@ -275,6 +293,7 @@ def run(arguments: str, plan: str = "", *values: Any) -> str:
         "absent": absent,
         "nan_from": nan_from,
         "overflowing": overflowing,
+        "full_disk": full_disk,
         "drift": drift,
     }
     with float16_allowed(arguments), plans[plan](*values) if plan else contextlib.nullcontext():

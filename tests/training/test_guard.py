@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -257,6 +258,18 @@ def test_too_many_of_the_last_steps_end_the_run_over_a_restart_too(
         "TrainingAborted: 5 of the last 8 steps were skipped, max_skipped_in_window=5. The last one: "
     )
     assert "iteration 8 (samples 56 to 63): loss nan or gradient" in message
+
+
+def test_saves_that_fail_for_too_long_end_the_run(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    flags = f"--data-path {data} --train-iters 20 --eval-iters 0 --save {tmp_path / 'a'} --save-interval 1"
+    flags += f" --no-async-save --save-failure-limit-in-mins 1e-6 --results-dir {tmp_path / 'results'}"
+    (message,) = ranks(1)(planted.run, flags, "full_disk", 3)
+    assert message.startswith("SaveError: saving global_step")
+    log = (tmp_path / "results" / "train.log").read_text()
+    # the third save is the first to fail, and the fourth one fails long enough after it
+    assert re.search(r"global_step4 was not saved.*The run ends: saves have failed for [\d.e-]+ minutes, ", log)
+    assert "global_step6" not in log
+    assert (tmp_path / "a" / "latest").read_text().split()[0] == "global_step2"
 
 
 def test_giving_up_exits_with_3(data: Path) -> None:
