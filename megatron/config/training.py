@@ -148,8 +148,8 @@ class TrainingConfig:
     """JSON file to merge into the DeepSpeed configuration. A key that DeepSpeed does not read, or that contradicts this
     config, is an error; "auto" leaves a value to this config."""
     exit_duration_in_mins: PositiveFloat | None = None
-    """Save and exit after the first step that ends this many minutes or more after the process started, by the clock of
-    rank 0. Leave time for one more step and a save before a scheduler's limit."""
+    """Save and exit after the first step that ends this many minutes or more after the job started, restarts included,
+    by the clock of rank 0's host. Leave time for one more step and a save before a scheduler's limit."""
 
     @property
     def recomputed_modules(self) -> frozenset[str]:

@@ -36,7 +36,7 @@ from megatron.launch import rank
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
 from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
 from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError
-from megatron.resilience.shutdown import REPEAT_S, SIGNALS
+from megatron.resilience.shutdown import JOB_BEGAN, REPEAT_S, SIGNALS
 
 WATCH_S = 0.05
 """Interval at which the agent looks for signals. A rank that ends is noticed at once."""
@@ -129,6 +129,7 @@ class Agent:
         """Those to the processes, by local rank."""
         self._spared = processes_below(os.getpid())  # such as the fork server
         self._restarts = 0
+        self._began_s = time.monotonic()
         self._stop_requested_s: float | None = None
         self._kill_s: float | None = None
 
@@ -203,6 +204,7 @@ class Agent:
             "MASTER_ADDR": membership.master_addr,
             "MASTER_PORT": membership.master_port,
             "TORCHELASTIC_RESTART_COUNT": self._restarts,  # as torchrun calls it
+            JOB_BEGAN: self._began_s,
         }
         return {name: str(value) for name, value in values.items()}
 

@@ -63,7 +63,7 @@ class Checkpoints:
         self._last_error: SaveError | None = None
         self._failing_since_s: float | None = None
         self.fault: str | None = None
-        """What this rank saw of saves that have failed for too long: the run is to end."""
+        """Saves have failed for too long, as this rank saw: the run is to end."""
         self._failed_tags: set[str] = set()
         # equal on all ranks, and no other run's
         self._token = f"{ctx.broadcast(random.SystemRandom().getrandbits(62)):x}"

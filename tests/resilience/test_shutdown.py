@@ -121,6 +121,17 @@ def test_exit_duration_counts_from_the_start_of_the_process(monkeypatch: pytest.
     assert decision.reason == "Reached exit_duration_in_mins=12.5, iteration=3, consumed_samples=24. Exiting"
 
 
+def test_exit_duration_counts_over_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stop.JOB_BEGAN, "4700.5")
+    monkeypatch.setattr(stop, "process_age_s", lambda: 2.0)
+    now_s = 5000.0
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now_s))
+    decision = alone(exit_duration_in_mins=5.0)
+    assert not decision.decide(at(1))
+    now_s += 0.5
+    assert decision.decide(at(2))
+
+
 def test_the_age_of_the_process_is_known() -> None:
     code = (
         "import time; time.sleep(1.5); from megatron.resilience.shutdown import process_age_s; print(process_age_s())"
