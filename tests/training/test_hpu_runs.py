@@ -1,0 +1,38 @@
+"""Runs with the stand-in of Habana's packages: losses of the CPU, and how often its kernels and marks are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.habana.runs import train_on_cpu, train_with_habanas_kernels
+from tests.ranks import RankPools
+from tests.runs import rows, write_dataset
+
+STEPS, MICROBATCHES, LAYERS = 3, 4, 2
+LLAMA = "--architecture llama --position-embedding-type rope --num-query-groups 2 --ffn-hidden-size 48"
+BLOOM = "--architecture bloom --position-embedding-type alibi --attention-dropout 0 --hidden-dropout 0"
+
+
+@pytest.mark.parametrize("model", [LLAMA, BLOOM], ids=["llama", "bloom"])
+def test_habanas_kernels_train_as_the_cpus(ranks: RankPools, tmp_path: Path, model: str) -> None:
+    data = write_dataset(tmp_path / "data")
+    flags = f"--data-path {data} {model} --train-iters {STEPS} --split 1,0,0 --adam-eps 1e-12 --log-memory-interval 0"
+    ((fault, modules),) = ranks(1)(train_on_cpu, f"{flags} --results-dir {tmp_path / 'cpu'}")
+    assert (fault, modules) == ("", [])  # found, and neither loaded nor called
+    ((fault, calls),) = ranks(1)(train_with_habanas_kernels, f"{flags} --results-dir {tmp_path / 'hpu'}")
+    assert fault == ""
+    losses = [[row["lm_loss"] for row in rows(tmp_path / name)] for name in ("cpu", "hpu")]
+    assert len(losses[0]) == STEPS
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    passes = STEPS * MICROBATCHES
+    is_llama = model == LLAMA
+    assert calls["FusedSDPA"] == passes * LAYERS
+    assert calls["FusedRMSNorm"] == (passes * (2 * LAYERS + 1) if is_llama else 0)
+    assert calls["apply_rotary_pos_emb"] == (passes * LAYERS * 2 if is_llama else 0)
+    groups, rest = divmod(calls["FusedAdamW"], STEPS)  # of parameters, each a call
+    assert rest == 0
+    # after the forward and the backward pass of each microbatch, after the step, and the optimizer's own
+    assert calls["mark_step"] == STEPS * (2 * MICROBATCHES + 1 + groups + 1)
+    assert calls["synchronize"] == 0
