@@ -38,15 +38,16 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
     from megatron.evaluation.report import EvaluationReport
     from megatron.generation.generator import BatchSettings
 
-    options, report = command.evaluation, EvaluationReport(command, model)
-    for prefix in options.dataset:
-        from megatron.evaluation.perplexity import score_dataset
+    options = command.evaluation
+    with EvaluationReport(command, model) as report:
+        for prefix in options.dataset:
+            from megatron.evaluation.perplexity import score_dataset
 
-        report.add_dataset(prefix, score_dataset(model, prefix, options.max_length, announce))
-    if options.tasks:
-        commands = Commands(model, BatchSettings(batch_size=options.batch_size))
-        commands.lead(report.add_tasks)
-    report.write()
+            report.add_dataset(prefix, score_dataset(model, prefix, options.max_length, announce))
+        if options.tasks:
+            commands = Commands(model, BatchSettings(batch_size=options.batch_size))
+            commands.lead(report.add_tasks)
+        report.write()
 
 
 def preload() -> None:

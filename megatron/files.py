@@ -67,6 +67,34 @@ def lock_file(file: IO[Any]) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def locked_output(path: Path) -> Iterator[bool]:
+    """Lock a file that is yet to be written, until the block ends. Yields False if another process holds the lock.
+
+    The lock is on a hidden file beside it, which the block removes: the file itself appears complete or not at all.
+    """
+    place = path.with_name(f".{path.name}.lock")
+    while True:
+        with place.open("ab") as file:
+            is_held = lock_file(file)
+            if is_held and not _is_current(file, place):
+                continue
+            try:
+                yield is_held
+            finally:
+                if is_held:
+                    place.unlink(missing_ok=True)
+            return
+
+
+def _is_current(file: IO[Any], place: Path) -> bool:
+    """Return whether an open file is still the one at its place: another process may have removed it meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), place.stat())
+    except FileNotFoundError:
+        return False
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """Write or overwrite a file, and wait for the disk. A crash may leave a part of it."""
     with path.open("wb") as file:

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+from megatron.data.indexed import DataError
 from megatron.evaluation.command import EvaluateCommand
 from megatron.evaluation.commands import Commands
 from megatron.evaluation.perplexity import DatasetScore, described
-from megatron.files import replacing
+from megatron.files import locked_output, replacing
 from megatron.generation.model import InferenceModel
+from megatron.resilience.errors import raise_on_all_ranks
 
 
 class EvaluationReport:
-    """Collection of what was measured. Only rank 0 prints and writes."""
+    """Collection of what was measured. Only rank 0 prints and writes.
+
+    As a context it holds the output file, so that a second start does not overwrite it: collective, raises DataError.
+    """
 
     def __init__(self, command: EvaluateCommand, model: InferenceModel) -> None:
-        self._command, self._origin, self._is_first = command, model.origin, model.ctx.rank == 0
+        self._command, self._origin, self._ctx = command, model.origin, model.ctx
+        self._is_first = model.ctx.rank == 0
+        self._held = contextlib.ExitStack()
         self._datasets: dict[str, dict[str, Any]] = {}
         self._tasks = "{}"
+
+    def __enter__(self) -> EvaluationReport:
+        raise_on_all_ranks(self._ctx, self._lock)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def _lock(self) -> None:
+        output = self._command.evaluation.output
+        if output is not None and self._is_first and not self._held.enter_context(locked_output(Path(output))):
+            raise DataError(
+                f"another evaluation will write to --output {output}; wait until it ends, or choose another"
+            )
 
     def add_dataset(self, prefix: str, found: DatasetScore) -> None:
         values = dataclasses.asdict(found)

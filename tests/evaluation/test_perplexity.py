@@ -19,6 +19,7 @@ from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.evaluation import perplexity
+from megatron.files import locked_output
 from tests import runs as training_runs
 from tests.evaluation import runs
 from tests.evaluation.local_tasks import SENTENCES, write_model
@@ -78,6 +79,20 @@ def test_wrong_commands_are_refused_with_every_fault(ranks: RankPools, model: Pa
     for said in ("lost does not exist", "text.bin.idx; give the path without", "--num-fewshot is for --tasks",
                  "--log-samples writes into the output file"):  # fmt: skip
         assert said in str(failure.value)
+
+
+def test_the_output_of_another_evaluation_is_refused(
+    ranks: RankPools, model: Path, prefix: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.json"
+    words = ["--load", str(model), "--dataset", str(prefix), "--output", str(output)]
+    with locked_output(output) as is_held:
+        assert is_held
+        with pytest.raises(RankFailure, match=r"another evaluation will write to --output .*out\.json; wait"):
+            ranks(2)(runs.run, words)
+        assert not output.exists()
+    ranks(2)(runs.run, words)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 @pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2"])
