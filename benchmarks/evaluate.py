@@ -141,8 +141,9 @@ def _ours(folder: Path) -> Any:
     from megatron.evaluation.options import EvaluationOptions
     from megatron.generation.generator import BatchSettings
     from megatron.generation.load_options import LoadOptions
-    from megatron.generation.loading import load_model, parallel_options
+    from megatron.generation.loading import load_model
     from megatron.generation.prompts import PromptEncoder
+    from megatron.generation.saved_model import parallel_options
     from megatron.parallel.context import ParallelContext
 
     load = LoadOptions(load=str(folder), device="cpu")

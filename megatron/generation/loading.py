@@ -20,16 +20,14 @@ from torch import Tensor
 from megatron.accelerator import check_precision, is_lazy
 from megatron.checkpoint.format import MANIFEST, CheckpointError, iteration_of
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint, open_checkpoint
-from megatron.config.data import DataConfig
-from megatron.config.model import NOT_COMPUTED, ModelConfig
-from megatron.config.options import CheckpointConfig, Config, ConfigError, TrainingConfig, on_device
-from megatron.config.training import ParallelConfig
+from megatron.config.options import Config, ConfigError
 from megatron.config.validation import check_layout
 from megatron.data.indexed import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
 from megatron.generation.load_options import LoadOptions
 from megatron.generation.model import InferenceModel, ModelOrigin, build_stage
+from megatron.generation.saved_model import inference_config
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface import TOKENIZER_FILES, tokenizer_files
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
@@ -56,16 +54,6 @@ from megatron.weights.opening import TAG, Resumable, first_whole, tokenizer_of
 WEIGHTS = ("weight",)
 
 log = logging.getLogger(__name__)
-
-
-def parallel_options(options: LoadOptions) -> ParallelConfig:
-    """Return the layout that the options describe, for ParallelContext.build."""
-    return ParallelConfig(
-        tensor_model_parallel_size=options.tensor_model_parallel_size,
-        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
-        device=options.device,
-        distributed_timeout_minutes=options.distributed_timeout_minutes,
-    )
 
 
 def load_model(
@@ -177,39 +165,7 @@ def _with_adapters(folder: Path, options: LoadOptions) -> Config:
 
 def _config(options: LoadOptions, saved: Config, ctx: ParallelContext) -> Config:
     """Return the config to compute with: the saved model, and the layout, precision and kernels of now."""
-    if options.lora_base is not None and saved.lora.lora_rank is None:
-        raise CheckpointError(f"load={options.load} is a whole model; lora_base={options.lora_base} is for adapters")
-    if options.merge_adapter and saved.lora.lora_rank is None:
-        raise CheckpointError(f"load={options.load} is a whole model; merge_adapter is for adapters: leave it out")
-    of_machine = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _OF_MACHINE}
-    quantized = saved.model.quantize_base if saved.lora.lora_rank is not None else "none"
-    quantize_base: Any = quantized if options.quantize_base == "auto" else options.quantize_base
-    if options.merge_adapter and quantize_base != "none":
-        raise ConfigError(
-            [
-                f"merge_adapter adds adapters to weights of 16 bits or more, but quantize_base={quantize_base} holds "
-                "those of the base in 4, whose rounding is larger than what most adapters add; leave merge_adapter "
-                "out, or give --quantize-base none to merge into the base as its folder holds it"
-            ]
-        )
-    precision = saved.training.precision if options.precision == "auto" else options.precision
-    config = Config(
-        model=dataclasses.replace(
-            saved.model,
-            **{**of_machine, "quantize_base": quantize_base, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-        ),
-        parallel=parallel_options(options),
-        training=TrainingConfig(
-            seq_length=saved.training.seq_length,
-            bf16=precision == "bf16",
-            fp16=precision == "fp16",
-            skip_train=saved.lora.lora_rank is None,  # with adapters, what they train whole stays as it is
-        ),
-        data=_tokenizer_options(options, saved.data),
-        checkpoint=CheckpointConfig(load=options.load),
-        lora=dataclasses.replace(saved.lora, lora_dropout=0.0, lora_base=options.lora_base),
-    )
-    config = on_device(config, ctx.device.type, lazy=is_lazy(ctx.device.type))
+    config = inference_config(options, saved, ctx.device.type, lazy=is_lazy(ctx.device.type))
     if faults := check_layout(config, ctx.world_size):
         raise ConfigError(faults)
     check_precision(ctx.device.type, config.training.precision)
@@ -220,10 +176,6 @@ def _merged(config: Config) -> Config:
     """Return the config of the model with its adapters merged, of which nothing is trained."""
     config = merged_config(config)
     return dataclasses.replace(config, training=dataclasses.replace(config.training, skip_train=True))
-
-
-_OF_MACHINE = NOT_COMPUTED - {"make_vocab_size_divisible_by", "init_method_std"}
-"""Options of a run's model that another machine may set otherwise: they leave its function as it is."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,19 +229,6 @@ def _fill(module: torch.nn.Module, reader: _WeightReader, merge: AdapterMerge | 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizer
-
-_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "eod_token")
-
-
-def _tokenizer_options(options: LoadOptions, saved: DataConfig) -> DataConfig:
-    """Return the options of the tokenizer: the given ones, or else those of the run."""
-    given = {name: value for name in _TOKENIZER if (value := getattr(options, name)) is not None}
-    if "tokenizer_model" in given and "tokenizer_type" not in given:
-        given["tokenizer_type"] = "HFTokenizer"
-    if "tokenizer_type" in given:
-        return DataConfig(**given)
-    own = {name: getattr(saved, name) for name in (*_TOKENIZER, "tiktoken_num_special_tokens")}
-    return DataConfig(**(own | given))
 
 
 def _origin(options: LoadOptions, source: Any, saved: Config) -> ModelOrigin:

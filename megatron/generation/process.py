@@ -21,7 +21,8 @@ def work_with_model(load: LoadOptions, work: Callable[[InferenceModel], None]) -
 
     import torch.distributed as dist
 
-    from megatron.generation.loading import load_model, parallel_options
+    from megatron.generation.loading import load_model
+    from megatron.generation.saved_model import parallel_options
     from megatron.parallel.context import ParallelContext
     from megatron.resilience.errors import raise_on_all_ranks
 

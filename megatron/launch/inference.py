@@ -21,6 +21,7 @@ from megatron.config.flags import dashed
 from megatron.config.options import Config, ConfigError
 from megatron.exit_codes import DONE, REFUSED
 from megatron.generation.load_options import LoadOptions
+from megatron.generation.saved_model import layout_faults
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.hl_requests import inference_request
@@ -169,6 +170,8 @@ def plan_ranks(
     hosts, faults = find_hosts(request, devices)
     request.faults += [*_layout_faults(request, load, world_size, devices), *faults]
     request.faults += check_addresses(hosts, request.hostsfile)
+    if not request.faults:
+        request.faults += layout_faults(load, world_size, device)
     if hosts:
         request.faults += checks.check_remote([*flags, *request.environment.values()], request)
         request.faults += check_variables(device, devices)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megatron.generate import run
 from megatron.generation.command import read_command
-from megatron.generation.loading import load_model, parallel_options
+from megatron.generation.loading import load_model
+from megatron.generation.saved_model import parallel_options
 from megatron.parallel.context import ParallelContext
 
 TEMPLATE = (

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.generation.load_options import LoadOptions
-from megatron.generation.loading import load_model, parallel_options
+from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel, training_model
+from megatron.generation.saved_model import parallel_options
 from megatron.generation.scoring import Continuation, score
 from megatron.models.transformer import unpack
 from megatron.parallel.context import ParallelContext

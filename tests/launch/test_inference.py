@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,13 @@ from megatron.launch.hl_variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {"generate": (generate.main, "--prompt a"), "evaluate": (evaluate.main, "--dataset DATA")}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove what a process group of an earlier test has set here: a command would take itself for a rank."""
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -44,6 +52,27 @@ def test_layouts_that_do_not_fit_are_refused(
     main = COMMANDS[name][0]
     assert main(["--load", folder, "--device", "cpu", *work_of(name, folder), *line.split()]) == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_layouts_that_do_not_fit_the_model_are_refused_before_ranks_start(name: str, folder: str) -> None:
+    model = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "max_position_embeddings": 64, "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (Path(folder) / "config.json").write_text(json.dumps(model))
+    words = ["--load", folder, "--device", "cpu", "--dry-run", *work_of(name, folder)]
+    code = (
+        f"import sys; from megatron.cli import {name}; "
+        f"ran = [{name}.main([*{words}, *line.split()]) for line in sys.argv[1:]]; "
+        "print(ran, sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    lines = ["--pipeline-model-parallel-size 3", "--tensor-model-parallel-size 3", "--tensor-model-parallel-size 2"]
+    ran = subprocess.run([sys.executable, "-c", code, *lines], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.endswith("[2, 2, 0] []\n"), ran.stderr
+    assert "pipeline_model_parallel_size=3 is larger than num_layers=2" in ran.stderr
+    assert "num_attention_heads=4" in ran.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,0 +1,102 @@
+"""The config of a model to generate with or to evaluate, from its folder and the options. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.config.data import DataConfig
+from megatron.config.model import NOT_COMPUTED, ModelConfig
+from megatron.config.options import CheckpointConfig, Config, ConfigError, TrainingConfig, on_device
+from megatron.config.training import ParallelConfig
+from megatron.config.validation import check_layout
+from megatron.generation.load_options import LoadOptions
+from megatron.interop.folder_files import own_file, read_json
+from megatron.interop.huggingface_config import config_of
+
+
+def layout_faults(options: LoadOptions, world_size: int, device: str) -> list[str]:
+    """Return what is wrong with the layout of a Hugging Face model, by its config.json alone.
+
+    None for the checkpoints of a run, for adapters, and for a folder that cannot be read: the ranks report those.
+    """
+    folder = Path(options.load)
+    if not (folder / "config.json").is_file() or (folder / "adapter_config.json").exists():
+        return []
+    try:
+        path = own_file(folder, "config.json")
+        saved = config_of(read_json(path), str(path))  # warned of by the ranks
+        # lazy mode, which only the ranks can know, decides how layers are compiled, not what fits
+        return check_layout(inference_config(options, saved, device, lazy=False), world_size)
+    except (CheckpointError, ConfigError, OSError):
+        return []
+
+
+def parallel_options(options: LoadOptions) -> ParallelConfig:
+    """Return the layout that the options describe, for ParallelContext.build."""
+    return ParallelConfig(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        device=options.device,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
+    )
+
+
+def inference_config(options: LoadOptions, saved: Config, device: str, *, lazy: bool) -> Config:
+    """Return the config to compute with: the saved model, and the layout, precision and kernels of now.
+
+    `lazy`: as for `on_device`. Raises CheckpointError or ConfigError for options that do not fit what the folder holds.
+    """
+    if options.lora_base is not None and saved.lora.lora_rank is None:
+        raise CheckpointError(f"load={options.load} is a whole model; lora_base={options.lora_base} is for adapters")
+    if options.merge_adapter and saved.lora.lora_rank is None:
+        raise CheckpointError(f"load={options.load} is a whole model; merge_adapter is for adapters: leave it out")
+    of_machine = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _OF_MACHINE}
+    quantized = saved.model.quantize_base if saved.lora.lora_rank is not None else "none"
+    quantize_base: Any = quantized if options.quantize_base == "auto" else options.quantize_base
+    if options.merge_adapter and quantize_base != "none":
+        raise ConfigError(
+            [
+                f"merge_adapter adds adapters to weights of 16 bits or more, but quantize_base={quantize_base} holds "
+                "those of the base in 4, whose rounding is larger than what most adapters add; leave merge_adapter "
+                "out, or give --quantize-base none to merge into the base as its folder holds it"
+            ]
+        )
+    precision = saved.training.precision if options.precision == "auto" else options.precision
+    config = Config(
+        model=dataclasses.replace(
+            saved.model,
+            **{**of_machine, "quantize_base": quantize_base, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        ),
+        parallel=parallel_options(options),
+        training=TrainingConfig(
+            seq_length=saved.training.seq_length,
+            bf16=precision == "bf16",
+            fp16=precision == "fp16",
+            skip_train=saved.lora.lora_rank is None,  # with adapters, what they train whole stays as it is
+        ),
+        data=_tokenizer_options(options, saved.data),
+        checkpoint=CheckpointConfig(load=options.load),
+        lora=dataclasses.replace(saved.lora, lora_dropout=0.0, lora_base=options.lora_base),
+    )
+    return on_device(config, device, lazy=lazy)
+
+
+_OF_MACHINE = NOT_COMPUTED - {"make_vocab_size_divisible_by", "init_method_std"}
+"""Options of a run's model that another machine may set otherwise: they leave its function as it is."""
+
+
+_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "eod_token")
+
+
+def _tokenizer_options(options: LoadOptions, saved: DataConfig) -> DataConfig:
+    """Return the options of the tokenizer: the given ones, or else those of the run."""
+    given = {name: value for name in _TOKENIZER if (value := getattr(options, name)) is not None}
+    if "tokenizer_model" in given and "tokenizer_type" not in given:
+        given["tokenizer_type"] = "HFTokenizer"
+    if "tokenizer_type" in given:
+        return DataConfig(**given)
+    own = {name: getattr(saved, name) for name in (*_TOKENIZER, "tiktoken_num_special_tokens")}
+    return DataConfig(**(own | given))
