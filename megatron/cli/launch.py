@@ -50,6 +50,7 @@ VARIABLES_OF = {
     "--hostsfile": "HL_HOSTSFILE",
     "--max-restarts": "HL_MAX_RESTARTS",
     "--min-nodes": "HL_MIN_NODES",
+    "--spare-hosts": "HL_SPARE_HOSTS",
     "--rendezvous": "HL_RENDEZVOUS",
     "--activate": "HL_QNPU_DIR",
     "--env": "HL_ENV_FLAGS",
@@ -64,7 +65,11 @@ def plan_text(plan: LaunchPlan, title: str) -> str:
     """Return the text of a dry run: layout, sizes, memory and the command."""
     config = plan.config
     text = describe(config, nodes=plan.nodes, devices_per_node=plan.devices_per_node, title=title)
-    text += "\n" + (_wrapped(", ".join(host.name for host in plan.hosts), "  hosts: ") if plan.hosts else "")
+    text += "\n" + (
+        _wrapped(", ".join(host.name for host in plan.hosts[: plan.nodes]), "  hosts: ") if plan.hosts else ""
+    )
+    spare = [host.name for host in plan.hosts[plan.nodes :]]
+    text += _wrapped(", ".join(spare), "  spare hosts: ") if spare else ""
     text += f"  results: {config.logging.results_dir}\n" if config.logging.results_dir else ""
     text += "" if config.checkpoint.save else "  checkpoints: none are saved\n"
     text += _restarts(plan)
@@ -114,6 +119,7 @@ def launch_command(plan: LaunchPlan) -> list[str]:
         "--master-port": plan.master_port,
         "--max-restarts": plan.max_restarts or None,
         "--min-nodes": plan.min_nodes if plan.min_nodes < plan.nodes else None,
+        "--spare-hosts": plan.spare_hosts or None,
         "--activate": plan.activate_dir,
         "--chats": data and (data.data or data.folder),
         "--chat-template": data and data.chat_template,
@@ -241,6 +247,14 @@ def build_launch_parser() -> argparse.ArgumentParser:
         help="restarts from the newest checkpoint after ranks have failed (default: 0)",
     )
     parser.add_argument("--min-nodes", type=_positive, help="nodes that suffice when others are lost (default: all)")
+    parser.add_argument(
+        "--spare-hosts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="hosts of the hostsfile after those of the run, which replace hosts that are lost or fail twice "
+        "(default: 0)",
+    )
     parser.add_argument(
         "--rendezvous",
         metavar="HOST:PORT",

@@ -35,7 +35,7 @@ from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_stat
 from megatron.launch import rank
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
 from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
-from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError
+from megatron.launch.rendezvous import Membership, NodeOptions, NotNeededError, Rendezvous, RendezvousFailedError
 from megatron.resilience.shutdown import JOB_BEGAN, REPEAT_S, SIGNALS
 
 WATCH_S = 0.05
@@ -47,6 +47,8 @@ HUNG_GRACE_S = 1.5
 """The same after a watchdog has ended a rank: the others end by themselves, unless they are stopped or stuck."""
 KILL_S = 1.0
 """Time for the ranks to end after a second signal."""
+FAILING = 2
+"""Failures of this node's own ranks after which a spare host takes its place."""
 JOIN_SAVE_S = 120
 """Time for healthy ranks to save before they restart because a node joins."""
 
@@ -105,6 +107,14 @@ class Failure:
     report: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Its last report: the fields of `megatron.resilience.rank_reports.Report`; empty where it sent none."""
 
+    @property
+    def is_own(self) -> bool:
+        """True if this node is at fault, rather than one that its ranks have lost.
+
+        Libraries abort a rank that has lost another, so SIGABRT alone says nothing.
+        """
+        return self.report.get("state") == "failed" or (self.returncode < 0 and self.returncode != -signal.SIGABRT)
+
     def __str__(self) -> str:
         text = f"rank {self.rank} on {socket.gethostname()} {ending(self.returncode)}"
         if self.report.get("state") == "failed":  # by an error of its own
@@ -130,13 +140,14 @@ class Agent:
         self._spared = processes_below(os.getpid())  # such as the fork server
         self._restarts = 0
         self._began_s = time.monotonic()
+        self._own_failures = 0
         self._stop_requested_s: float | None = None
         self._kill_s: float | None = None
 
     def run(self) -> int:
         """Run the ranks to the end; return 0, or the exit status of the rank that failed first in the last attempt.
 
-        Raises RendezvousFailedError, and SystemExit for a signal before the ranks run.
+        Raises RendezvousFailedError, NotNeededError, and SystemExit for a signal before the ranks run.
         """
         try:
             while True:
@@ -158,6 +169,7 @@ class Agent:
                         self._rendezvous.close()
                         return DONE
                     self._restarts += 1
+                    self._own_failures += failure.is_own
                     report(f"{failure}; restart {self._restarts} of {self._options.max_restarts}")
                     continue
                 else:
@@ -183,7 +195,10 @@ class Agent:
                 environments.append(sender)
         # the ranks of one node handle a signal themselves; a node that waits for others may have to end without
         with interruptible(self._received) if self._options.nodes > 1 else contextlib.nullcontext():
-            previous, self._membership = self._membership, self._rendezvous.join()
+            previous, self._membership = (
+                self._membership,
+                self._rendezvous.join(is_failing=self._own_failures >= FAILING),
+            )
         self._report_size(previous, self._membership)
         for local_rank, sender in enumerate(environments):
             with contextlib.suppress(OSError):  # it has ended, which _watch reports
@@ -357,6 +372,8 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
                 return Agent(options, start_method, train_flags, received).run()
         except SystemExit as interrupted:
             return int(interrupted.code or DONE)
+        except NotNeededError:
+            return DONE
         except MissingSecretError as error:
             report(str(error))
             return REFUSED

@@ -53,6 +53,7 @@ def check_restarts(request: LaunchRequest, config: Config, devices_per_node: int
         yield f"min_nodes={fewest} is more than the {request.nodes} nodes of the run; set HL_MIN_NODES lower"
     if fewest < request.nodes and not request.max_restarts:
         yield f"min_nodes={fewest}: continuing with fewer nodes is a restart; set HL_MAX_RESTARTS (--max-restarts) too"
+    yield from _check_spare_hosts(request)
     if request.rendezvous is not None:
         if fault := endpoint_fault(request.rendezvous):
             yield f"rendezvous={request.rendezvous}: {fault}"
@@ -71,6 +72,19 @@ def check_restarts(request: LaunchRequest, config: Config, devices_per_node: int
                     f"with {nodes} of {request.nodes} nodes the run could not continue: {fault}; or set HL_MIN_NODES "
                     f"(--min-nodes) to {nodes + 1} or more"
                 )
+
+
+def _check_spare_hosts(request: LaunchRequest) -> Iterator[str]:
+    name = f"spare_hosts={request.spare_hosts}"
+    if request.spare_hosts and not request.max_restarts:
+        yield f"{name}: to take a host's place is a restart; set HL_MAX_RESTARTS (--max-restarts) too"
+    if request.spare_hosts and request.hostsfile is None and "hostsfile" not in request.unread:
+        yield f"{name} are the last hosts of a hostsfile, but there is none; give HL_HOSTSFILE (--hostsfile)"
+    if request.spare_hosts and request.nodes == 1 and "nodes" not in request.unread:
+        yield (
+            f"{name}: the first host cannot be replaced, and the run has no other; set HL_NUM_NODES (--nodes) higher, "
+            "or HL_SPARE_HOSTS (--spare-hosts) to 0"
+        )
 
 
 def warn_of_rendezvous(request: LaunchRequest) -> Iterator[str]:

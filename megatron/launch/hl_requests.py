@@ -67,6 +67,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     _launch_options(given, reader)
     request.max_restarts = reader.number("HL_MAX_RESTARTS", at_least=0) or 0
     request.min_nodes = reader.number("HL_MIN_NODES")
+    request.spare_hosts = reader.number("HL_SPARE_HOSTS", at_least=0) or 0
     request.lazy = reader.switch("HL_USE_LAZY_MODE")
     request.prefers_lazy = script in PRETRAINING  # as Habana trains
 

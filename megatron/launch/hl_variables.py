@@ -212,6 +212,7 @@ _VARIABLES: tuple[Variable, ...] = (
     # restarts
     _launch("HL_MAX_RESTARTS", "how often a run whose ranks failed goes on from its newest checkpoint; 0: never"),
     _launch("HL_MIN_NODES", "nodes that the run goes on with, when others are lost"),
+    _launch("HL_SPARE_HOSTS", "last hosts of the hostsfile, which replace hosts that are lost or fail twice; 0: none"),
     # batch and length
     _number("HL_MICRO_BATCH", "--micro-batch-size", "samples in one forward pass of a rank"),
     _number("HL_GBS", "--global-batch-size", "samples in one optimizer step"),

@@ -50,7 +50,7 @@ def run_plan(plan: LaunchPlan) -> int:
         os.environ.update(environment)
         return run_agent(agent_options(plan), plan.train_flags)
     # the user's own come first, and ssh keeps the first value of each
-    alive = SHORT_KEEP_ALIVE if plan.min_nodes < plan.nodes else KEEP_ALIVE
+    alive = SHORT_KEEP_ALIVE if plan.min_nodes < len(plan.hosts) else KEEP_ALIVE
     environment["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, [os.environ.get("PDSH_SSH_ARGS_APPEND"), *alive]))
     if plan.nodes > 1:
         raise_limit()  # of open files: several for each host
@@ -126,7 +126,7 @@ def remote_command(plan: LaunchPlan) -> list[str]:
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
         *("--hostfile", plan.hostsfile or ""),
-        *("--num_nodes", str(plan.nodes), "--num_gpus", "1"),
+        *("--num_nodes", str(len(plan.hosts)), "--num_gpus", "1"),
         *("--master_addr", plan.hosts[0].address, "--master_port", str(plan.master_port or RENDEZVOUS_PORT)),
         *([] if len(plan.hosts) > 1 else ["--force_multi"]),  # or it would run here instead of on the one host
         *("--no_ssh_check", "--no_local_rank", "--no_python"),  # pdsh says which hosts ssh does not reach
@@ -174,7 +174,7 @@ class PdshOutput(threading.Thread):
         self._lines = lines
         self.failed: tuple[str, int] | None = None
         """Host and status."""
-        self.num_failed = 0
+        self.all_failed: set[str] = set()
         self.gloo_failed = False
 
     def run(self) -> None:
@@ -182,12 +182,18 @@ class PdshOutput(threading.Thread):
             sys.stderr.write(line.decode(errors="replace"))
             sys.stderr.flush()
             match = re.match(rb"pdsh@[^:]+: (\S+): ssh exited with exit code (\d+)", line)
-            self.num_failed += match is not None
+            if match:
+                self.all_failed.add(match[1].decode())
             if match and self.failed is None:
                 status = int(match[2])
                 # DeepSpeed's launcher ends with -n for a process that signal n killed; 255 is ssh's own failure
                 self.failed = match[1].decode(), status if status < 192 or status == 255 else shell_status(status - 256)
             self.gloo_failed |= b"Gloo connectFullMesh failed" in line
+
+    def ends(self, plan: LaunchPlan) -> bool:
+        """Return whether the run cannot continue on the other hosts: without the first one it never does."""
+        left = len(plan.hosts) - len(self.all_failed)
+        return left < plan.min_nodes or plan.hosts[0].address in self.all_failed
 
 
 def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPlan) -> int:
@@ -220,7 +226,7 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: L
     if output.failed is None:
         return shell_status(runner.returncode)
     # those that were left may have continued to the end
-    return output.failed[1] if plan.nodes - output.num_failed < plan.min_nodes else 0
+    return output.failed[1] if output.ends(plan) else 0
 
 
 def _wait_for_hosts(
@@ -236,7 +242,7 @@ def _wait_for_hosts(
             if signal_agents(plan, received[0]):
                 received.popleft()
             tried_s = time.monotonic()
-        if output.failed is None or plan.nodes - output.num_failed >= plan.min_nodes:
+        if output.failed is None or not output.ends(plan):
             continue
         failed_s = failed_s or time.monotonic()
         since_s = time.monotonic() - failed_s

@@ -45,7 +45,7 @@ def parse_hostsfile(text: str, source: str) -> tuple[list[Host], list[str]]:
 
 
 def find_hosts(request: LaunchRequest, devices_per_node: int) -> tuple[list[Host], list[str]]:
-    """Return the hosts of a run and their faults; no hosts if the run uses this machine alone."""
+    """Return the hosts of a run, then the spare ones, and their faults; no hosts if it uses this machine alone."""
     path, nodes = request.hostsfile, request.nodes
     if path is None:
         if nodes == 1 or request.rendezvous is not None:
@@ -61,16 +61,18 @@ def find_hosts(request: LaunchRequest, devices_per_node: int) -> tuple[list[Host
     except (OSError, UnicodeDecodeError) as error:
         return [], [f"hostsfile {path} cannot be read ({error}); make it a readable text file"]
     hosts, faults = parse_hostsfile(text, path)
-    if len(hosts) < nodes and not faults:
-        faults.append(
-            f"{path} lists {len(hosts)} hosts for {nodes} nodes; add hosts, or set HL_NUM_NODES (--nodes) lower"
-        )
+    spare = request.spare_hosts
+    if len(hosts) < nodes + spare and not faults:
+        needed, lower = f"{nodes} nodes", "HL_NUM_NODES (--nodes)"
+        if spare:
+            needed, lower = f"{needed} and {spare} spare", "HL_SPARE_HOSTS (--spare-hosts)"
+        faults.append(f"{path} lists {len(hosts)} hosts for {needed}; add hosts, or set {lower} lower")
     if request.rendezvous is not None:
         faults.append(
             f"hostsfile {path} and rendezvous {request.rendezvous} exclude each other: this launcher starts all hosts, "
             "or it is started on each of them; give one"
         )
-    hosts = hosts[:nodes]
+    hosts = hosts[: nodes + spare]
     for host in hosts:
         where = f"{path}, line {host.line}: {host.name}"
         if host.slots < devices_per_node:

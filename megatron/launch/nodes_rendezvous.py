@@ -11,6 +11,7 @@ import errno
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from megatron.control.messages import Connection
 from megatron.control.run_secret import SECRET, run_secret
 from megatron.launch import rendezvous_server
 from megatron.launch.addresses import split_endpoint
-from megatron.launch.rendezvous import Membership, NodeOptions, Rendezvous, RendezvousFailedError
+from megatron.launch.rendezvous import Membership, NodeOptions, NotNeededError, Rendezvous, RendezvousFailedError
 from megatron.launch.rendezvous_server import LOST_BEATS
 from megatron.network import address_towards, bound_socket, is_loopback, listen_address, listening_socket, resolve
 
@@ -52,21 +53,27 @@ class NodesRendezvous(Rendezvous):
         self._host, self._port = split_endpoint(options.rendezvous or "")
         self._address = ""
 
-    def join(self) -> Membership:
+    def join(self, *, is_failing: bool = False) -> Membership:
+        number = self._options.node_rank
+        number = rendezvous_server.UNNUMBERED if number is None else number
         try:
             self._client = self._client or self._connected()
             own = listen_address(self._host) if self._server is not None else self._address
-            order = [self._server is None, self._options.node_rank or 0, self._address, os.getpid()]
+            order = [self._server is None, is_failing, number, self._address, os.getpid()]
             membership = self._place(order, bound_socket(own, 0))
         except OSError as error:
             raise RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
+        except SystemExit:  # a signal
+            if self._client is not None and self._client.is_spare:
+                raise NotNeededError from None
+            raise
         if self._options.max_restarts == 0:
             self._client.stop()
             self._client = None
         return membership
 
     def _place(self, order: list[Any], held: socket.socket) -> Membership:
-        """Return this node's place; the first keeps the socket for rank 0. Raises RendezvousFailedError."""
+        """Return this node's place; the first keeps the socket for rank 0. As Client.place."""
         assert self._client is not None
         with contextlib.ExitStack() as unless_first:
             unless_first.enter_context(held)
@@ -159,24 +166,30 @@ class Client(threading.Thread):
         self._membership: Membership | None = None
         self._waiting = 0
         self._is_done = self._is_closed = self._leaves = self._was_lost = False
+        self.is_spare = False
+        """The run is complete without this node, which waits for a place without a limit."""
         self._fault: str | None = None
         self._known_s: float | None = None
         self.start()
 
     def place(self, **mine: Any) -> Membership:
-        """Join, and wait for this node's number. Raises RendezvousFailedError."""
+        """Join, and wait for this node's number. Raises RendezvousFailedError, and NotNeededError on a spare host."""
         self._membership, self._waiting = None, 0
-        self._is_done = self._was_lost = False
+        self._is_done = self._was_lost = self.is_spare = False
         self._join = self._request = {"kind": "join", **mine}
         self._send_request()
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         while self._membership is None:
+            if self._is_closed and self.is_spare:
+                raise NotNeededError
             if self._is_closed:
                 raise RendezvousFailedError("the run has ended on the other nodes")
             self._check()
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > deadline_s and not self.is_spare:
                 raise RendezvousFailedError(f"too few nodes came to the rendezvous at {self._endpoint}")
             time.sleep(POLL_S)
+        if self.is_spare:
+            _report("takes a place in the run")
         return self._membership
 
     def nodes_waiting(self) -> bool:
@@ -260,6 +273,9 @@ class Client(threading.Thread):
             self._membership = Membership(**message)
         elif kind == "waiting":
             self._waiting = message["count"]
+        elif kind == "spare" and not self.is_spare:
+            self.is_spare = True
+            _report("waits as a spare host: the run is complete without it")
         self._is_done |= kind == "done"
         self._is_closed |= kind == "closed"
 
@@ -285,3 +301,7 @@ class Client(threading.Thread):
             )
         else:
             self._fault = f"lost the rendezvous at {self._endpoint}: {error or type(error).__name__}"
+
+
+def _report(text: str) -> None:
+    print(f"{socket.gethostname()} {text}", file=sys.stderr, flush=True)

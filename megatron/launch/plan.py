@@ -84,6 +84,8 @@ class LaunchRequest:
     max_restarts: int = 0
     min_nodes: int | None = None
     """None: all of them."""
+    spare_hosts: int = 0
+    """Lines of the hostsfile after those of the run."""
     rendezvous: str | None = None
     dry_run: bool = False
     activate_dir: str | None = None
@@ -133,7 +135,7 @@ class LaunchPlan:
     nodes: int
     devices_per_node: int
     hosts: tuple[Host, ...]
-    """Empty: this machine."""
+    """Those of the run, then the spare ones. Empty: this machine."""
     hostsfile: str | None
     master_port: int | None
     activate_dir: str | None
@@ -147,6 +149,7 @@ class LaunchPlan:
     max_restarts: int = 0
     min_nodes: int = 1
     """Number of nodes that suffices to continue."""
+    spare_hosts: int = 0
     rendezvous: str | None = None
     """HOST:PORT of the first node, where each node runs this launcher itself."""
     fine_tuning: FineTuning | None = None

@@ -100,6 +100,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
         run_id=run_id(request, flags),
         max_restarts=request.max_restarts,
         min_nodes=request.min_nodes or request.nodes,
+        spare_hosts=request.spare_hosts,
         rendezvous=request.rendezvous,
         fine_tuning=data,
     )

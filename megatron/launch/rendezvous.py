@@ -16,6 +16,10 @@ class RendezvousFailedError(RuntimeError):
     """The nodes could not agree, or lost the first node."""
 
 
+class NotNeededError(Exception):
+    """The run has ended, or a stop was requested, while this node waited as a spare host."""
+
+
 @dataclass(frozen=True)
 class NodeOptions:
     """Nodes of a run, as each of them knows them beforehand."""
@@ -24,7 +28,10 @@ class NodeOptions:
     min_nodes: int | None = None
     """Number of nodes that suffices to train on. None: all."""
     node_rank: int | None = None
-    """Place of this node, from 0; the first serves the rendezvous. None: the node whose address is named is first."""
+    """Place of this node, from 0; the first serves the rendezvous. None: the node whose address is named is first.
+
+    From `nodes` on: a spare host, which takes the place of one that is lost or fails twice.
+    """
     rendezvous: str | None = None
     """HOST:PORT of the first node. One node: where rank 0 listens; None: a free port of the loopback interface."""
     run_id: str = "run"
@@ -50,8 +57,11 @@ class Rendezvous:
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
 
-    def join(self) -> Membership:
-        """Wait until enough nodes are there. Raises RendezvousFailedError."""
+    def join(self, *, is_failing: bool = False) -> Membership:
+        """Wait until enough nodes are there. `is_failing`: let a spare host go first, if there is one.
+
+        Raises RendezvousFailedError, and NotNeededError if the run ends without this node.
+        """
         endpoint = self._options.rendezvous
         try:
             held = bound_socket(LOOPBACK, split_endpoint(endpoint)[1] if endpoint else 0)

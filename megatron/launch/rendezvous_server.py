@@ -1,8 +1,11 @@
 """Server of the rendezvous, a thread in the agent of the first node: which nodes there are, and what number each has.
 
 Nodes that know the secret of the run send `join`, `beat`, `done` and `close`. They receive `placed` with their number,
-`waiting` with the number of nodes that wait to join (also as a heartbeat), `done` and `closed`. A node is a connection:
-it is lost when this ends, or is silent for three heartbeats.
+`waiting` with the number of nodes that wait to join (also as a heartbeat), `spare` where the run is complete without
+them, `done` and `closed`. A node is a connection: it is lost when this ends, or is silent for three heartbeats.
+
+Where more nodes wait than the run needs, these come first: the first node, nodes that failed less than twice, lower
+numbers. Spare hosts have the numbers from the size of the run on.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ MOST_STRANGERS = 256
 LINGER_S = 2.0
 """Time for the nodes to read the last message."""
 POLL_S = 0.1
+UNNUMBERED = -1
+"""Stands for the number of a node that was given none."""
 
 
 @dataclass
@@ -41,6 +46,8 @@ class Node:
     """Key by which the nodes are sorted and numbered; None: it has not joined."""
     address: str = ""
     port: int = 0
+    is_spare: bool = False
+    """It knows that the run is complete without it."""
     is_member: bool = False
     """It has a number in the present round; not while it waits for the next one."""
     is_done: bool = False
@@ -60,6 +67,7 @@ class Server(threading.Thread):
         self._selector.register(listener, selectors.EVENT_READ)
         self._nodes: dict[Connection, Node] = {}
         self._round: list[Connection] = []
+        self._is_first_round = True
         self._last_call_s: float | None = None
         self._said: tuple[int, float] = (0, 0.0)
         self._end_s: float | None = None
@@ -113,10 +121,10 @@ class Server(threading.Thread):
     def _take(self, connection: Connection, message: dict[str, Any]) -> None:
         node = self._nodes[connection]
         if message["kind"] == "join":
-            is_other, node_rank, address, pid = message["order"]
-            node.order = [bool(is_other), int(node_rank), str(address), int(pid)]
+            is_other, is_failing, node_rank, address, pid = message["order"]
+            node.order = [bool(is_other), bool(is_failing), int(node_rank), str(address), int(pid)]
             node.address, node.port = str(message["address"]), int(message["port"])
-            node.is_member = node.is_done = False
+            node.is_member = node.is_done = node.is_spare = False
             if self._is_closed:
                 connection.send(kind="closed")
             elif len(self._waiting()) >= self._min_nodes:
@@ -138,13 +146,15 @@ class Server(threading.Thread):
         if len(waiting) < self._min_nodes:
             self._last_call_s = None
         is_time = self._last_call_s is not None and now_s >= self._last_call_s
-        if not members and not self._is_closed and (len(waiting) == self._max_nodes or is_time):
+        if not members and not self._is_closed and (self._are_complete(waiting) or is_time):
             self._place(waiting)
             return
         left = [self._nodes[connection] for connection in self._round if connection in self._nodes]
         if any(node.is_done for node in left) and all(node.is_done or not node.is_member for node in left):
             done, self._round = [connection for connection in self._round if connection in self._nodes], []
             self._send_all([connection for connection in done if self._nodes[connection].is_done], kind="done")
+        if len(members) == self._max_nodes:
+            self._inform_spares()
         count = len(waiting) if members and len(members) < self._max_nodes else 0
         if count != self._said[0] or now_s - self._said[1] > KEEP_ALIVE_S:
             self._said = count, now_s
@@ -153,11 +163,29 @@ class Server(threading.Thread):
             )
 
     def _waiting(self) -> list[Connection]:
-        """Return the nodes that have joined and have no number yet, in their order, the first of them first."""
-        found = [connection for connection, node in self._nodes.items() if node.order and not node.is_member]
-        return sorted(found, key=lambda connection: self._nodes[connection].order or [])[: self._max_nodes]
+        """Return the nodes that have joined and have no place yet, the first of them first, at most one of a number."""
+        found: dict[Any, tuple[list[Any], Connection]] = {}
+        for connection, node in self._nodes.items():
+            if node.order and not node.is_member:
+                number = node.order[2]
+                found[connection if number == UNNUMBERED else number] = node.order, connection
+        in_order = sorted(found.values(), key=lambda one: one[0])
+        return [connection for _, connection in in_order][: self._max_nodes]
+
+    def _are_complete(self, waiting: list[Connection]) -> bool:
+        """Return whether all nodes are there. At first a spare host leaves others the last call to come."""
+        orders = [self._nodes[connection].order or [] for connection in waiting]
+        spare = any(order[2] >= self._max_nodes for order in orders)
+        return len(waiting) == self._max_nodes and not (spare and self._is_first_round)
+
+    def _inform_spares(self) -> None:
+        for connection, node in list(self._nodes.items()):
+            if node.order and not node.is_member and not node.is_spare:
+                node.is_spare = True
+                self._send_all([connection], kind="spare")
 
     def _place(self, waiting: list[Connection]) -> None:
+        self._is_first_round = False
         first = self._nodes[waiting[0]]
         self._round, self._last_call_s = list(waiting), None
         for number, connection in enumerate(waiting):

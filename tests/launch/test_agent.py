@@ -67,6 +67,7 @@ MEETING: dict[str, Any] = {"rendezvous": "node0:29500", "devices_per_node": 2}
         (tiny("--save", "s", max_restarts=1, nodes=2, min_nodes=3, **MEETING), "more than the 2 nodes"),
         (tiny("--save", "s", nodes=2, min_nodes=1, **MEETING), "continuing with fewer nodes is a restart"),
         (tiny(rendezvous="node0"), "rendezvous=node0: it is not HOST:PORT"),
+        (tiny("--save", "s", max_restarts=1, nodes=2, spare_hosts=1, **MEETING), "spare_hosts=1 are the last hosts of"),
         (tiny(results_parent="out", rendezvous="node0:1"), "would name the results folder after its own clock"),
         (
             # 16 samples on DP 4, 3 and 2: the batch does not divide by 3
@@ -105,6 +106,43 @@ def test_every_number_of_nodes_that_fits_is_accepted() -> None:
     )
 
 
+def test_spare_hosts_are_the_lines_after_those_of_the_run(tmp_path: Path) -> None:
+    listed = tmp_path / "hosts"
+    listed.write_text("w0 slots=2\nw1 slots=2\nw2 slots=2\nw3 slots=2\n")
+    options: dict[str, Any] = {"hostsfile": str(listed), "devices_per_node": 2, "nodes": 2, "spare_hosts": 1}
+    plan = preflight(tiny("--save", "s", max_restarts=2, dry_run=True, **options))
+    assert [host.name for host in plan.hosts] == ["w0", "w1", "w2"]
+    assert flag_value(hosts.remote_command(plan), "--num_nodes") == "3"
+    assert hosts.agent_options(plan).nodes == 2
+    text = launch.plan_text(plan, "")
+    assert "  hosts: w0, w1\n  spare hosts: w2\n" in text
+    assert "--spare-hosts 1" in text
+    for wrong, said in [
+        ({"max_restarts": 0}, "to take a host's place is a restart; set HL_MAX_RESTARTS"),
+        ({"nodes": 1}, "the first host cannot be replaced, and the run has no other"),
+        ({"spare_hosts": 3}, "lists 4 hosts for 2 nodes and 3 spare; add hosts, or set HL_SPARE_HOSTS"),
+    ]:
+        (fault,) = faults(tiny("--save", "s", **{"max_restarts": 2, "dry_run": True, **options, **wrong}))
+        assert said in fault
+
+
+@pytest.mark.parametrize(
+    ("returncode", "state", "is_own"),
+    [
+        (-9, None, True),
+        (-11, "lost", True),
+        (-6, "lost", False),
+        (-6, "failed", True),
+        (1, "failed", True),
+        (1, "lost", False),
+    ],
+)
+def test_a_rank_that_only_lost_another_counts_for_no_spare_host(
+    returncode: int, state: str | None, is_own: bool
+) -> None:
+    assert agent.Failure(0, returncode, {"state": state} if state else {}).is_own is is_own
+
+
 def test_a_hostsfile_and_a_rendezvous_exclude_each_other(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("w0 slots=2\nw1 slots=2\n")
     request = tiny(nodes=2, hostsfile=str(tmp_path / "hosts"), **MEETING)
@@ -113,6 +151,7 @@ def test_a_hostsfile_and_a_rendezvous_exclude_each_other(tmp_path: Path) -> None
 
 def test_the_variables_of_a_restart_are_read() -> None:
     variables = {"HL_MAX_RESTARTS": "7", "HL_MIN_NODES": "2", "HL_NUM_NODES": "4", "HL_RENDEZVOUS": "node0:29500"}
+    assert from_environment({"HL_SPARE_HOSTS": "2"}, "bloom13b", []).spare_hosts == 2
     request = from_environment(variables, "bloom13b", [])
     assert not request.faults
     assert (request.max_restarts, request.min_nodes, request.rendezvous) == (7, 2, "node0:29500")

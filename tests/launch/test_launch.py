@@ -26,7 +26,7 @@ from megatron.launch.hl_refused import REFUSED
 from megatron.launch.hl_requests import from_environment
 from megatron.launch.hl_variables import VARIABLES, Script
 from megatron.launch.hostsfile import parse_hostsfile
-from megatron.launch.plan import FineTuning, LaunchPlan, LaunchRequest, RefusedError
+from megatron.launch.plan import FineTuning, Host, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.planning.sizes import declared_layers
 from tests.launch.test_agent import wait_until_gone
@@ -834,6 +834,17 @@ def test_a_run_that_can_go_on_without_a_host_does(tmp_path: Path, monkeypatch: p
     failed = "pdsh@here: 10.0.0.2: ssh exited with exit code 255\n"
     command = [sys.executable, "-c", RUNNER, plan.run_id, "import time; time.sleep(1)", failed]
     assert hosts.run_on_hosts(command, os.environ, plan) == 0
+
+
+@pytest.mark.parametrize(("lost", "status"), [("10.0.0.2", 0), ("10.0.0.1", 255)])
+def test_a_spare_host_makes_up_for_any_host_but_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, status: int
+) -> None:
+    monkeypatch.setattr(hosts, "FAILED_GRACE_S", 0.1)
+    two = over_two_hosts(tmp_path)
+    plan = dataclasses.replace(two, hosts=(*two.hosts, Host("10.0.0.3", 2, 3)), spare_hosts=1)
+    said = f"import sys; sys.stderr.write('pdsh@here: {lost}: ssh exited with exit code 255\\n')"
+    assert hosts.run_on_hosts([sys.executable, "-c", said], os.environ, plan) == status
 
 
 def test_the_status_of_a_launcher_that_reaches_no_host_is_its_own(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megatron.control.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SIZ
 from megatron.control.run_secret import SECRET
 from megatron.launch import nodes_rendezvous, rendezvous_server
 from megatron.launch.nodes_rendezvous import NodesRendezvous
-from megatron.launch.rendezvous import Membership, NodeOptions, RendezvousFailedError, split_endpoint
+from megatron.launch.rendezvous import Membership, NodeOptions, NotNeededError, RendezvousFailedError, split_endpoint
 from tests.ranks import free_port
 from tests.strangers import Bomb
 
@@ -60,6 +60,11 @@ class Nodes:
 
     def start(self, *nodes: NodesRendezvous) -> list[Future[Membership]]:
         return [self.threads.submit(node.join) for node in nodes]
+
+    def server(self, first: NodesRendezvous) -> rendezvous_server.Server:
+        until(lambda: first._server is not None)
+        assert first._server is not None
+        return first._server
 
     def close(self) -> None:
         for node in reversed(self.made):
@@ -136,6 +141,87 @@ def test_a_node_that_fails_restarts_with_the_others_and_a_lost_one_is_left_out(
     (joined,) = nodes.start(third)
     until(first.nodes_waiting)
     assert [one.num_nodes for one in (*nodes.join(first), joined.result(20))] == [2, 2]
+
+
+def spares(*nodes: NodesRendezvous) -> bool:
+    return all(node._client is not None and node._client.is_spare for node in nodes)
+
+
+def test_a_spare_host_replaces_a_node_that_fails_twice_and_one_that_is_lost(
+    make_nodes: Callable[..., Nodes], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_server, "LAST_CALL_S", 60.0)  # no step below waits for it
+    nodes = make_nodes(3, 3)
+    first, second, third, spare, other = (nodes.make(number) for number in (0, 1, 2, 3, 4))
+    waiting = nodes.start(spare, other, first, second)
+    server = nodes.server(first)
+    until(lambda: len([node for node in list(server._nodes.values()) if node.order]) == 4)
+    time.sleep(0.3)
+    assert not any(one.done() for one in waiting), "the third is only late"
+    found = [one.result(20) for one in (*nodes.start(third), *waiting[2:])]
+    assert [one.node for one in found] == [2, 0, 1]
+    until(lambda: spares(spare, other))
+
+    # restarts in its place after its first failure
+    (again,) = nodes.start(second)
+    until(lambda: first.nodes_waiting() and third.nodes_waiting())
+    assert [one.node for one in (*nodes.join(first, third), again.result(20))] == [0, 2, 1]
+    assert not any(one.done() for one in waiting[:2])
+
+    failing = nodes.threads.submit(second.join, is_failing=True)
+    until(lambda: first.nodes_waiting() and third.nodes_waiting())
+    # numbered after those that stay
+    assert [one.node for one in (*nodes.join(first, third), waiting[0].result(20))] == [0, 1, 2]
+    until(lambda: spares(second, other))
+    leave(third)
+    until(first.nodes_waiting)
+    assert [one.node for one in (*nodes.join(first, spare), waiting[1].result(20))] == [0, 1, 2]
+    leave(other)
+    until(first.nodes_waiting)  # and the one that failed twice is better than none
+    assert [one.node for one in (*nodes.join(first, spare), failing.result(20))] == [0, 1, 2]
+    said = capfd.readouterr().err
+    assert said.count("waits as a spare host: the run is complete without it") == 3
+    assert said.count("takes a place in the run") == 3
+
+
+@pytest.mark.parametrize("how", ["the run ends", "signal"])
+def test_a_spare_host_ends_with_the_run(make_nodes: Callable[..., Nodes], how: str) -> None:
+    nodes = make_nodes(2, 2)
+    first, second, spare = (nodes.make(number) for number in range(3))
+    found = nodes.start(spare, first, second)
+    assert [one.result(20).node for one in found[1:]] == [0, 1]
+    until(lambda: spares(spare))
+    if how == "signal":  # as `interruptible` raises it in a main thread
+        assert spare._client is not None
+        spare._client._check = lambda: sys.exit(143)  # type: ignore[method-assign]
+    else:
+        for finished in [nodes.threads.submit(node.finish) for node in (first, second)]:
+            finished.result(20)
+        assert first._client is not None
+        first._client.close()
+    with pytest.raises(NotNeededError):
+        found[0].result(20)
+
+
+def test_a_second_agent_of_a_number_does_not_take_the_place_of_a_missing_node(
+    make_nodes: Callable[..., Nodes],
+) -> None:
+    nodes = make_nodes(3, 3)
+    first, second, double, third = (nodes.make(number) for number in (0, 1, 1, 2))
+    waiting = nodes.start(first, second, double)
+    server = nodes.server(first)
+    until(lambda: len([node for node in list(server._nodes.values()) if node.order]) == 3)
+    time.sleep(0.3)
+    assert not any(one.done() for one in waiting)
+    assert nodes.join(third)[0].node == 2
+    assert waiting[0].result(20).node == 0
+    until(lambda: waiting[1].done() or waiting[2].done())
+    (left,) = [one for one in waiting[1:] if not one.done()]
+    until(lambda: spares(second) or spares(double))
+    assert first._client is not None
+    first._client.close()
+    with pytest.raises(NotNeededError):
+        left.result(20)
 
 
 def test_nodes_wait_for_each_other_at_the_end_and_a_late_one_learns_of_it(make_nodes: Callable[..., Nodes]) -> None:
