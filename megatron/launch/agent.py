@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import multiprocessing
 import os
 import signal
@@ -36,7 +37,8 @@ from megatron.launch import rank
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
 from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
 from megatron.launch.rendezvous import Membership, NodeOptions, NotNeededError, Rendezvous, RendezvousFailedError
-from megatron.resilience.shutdown import JOB_BEGAN, REPEAT_S, SIGNALS
+from megatron.resilience import job
+from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 
 WATCH_S = 0.05
 """Interval at which the agent looks for signals. A rank that ends is noticed at once."""
@@ -218,8 +220,9 @@ class Agent:
             "LOCAL_WORLD_SIZE": per_node,
             "MASTER_ADDR": membership.master_addr,
             "MASTER_PORT": membership.master_port,
-            "TORCHELASTIC_RESTART_COUNT": self._restarts,  # as torchrun calls it
-            JOB_BEGAN: self._began_s,
+            job.RESTARTS: self._restarts,
+            job.BEGAN: self._began_s,
+            job.COMMAND: json.dumps(sys.orig_argv),
         }
         return {name: str(value) for name, value in values.items()}
 

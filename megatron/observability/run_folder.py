@@ -15,7 +15,6 @@ import os
 import platform
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
@@ -23,8 +22,6 @@ from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import psutil
 
 from megatron import accelerator
 from megatron.checkpoint.format import CheckpointError
@@ -39,6 +36,7 @@ from megatron.observability.metrics import MetricsLog
 from megatron.observability.run_totals import LossAt, RunTotals
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
+from megatron.resilience import job
 from megatron.resilience.errors import is_lost_peer
 from megatron.weights.opening import TAG
 
@@ -68,8 +66,6 @@ class RunFolder:
     ) -> None:
         self._config, self._ctx, self._log, self._progress, self._drawn = config, ctx, log, progress, drawn
         self._folder = None if config.logging.results_dir is None else Path(config.logging.results_dir)
-        # start of the process: users wait for imports and the build too
-        self._began_s = psutil.Process().create_time()
         self._starts: list[dict[str, Any]] = []
         self.stopped: str | None = None
         """Reason of a requested stop."""
@@ -106,7 +102,8 @@ class RunFolder:
             "reason": reason,
             "iteration": self._progress.iteration,
             "consumed_samples": self._progress.consumed_samples,
-            "wall_s": round(time.time() - self._began_s, 3),
+            # since the start of the job: users wait for imports, the build and restarts too
+            "wall_s": round(time.monotonic() - job.began_s(), 3),
             **self._mix(),
             **self._best(),
         }
@@ -133,14 +130,19 @@ class RunFolder:
         return {"best": found | ({"checkpoint": f"{TAG}{best.iteration}"} if keeps else {})}
 
     def _earlier_starts(self) -> list[dict[str, Any]]:
-        """Return the starts in run.json for a run that resumes. Otherwise, or if it is damaged, the file is renamed."""
+        """Return the starts in run.json for a run that resumes, or restarts before its first checkpoint.
+
+        Otherwise, or if it is damaged, the file is renamed.
+        """
         path = None if self._folder is None else self._folder / RUN_FILE
         if path is None or not path.exists():
             return []
         try:
             starts: Any = json.loads(path.read_text(encoding="utf-8"))["starts"]
-            if self._progress.iteration > 0 and all(isinstance(start, dict) for start in starts):
-                return list(starts)
+            if all(isinstance(start, dict) for start in starts):
+                is_restart = bool(starts) and job.restarts() > 0 and starts[-1].get("job") == job.identity()
+                if self._progress.iteration > 0 or is_restart:
+                    return list(starts)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._log.message(f"WARNING: {path} cannot be read and is renamed: {error!r}")
         try:
@@ -209,11 +211,13 @@ class Summary:
 
     def _progress_lines(self) -> list[tuple[str, str]]:
         progress, start = self._progress, self._starts[-1]
-        known_s = [each["ended"]["wall_s"] for each in self._starts if "ended" in each]
-        lost = len(self._starts) - len(known_s)
-        all_starts = f", {_duration(sum(known_s))} in {len(known_s)} starts" if len(self._starts) > 1 else ""
+        jobs = _last_of_jobs(self._starts)
+        known_s = [each["ended"]["wall_s"] for each in jobs if "ended" in each]
+        lost = len(jobs) - len(known_s)
+        all_starts = f", {_duration(sum(known_s))} in {_counted(len(known_s), 'job')}" if len(jobs) > 1 else ""
         if lost:
             all_starts += f" and {lost} more without a recorded end"
+        restarts = sum(each.get("restart", 0) for each in jobs)
         since = (
             f" ({progress.iteration - start['resumed_iteration']} of them in this start)"
             if len(self._starts) > 1
@@ -225,9 +229,9 @@ class Summary:
                 f"{progress.iteration:,}{since}, {progress.consumed_samples:,} samples, {self._tokens:,} tokens; "
                 f"{progress.skipped_iterations:,} skipped, {progress.nan_iterations:,} NaN",
             ),
-            ("wall time", f"{_duration(start['ended']['wall_s'])} in this start{all_starts}"),
+            ("wall time", f"{_duration(start['ended']['wall_s'])} in this job{all_starts}"),
             ("training", f"{_duration(self._totals.training_s)} in the steps that were logged, of all starts"),
-            ("restarts", str(len(self._starts) - 1)),
+            ("restarts", f"{restarts} by agents, and {_counted(len(jobs) - 1, 'new job')}"),
         ]
 
     def _loss_lines(self) -> list[tuple[str, str]]:
@@ -274,7 +278,9 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
     return {
         "started": _now(),
         "resumed_iteration": progress.iteration,
-        "command": sys.orig_argv,
+        "job": job.identity(),
+        "restart": job.restarts(),
+        "command": job.command(),
         "folder": os.getcwd(),
         "world_size": ctx.world_size,
         "hosts": {host: [rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)},
@@ -291,6 +297,16 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
         },
         "project": _project(),
     }
+
+
+def _last_of_jobs(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last start of each job; one without an agent is a job by itself."""
+    following = [*starts[1:], {}]
+    return [
+        one
+        for one, other in zip(starts, following, strict=True)
+        if not one.get("job") or one["job"] != other.get("job")
+    ]
 
 
 def _project() -> dict[str, Any]:

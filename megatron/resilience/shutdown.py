@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.options import TrainingConfig
+from megatron.resilience import job
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -38,8 +39,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 # One request may come as several signals: a terminal's Ctrl-C reaches the ranks of torchrun or DeepSpeed directly and
 # once more, at once or as a SIGTERM 0.1 s later, through their launcher.
 REPEAT_S = 1.0
-JOB_BEGAN = "MEGATRON_JOB_BEGAN_S"
-"""Variable with the start of the agent that started this rank, before any restart, on the host's monotonic clock."""
 # Time that a step waits for the file system of the kill switch. A healthy one answers in milliseconds.
 LOOK_S = 5.0
 
@@ -208,10 +207,7 @@ class Shutdown:
         self._kill_switch_path = training.kill_switch_path
         self._limit_mins = training.exit_duration_in_mins
         self._limit_s = 60 * (self._limit_mins or 0.0)
-        self._began_s = 0.0
-        if self._limit_mins is not None:
-            began_s = os.environ.get(JOB_BEGAN)
-            self._began_s = time.monotonic() - process_age_s() if began_s is None else float(began_s)
+        self._began_s = 0.0 if self._limit_mins is None else job.began_s()
         self._own_signals = Signals() if signals is None else None
         self._signals = signals or self._own_signals
 
@@ -298,11 +294,3 @@ class Shutdown:
         if is_timed and time.monotonic() - self._began_s >= self._limit_s:
             return TIME_OVER
         return GO_ON
-
-
-def process_age_s() -> float:
-    """Return the seconds since this process began."""
-    import psutil
-
-    began_s: float = psutil.Process().create_time()
-    return time.time() - began_s

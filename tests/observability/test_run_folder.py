@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +22,7 @@ from megatron.observability.run_folder import RunFolder
 from megatron.observability.run_totals import LossAt, RunTotals
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
+from megatron.resilience import job
 from tests import runs
 from tests.ranks import RankPools
 
@@ -60,7 +64,7 @@ def test_a_resumed_run_appends_and_keeps_what_was_there(tmp_path: Path) -> None:
     assert second["layout"] == {"tensor": 1, "pipeline": 1, "data": 1, "zero_stage": 0}
     assert second["command"]
     summary = (tmp_path / "summary.txt").read_text()
-    assert re.search(r"^restarts +1$", summary, re.MULTILINE)
+    assert re.search(r"^restarts +0 by agents, and 1 new job$", summary, re.MULTILINE)
     assert re.search(r"^iterations +10 \(6 of them in this start\), 80 samples, 10,240 tokens;", summary, re.MULTILINE)
     assert not list(tmp_path.glob("*.new"))
 
@@ -73,6 +77,33 @@ def test_a_start_that_was_killed_stays_without_an_end(tmp_path: Path) -> None:
     live(config_of(tmp_path), Progress(iteration=4), 6)
     assert ["ended" in start for start in starts(tmp_path)] == [False, True]
     assert "1 more without a recorded end" in (tmp_path / "summary.txt").read_text()
+
+
+def test_restarts_and_time_are_those_of_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose first attempt saved nothing and whose third was killed, and another one, each with its command."""
+
+    def attempt(began_s: float, restart: int, progress: Progress, *, is_killed: bool = False) -> None:
+        monkeypatch.setenv(job.BEGAN, repr(time.monotonic() - began_s) if restart == 0 else os.environ[job.BEGAN])
+        monkeypatch.setenv(job.RESTARTS, str(restart))
+        monkeypatch.setenv(job.COMMAND, json.dumps(["scripts/run.sh", str(began_s)]))
+        with contextlib.suppress(RuntimeError):
+            live(config_of(tmp_path), progress, 2, fault=RuntimeError("lost") if is_killed else None)
+
+    attempt(600, 0, Progress(), is_killed=True)
+    attempt(600, 1, Progress(), is_killed=True)
+    attempt(600, 3, Progress(iteration=2), is_killed=True)  # the third found no rank to write
+    attempt(60, 0, Progress(iteration=4))
+    found = starts(tmp_path)
+    assert [(start["restart"], start["command"][1]) for start in found] == [
+        (0, "600"),
+        (1, "600"),
+        (3, "600"),
+        (0, "60"),
+    ]
+    assert [start["job"] == found[0]["job"] for start in found] == [True, True, True, False]
+    summary = (tmp_path / "summary.txt").read_text()
+    assert re.search(r"^restarts +3 by agents, and 1 new job$", summary, re.MULTILINE)
+    assert re.search(r"^wall time +0:01:0\d in this job, 0:11:0\d in 2 jobs$", summary, re.MULTILINE)
 
 
 def test_a_fault_is_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ from megatron.data.indexed import DataError
 from megatron.exit_codes import FAILED, REFUSED
 from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
+from megatron.resilience import job
 from megatron.resilience import shutdown as stop
 from megatron.resilience.errors import OtherRankFailed, exit_status
 from megatron.resilience.shutdown import KillSwitch, Shutdown, Signals
@@ -109,9 +110,10 @@ def test_exit_interval_stops_at_its_multiples_only() -> None:
 
 
 def test_exit_duration_counts_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "process_age_s", lambda: 600.0)
+    monkeypatch.setattr(job, "process_age_s", lambda: 600.0)
     now_s = 5000.0
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for module in (stop, job):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     decision = alone(exit_duration_in_mins=12.5)
     assert not decision.decide(at(1))
     now_s += 149
@@ -122,10 +124,11 @@ def test_exit_duration_counts_from_the_start_of_the_process(monkeypatch: pytest.
 
 
 def test_exit_duration_counts_over_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(stop.JOB_BEGAN, "4700.5")
-    monkeypatch.setattr(stop, "process_age_s", lambda: 2.0)
+    monkeypatch.setenv(job.BEGAN, "4700.5")
+    monkeypatch.setattr(job, "process_age_s", lambda: 2.0)
     now_s = 5000.0
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for module in (stop, job):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     decision = alone(exit_duration_in_mins=5.0)
     assert not decision.decide(at(1))
     now_s += 0.5
@@ -133,9 +136,7 @@ def test_exit_duration_counts_over_restarts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_age_of_the_process_is_known() -> None:
-    code = (
-        "import time; time.sleep(1.5); from megatron.resilience.shutdown import process_age_s; print(process_age_s())"
-    )
+    code = "import time; time.sleep(1.5); from megatron.resilience.job import process_age_s; print(process_age_s())"
     began_s = time.monotonic()
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     # the kernel tells its own start in whole seconds
