@@ -21,6 +21,7 @@ from megatron.config.plugins import load_task
 from megatron.config.validation import check_device, idle
 from megatron.descriptors import limit_fault
 from megatron.exit_codes import DONE, REFUSED
+from megatron.mpi_variables import adopt_mpi_variables
 from megatron.observability.wandb_log import check_wandb
 from megatron.resilience.process import leave, print_error
 from megatron.resilience.shutdown import Signals
@@ -319,6 +320,7 @@ def start() -> int:
     """Run `main`, print the user's faults as messages without traceback, and return the exit status."""
     try:
         with Signals() as signals:  # first, since importing torch may take longer than a signal leaves
+            adopt_mpi_variables()
             main(sys.argv[1:], signals)
     except ConfigError as error:
         # equal on every rank, so one of them prints it

@@ -24,6 +24,7 @@ FLOORS = {
     "accelerator": 1,
     "exit_codes": 1,
     "descriptors": 1,
+    "mpi_variables": 1,
     "network": 1,
     "files": 1,
     "command_names": 1,

@@ -12,6 +12,7 @@ from typing import NoReturn
 from megatron.config.options import ConfigError
 from megatron.exit_codes import DONE, REFUSED
 from megatron.files import READER_LEFT, discard_output
+from megatron.mpi_variables import adopt_mpi_variables
 
 INTERRUPTED = 130
 
@@ -21,31 +22,35 @@ def status_of(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -
 
     A user's fault is a message without traceback, which one rank prints.
     """
-    is_first = os.environ.get("RANK", "0") == "0"
     try:
+        adopt_mpi_variables()
         main(arguments)
         sys.stdout.flush()
     except ConfigError as error:  # equal on every rank
-        print_error(str(error) if is_first else "")
+        print_error(str(error) if _is_first() else "")
         return REFUSED
     except BrokenPipeError:
         discard_output()
         return READER_LEFT
     except KeyboardInterrupt:
-        print_error("interrupted" if is_first else "")
+        print_error("interrupted" if _is_first() else "")
         return INTERRUPTED
     except Exception as error:
         from megatron.resilience.errors import USER_FAULTS, OtherRankFailed, exit_status, is_lost_peer
 
         if isinstance(error, USER_FAULTS):
             is_own = isinstance(error, OSError) and not isinstance(error, OtherRankFailed)
-            print_error(str(error) if is_first or is_own else "")
+            print_error(str(error) if _is_first() or is_own else "")
         elif is_lost_peer(error):
-            print_error("another rank has ended, and this one with it" if is_first else "")
+            print_error("another rank has ended, and this one with it" if _is_first() else "")
         else:
             print_error(traceback.format_exc().rstrip())
         return exit_status(error)
     return DONE
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def print_error(text: str) -> None:

@@ -1,0 +1,32 @@
+"""The place of a rank that mpirun has started, from the variables of Open MPI and of MPICH's and Intel MPI's Hydra."""
+
+from __future__ import annotations
+
+import os
+
+from megatron.config.options import ConfigError
+
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def adopt_mpi_variables() -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a rank of mpirun.
+
+    A launcher that has set RANK comes first. Slurm's srun sets PMI_RANK too, but none of the local ones, and is left
+    alone. Raises ConfigError if the ranks of several hosts do not know the first one.
+    """
+    if "RANK" in os.environ:
+        return
+    names = next((names for names in (OPEN_MPI, HYDRA) if all(name in os.environ for name in names)), None)
+    if names is None:
+        return
+    os.environ.update(zip(OURS, (os.environ[name] for name in names), strict=True))
+    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"] and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            [
+                f"MASTER_ADDR is not set, but mpirun has started {os.environ['WORLD_SIZE']} ranks on several hosts; "
+                "give them the first host: mpirun -x MASTER_ADDR=HOST, with Hydra mpirun -genv MASTER_ADDR HOST"
+            ]
+        )

@@ -1,0 +1,73 @@
+"""Ranks that mpirun starts find their place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config.options import ConfigError
+from megatron.mpi_variables import HYDRA, OPEN_MPI, OURS, adopt_mpi_variables
+
+MPIRUN = shutil.which("mpirun")
+SHOWN = (
+    "import os; from megatron.mpi_variables import OURS, adopt_mpi_variables as a; a(); "
+    "open('rank' + os.environ['RANK'], 'w').write(' '.join(os.environ[name] for name in OURS))"
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*OURS, *OPEN_MPI, *HYDRA, "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")  # so that what is adopted is undone
+        monkeypatch.delenv(name)
+
+
+def adopted(monkeypatch: pytest.MonkeyPatch, **given: str) -> list[str | None]:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    adopt_mpi_variables()
+    return [os.environ.get(name) for name in OURS]
+
+
+@pytest.mark.parametrize("names", [OPEN_MPI, HYDRA])
+def test_the_place_of_a_rank_is_read(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    places = dict(zip(names, ("3", "4", "1", "2"), strict=True))
+    assert adopted(monkeypatch, MASTER_ADDR="node1", **places) == ["3", "4", "1", "2"]
+
+
+def test_a_launcher_that_has_set_the_rank_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = dict(zip(OPEN_MPI, ("1", "2", "1", "2"), strict=True))
+    assert adopted(monkeypatch, RANK="0", WORLD_SIZE="1", **places) == ["0", "1", None, None]
+
+
+def test_a_task_of_slurm_is_no_rank_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert adopted(monkeypatch, PMI_RANK="1", PMI_SIZE="2") == [None] * 4
+
+
+def test_several_hosts_need_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = dict(zip(OPEN_MPI, ("0", "4", "0", "2"), strict=True))
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set, but mpirun has started 4 ranks on several hosts"):
+        adopted(monkeypatch, **places)
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="needs mpirun")
+def test_a_real_mpirun_sets_what_is_read(tmp_path: Path) -> None:
+    given = str(MPIRUN)
+    if "Open MPI" in subprocess.run([given, "--version"], capture_output=True, text=True).stdout:
+        (tmp_path / "hosts").write_text("localhost slots=2\n")
+        command = [given, "--allow-run-as-root", "--bind-to", "none", "--hostfile", str(tmp_path / "hosts")]
+    else:
+        command = [given]
+    ran = subprocess.run(
+        [*command, "-n", "2", sys.executable, "-c", SHOWN], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    # in files: mpirun may mix the lines of its ranks
+    assert [(path.name, path.read_text()) for path in sorted(tmp_path.glob("rank?"))] == [
+        ("rank0", "0 2 0 2"),
+        ("rank1", "1 2 1 2"),
+    ], ran.stderr
