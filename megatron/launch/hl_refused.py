@@ -20,6 +20,10 @@ class Refused:
 _FP8 = "there is no FP8 here; the run would be bf16. Unset it"
 _EXPERTS = "mixture-of-experts models (Mixtral, DeepSeek) are not supported. Unset it"
 _COMPILE = "layers are compiled one by one, without further settings. Unset it"
+_TASKS = (
+    "HL_LM_EVAL_TASKS names the tasks of lm-eval that measure a run, and HL_TASKS of scripts/evaluate.sh those of a "
+    "checkpoint. {}"
+)
 REFUSED: tuple[Refused, ...] = (
     Refused(
         ("HL_FP8", "HL_USE_TRANSFORMER_ENGINE", "HL_USE_CACHE_FP8_WEIGHT", "HL_USE_CACHE_FP8_WEIGHT_FWD"), ("0",), _FP8
@@ -74,7 +78,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused(("HL_MICRO_BATCH_SYNC_INTERVAL",), ("0",), "ranks do not wait between microbatches. Unset it"),
     Refused(("HL_USE_CPU_INIT",), ("0", "1"), "weights are always initialised on the CPU. Unset it"),
     Refused(("HL_REDIRECT_LOGS",), ("0", "1"), "the log is always in train.log of the results folder. Unset it"),
-    Refused(("HL_LM_EVAL",), ("0",), "there is no evaluation harness. Set 0"),
     Refused(
         ("HL_LAUNCHER_TYPE",),
         ("mpirun",),
@@ -122,8 +125,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         ("HL_TRUST_REMOTE_CODE",), ("0",), "code that comes with a tokenizer is never run. Use a tokenizer.json; set 0"
     ),
-    Refused(("HL_RUN_EVAL_HARNESS",), ("0",), "there is no evaluation harness. Set 0"),
-    Refused(("HL_EVAL_TASKS",), (), "there is no evaluation harness. Unset it"),
+    Refused(("HL_LM_EVAL", "HL_RUN_EVAL_HARNESS"), ("0",), _TASKS.format("Set 0")),
+    Refused(("HL_EVAL_TASKS",), (), _TASKS.format("Unset it")),
 )
 
 

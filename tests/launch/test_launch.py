@@ -480,6 +480,12 @@ def test_an_unsupported_variable_is_refused_by_name_unless_off(name: str) -> Non
         assert not translated({spelled: off}).faults
 
 
+@pytest.mark.parametrize("name", ["HL_LM_EVAL", "HL_RUN_EVAL_HARNESS", "HL_EVAL_TASKS"])
+def test_a_variable_of_lm_eval_is_refused_with_those_that_do_it(name: str) -> None:
+    (fault,) = translated({name: "hellaswag"}).faults
+    assert {"HL_LM_EVAL_TASKS", "HL_TASKS"} <= set(re.findall(r"HL_\w+", fault)) & {known.name for known in VARIABLES}
+
+
 def test_the_size_of_older_scripts_is_explained() -> None:
     (fault,) = translated({"HL_LLAMA_VER": "13"}, "llama").faults
     assert fault.endswith("for the size, set HL_LLAMA_VER=1 and HL_LLAMA_MODEL_SIZE=13")
