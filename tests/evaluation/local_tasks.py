@@ -51,6 +51,10 @@ generation_kwargs: {until: ["e", "\\n"], max_gen_toks: 12, do_sample: false}
 num_fewshot: 0
 metric_list: [{metric: exact_match}]
 """
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 TASKS = {"local_choice": CHOICE, "local_rolling": ROLLING, "local_answers": ANSWERS}
 
 
@@ -87,6 +91,7 @@ def write_model(folder: Path) -> Path:
     tokenizer.train_from_iterator(SENTENCES, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT
     fast.save_pretrained(folder)
     torch.manual_seed(6)
     config = transformers.LlamaConfig(

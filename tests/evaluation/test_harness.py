@@ -34,6 +34,10 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tasks: list[str]) -> dict[str, Any]:
+    return results_of_hf(model, tasks)
+
+
+def results_of_hf(model: Path, tasks: list[str], **options: Any) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     return lm_eval.simple_evaluate(  # type: ignore[no-any-return]
@@ -43,6 +47,7 @@ def expected(model: Path, tasks: list[str]) -> dict[str, Any]:
         task_manager=TaskManager(include_defaults=False),
         device="cpu",
         bootstrap_iters=1000,
+        **options,
     )
 
 
@@ -68,7 +73,28 @@ def test_results_are_those_of_lm_evals_own_model(
     words = ["--load", str(model), "--tasks", *tasks, "--output", str(output), "--log-samples", *flags.split()]
     said = ranks(num_ranks)(runs.run, words)
     assert "local_choice" in said[0]
-    found = json.loads(output.read_text())
+    assert_same(json.loads(output.read_text()), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("multiturn", [True, False])
+def test_chats_are_those_of_lm_evals_own_model(
+    ranks: RankPools, model: Path, tasks: list[str], tmp_path: Path, multiturn: bool
+) -> None:
+    """Two ranks, an example in each prompt, as turns or as a text, and a system message."""
+    chat = {
+        "apply_chat_template": True, "fewshot_as_multiturn": multiturn, "num_fewshot": 1,
+        "system_instruction": "Be short.",
+    }  # fmt: skip
+    output = tmp_path / "results.json"
+    words = ["--load", str(model), "--tasks", *tasks, "--output", str(output), "--log-samples", "--apply-chat-template"]
+    words += ["--num-fewshot", "1", "--system-instruction", "Be short.", "--tensor-model-parallel-size", "2"]
+    ranks(2)(runs.run, [*words, *([] if multiturn else ["--no-fewshot-as-multiturn"])])
+    assert_same(json.loads(output.read_text()), results_of_hf(model, tasks, **chat))
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Metrics, and the answer to each request."""
     for task in ("local_choice", "local_rolling", "local_answers"):
         for name, value in expected["results"][task].items():
             if isinstance(value, float):
