@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.generation.generator import BatchSettings, generate
 from megatron.generation.load_options import LoadOptions
 from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel, training_model
+from megatron.generation.options import GenerationOptions
+from megatron.generation.requests import Request
 from megatron.generation.saved_model import parallel_options
 from megatron.generation.scoring import Continuation, score
 from megatron.models.transformer import unpack
@@ -19,6 +22,9 @@ from megatron.parallel.context import ParallelContext
 from tests.training import layouts
 
 Array = np.ndarray[Any, Any]
+Forms = dict[str, tuple[list[list[int]], list[Array], list[Array]]]
+"""Generated ids on the first rank; log-probabilities [new, V] of each text, from the cache there, and without one on
+the ranks of the last stage."""
 
 
 def loaded(options: dict[str, Any]) -> InferenceModel:
@@ -70,3 +76,38 @@ def scores(options: dict[str, Any], requests: list[tuple[tuple[int, ...], tuple[
     model.forward_stage = counted  # type: ignore[method-assign]
     found = score(model, [Continuation(*request) for request in requests], **settings)
     return [(each.logprobs, each.is_greedy) for each in found], sum(computed)
+
+
+def texts_by_form(
+    base: str, adapter: str, layout: dict[str, int], prompts: list[list[int]], options: dict[str, Any]
+) -> Forms:
+    """Texts, three at a time, of a model, and of its adapters off, beside it and merged into it."""
+    beside = loaded({"load": adapter, **layout})
+    found = {
+        "whole": texts(loaded({"load": base, **layout}), prompts, options),
+        "beside": texts(beside, prompts, options),
+    }
+    with beside.ctx.adapters.off():
+        found["off"] = texts(beside, prompts, options)
+    return found | {"merged": texts(loaded({"load": adapter, "merge_adapter": True, **layout}), prompts, options)}
+
+
+def texts(
+    model: InferenceModel, prompts: list[list[int]], options: dict[str, Any]
+) -> tuple[list[list[int]], list[Array], list[Array]]:
+    requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
+    chosen = GenerationOptions(**options, logprobs=model.vocab_size)
+    completions = list(generate(model, requests, chosen, settings=BatchSettings(batch_size=3)))
+    cached = []
+    for each in completions:
+        assert each.alternatives is not None
+        pairs = np.array([sorted(row) for row in each.alternatives])
+        assert (pairs[..., 0] == np.arange(model.vocab_size)).all()
+        cached.append(pairs[..., 1])
+    ids = model.ctx.broadcast_object([list(each.ids) for each in completions])
+    uncached = []
+    for prompt, text in zip(prompts, ids, strict=True):
+        logits = logits_of(model, np.array([[*prompt, *text[:-1]]]))
+        if logits is not None:
+            uncached.append(torch.from_numpy(logits[len(prompt) - 1 :, 0]).log_softmax(-1).numpy())
+    return ids, cached, uncached

@@ -76,10 +76,10 @@ def reference(name: str) -> Reference:
     return Reference(arguments, arrays, prompts, texts, options)
 
 
-def greedy(model: Any, prompt: list[int]) -> list[int]:
+def greedy(model: Any, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
     ids = torch.tensor([prompt])
-    options = {"max_new_tokens": NUM_NEW, "do_sample": False, **OPTIONS.get(model.config.model_type, {})}
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    options = {"max_new_tokens": num_new, "do_sample": False, **OPTIONS.get(model.config.model_type, {})}
+    found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
