@@ -86,7 +86,7 @@ def test_connections_of_strangers(count: int, tmp_path: Path) -> None:
                 held.pop(draw.randrange(300)).close()
             assert len(server._nodes) <= MOST_STRANGERS + 1
         member = connected(place)
-        order = [False, 0, "127.0.0.1", 1]
+        order = [False, False, 0, "127.0.0.1", 1]
         placed = exchange(member, "placed", kind="join", order=order, address="127.0.0.1", port=1)
         assert (placed["node"], placed["num_nodes"], server.is_alive(), server._is_closed) == (0, 1, True, False)
         member.close()
