@@ -117,10 +117,14 @@ def woken_by_signals() -> Iterator[tuple[int, list[int]]]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # also where they were ignored: a shell ignores SIGQUIT for what it runs in the background
+    former = {number: signal.signal(number, note) for number in (END_AT_ONCE, signal.SIGCHLD)}
     try:
-        with handled_signals([*SIGNALS, END_AT_ONCE, signal.SIGCHLD], note):
+        with handled_signals(SIGNALS, note):
             yield reader, received
     finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(previous)
         os.close(reader)
         os.close(writer)
