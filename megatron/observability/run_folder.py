@@ -231,7 +231,10 @@ class Summary:
             ),
             ("wall time", f"{_duration(start['ended']['wall_s'])} in this job{all_starts}"),
             ("training", f"{_duration(self._totals.training_s)} in the steps that were logged, of all starts"),
-            ("restarts", f"{restarts} by agents, and {_counted(len(jobs) - 1, 'new job')}"),
+            (
+                "restarts",
+                f"{restarts} by agents, {_counted(len(jobs) - 1, 'new job')}" if len(self._starts) > 1 else "none",
+            ),
         ]
 
     def _loss_lines(self) -> list[tuple[str, str]]:

@@ -64,7 +64,7 @@ def test_a_resumed_run_appends_and_keeps_what_was_there(tmp_path: Path) -> None:
     assert second["layout"] == {"tensor": 1, "pipeline": 1, "data": 1, "zero_stage": 0}
     assert second["command"]
     summary = (tmp_path / "summary.txt").read_text()
-    assert re.search(r"^restarts +0 by agents, and 1 new job$", summary, re.MULTILINE)
+    assert re.search(r"^restarts +0 by agents, 1 new job$", summary, re.MULTILINE)
     assert re.search(r"^iterations +10 \(6 of them in this start\), 80 samples, 10,240 tokens;", summary, re.MULTILINE)
     assert not list(tmp_path.glob("*.new"))
 
@@ -102,7 +102,7 @@ def test_restarts_and_time_are_those_of_jobs(tmp_path: Path, monkeypatch: pytest
     ]
     assert [start["job"] == found[0]["job"] for start in found] == [True, True, True, False]
     summary = (tmp_path / "summary.txt").read_text()
-    assert re.search(r"^restarts +3 by agents, and 1 new job$", summary, re.MULTILINE)
+    assert re.search(r"^restarts +3 by agents, 1 new job$", summary, re.MULTILINE)
     assert re.search(r"^wall time +0:01:0\d in this job, 0:11:0\d in 2 jobs$", summary, re.MULTILINE)
 
 
