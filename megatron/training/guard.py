@@ -128,7 +128,7 @@ class Guard:
     def _find_suspect(self, result: StepResult, begin: int) -> tuple[Suspect | None, FaultOrigin | None]:
         """Return the microbatch whose loss stands out, and the origin of what is not finite, over all ranks.
 
-        Collective. No microbatch stands out where the gradient alone is not finite; there is no origin of a spike.
+        Collective. The microbatch is None where the gradient alone is not finite, the origin is None for a spike.
         """
         ctx, losses = self._engine.ctx, result.microbatch_losses
         keys = self._plan(begin)[1]

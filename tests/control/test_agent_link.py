@@ -38,9 +38,12 @@ def test_neither_end_needs_the_other(links: tuple[RankLink, AgentLink], monkeypa
     agent.close()
     for _ in range(3):
         rank.send(report={})
-    AgentLink().send(report={})  # without an agent
+    without_agent = AgentLink()
     monkeypatch.setenv(AGENT_SOCKET, "12345")
-    AgentLink().send(report={})
+    without_descriptor = AgentLink()
+    for link in (rank, without_agent, without_descriptor):
+        link.send(report={})
+        assert link._connection is None
 
 
 def test_bytes_that_no_rank_sends_end_the_connection_alone(links: tuple[RankLink, AgentLink]) -> None:

@@ -109,9 +109,13 @@ def test_exit_interval_stops_at_its_multiples_only() -> None:
     assert not any(alone(exit_interval=0).check_exit_interval(at(number)) for number in range(1, 100))
 
 
-def test_exit_duration_counts_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "process_age_s", lambda: 600.0)
+@pytest.mark.parametrize("began_s", ["4400.0", None])
+def test_exit_duration_counts_from_the_start_of_the_job(monkeypatch: pytest.MonkeyPatch, began_s: str | None) -> None:
+    """That of the agent, before its restarts, or of a process without one."""
     now_s = 5000.0
+    if began_s is not None:
+        monkeypatch.setenv(job.BEGAN, began_s)
+    monkeypatch.setattr(job, "process_age_s", lambda: 600.0 if began_s is None else 2.0)
     for module in (stop, job):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     decision = alone(exit_duration_in_mins=12.5)
@@ -121,18 +125,6 @@ def test_exit_duration_counts_from_the_start_of_the_process(monkeypatch: pytest.
     now_s += 1
     assert decision.decide(at(3))
     assert decision.reason == "Reached exit_duration_in_mins=12.5, iteration=3, consumed_samples=24. Exiting"
-
-
-def test_exit_duration_counts_over_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(job.BEGAN, "4700.5")
-    monkeypatch.setattr(job, "process_age_s", lambda: 2.0)
-    now_s = 5000.0
-    for module in (stop, job):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    decision = alone(exit_duration_in_mins=5.0)
-    assert not decision.decide(at(1))
-    now_s += 0.5
-    assert decision.decide(at(2))
 
 
 def test_the_age_of_the_process_is_known() -> None:

@@ -33,8 +33,8 @@ def test_a_nan_is_attributed_to_its_rank_alone(ranks: RankPools, flags: str, wor
     faults = [("gradient", last, name), ("gradient", last, norm), ("forward", last, ""), ("backward", last, "")]
     if stages == 2:  # the earlier stage only sends on what is bad
         faults += [("forward", 0, ""), ("backward", 0, "")]
-    told = ranks(world_size)(planted.origins, f"{layouts.MODELS['bloom_learned']} {flags}", faults)
-    for rank, found in enumerate(told):
+    returned = ranks(world_size)(planted.origins, f"{layouts.MODELS['bloom_learned']} {flags}", faults)
+    for rank, found in enumerate(returned):
         for (fault, planted_on, _), (kind, ranks_named, text, is_loss_finite) in zip(faults, found, strict=True):
             assert ranks_named == (planted_on,), f"{fault} on rank {planted_on}, as rank {rank} tells it: {text}"
             assert is_loss_finite == (fault != "forward")
@@ -73,5 +73,5 @@ def test_a_sum_that_no_rank_explains_names_none() -> None:
 
 
 def test_a_loss_that_is_bad_from_good_activations_is_the_datas(ranks: RankPools) -> None:
-    told = ranks(2)(planted.origins, layouts.MODELS["bloom_learned"], [("loss", 1, "")])
-    assert [(kind, named) for ((kind, named, _, _),) in told] == [(DATA, (1,))] * 2
+    returned = ranks(2)(planted.origins, layouts.MODELS["bloom_learned"], [("loss", 1, "")])
+    assert [(kind, named) for ((kind, named, _, _),) in returned] == [(DATA, (1,))] * 2
