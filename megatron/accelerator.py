@@ -105,11 +105,17 @@ def keep_recipes(device: str, results_dir: str | None) -> None:
     """
     if results_dir is None or device not in ("hpu", "auto") or not _has_plugin():
         return
+    variable = "PT_HPU_RECIPE_CACHE_CONFIG"
     folder = Path(results_dir).resolve() / "hpu_recipes" / socket.gethostname()
-    if "," in str(folder):  # separates the variable's values
+    if "," in str(folder) and variable not in os.environ:
+        logging.getLogger(__name__).warning(
+            "compiled graphs are not kept for a restart: a comma separates the values of %s, and %s has one; "
+            "choose another results_dir",
+            *(variable, folder),
+        )
         return
     # path, empty it at the start, largest size in MB; source: RecipeCacheConfig of HabanaAI/gaudi-pytorch-bridge
-    os.environ.setdefault("PT_HPU_RECIPE_CACHE_CONFIG", f"{folder},false,{RECIPES_MB}")
+    os.environ.setdefault(variable, f"{folder},false,{RECIPES_MB}")
 
 
 def _missing_hpu() -> str:

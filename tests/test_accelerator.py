@@ -171,7 +171,7 @@ def test_fewer_modules_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, h
         ("auto", "out", None, "{out}/hpu_recipes/{host},false,16384"),
         ("hpu", "out", "/mine,true,64", "/mine,true,64"),
         ("hpu", None, None, None),
-        ("hpu", "a,b", None, None),
+        ("hpu", "with,comma", None, None),
         ("cpu", "out", None, None),
     ],
 )
@@ -179,6 +179,7 @@ def test_compiled_graphs_are_kept_in_the_runs_folder(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     habana: Any,
+    caplog: pytest.LogCaptureFixture,
     device: str,
     folder: str | None,
     given: str | None,
@@ -192,6 +193,7 @@ def test_compiled_graphs_are_kept_in_the_runs_folder(
     accelerator.keep_recipes(device, folder)
     place = {"out": tmp_path.resolve() / "out", "host": socket.gethostname()}
     assert os.environ.get(name) == (expected and expected.format(**place))
+    assert ("compiled graphs are not kept for a restart" in caplog.text) == (folder == "with,comma")
 
 
 def test_without_habanas_packages_no_place_for_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ def attend(
     num_heads = qkv.shape[-1] // head_size - 2 * kv_heads
     assert qkv.shape[:2] == (1, rows)
     assert positions.shape == (rows,)
+    assert positions.dtype == torch.int64
     context = qkv.new_empty((1, rows, num_heads * head_size))
     operators.attend(
         qkv=qkv.data_ptr(),
