@@ -198,9 +198,13 @@ class Checkpoints:
         return tag in self._failed_tags or not is_there
 
     def can_export(self, progress: Progress) -> bool:
-        """Return True if the run's own folder has a checkpoint of now, or none is needed. Collective."""
+        """Return True if the run's own folder has a checkpoint of now, or none is needed. Collective.
+
+        Waits for the save under way, which may be the one of now.
+        """
         if self._exports is None or progress.iteration == 0:
             return True
+        self._saver.join()
         return bool(self._ctx.broadcast_object((self._folder_of(progress) / MANIFEST).is_file()))
 
     def export(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:

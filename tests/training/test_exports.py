@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron import files
+from megatron.checkpoint import saver
 from megatron.checkpoint.format import Fragment, iteration_of
 from megatron.checkpoint.reader import Checkpoint, checkpoint_folders, newest_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
@@ -72,6 +73,23 @@ def train_and_hear(arguments: str) -> tuple[str, list[str]]:
     return fault, [line for line in said if "export" in line]
 
 
+def train_with_slow_saves(arguments: str) -> list[str]:
+    """What is said of the checkpoints of a run, each of which takes a moment in the background."""
+    said: list[str] = []
+    complete = saver._Job.complete
+
+    def late(*job: Any) -> Any:
+        time.sleep(0.5)
+        return complete(*job)
+
+    with (
+        patch.object(saver._Job, "complete", late),
+        patch.object(MetricsLog, "message", lambda log, text: said.append(text)),
+    ):
+        assert runs.train(arguments) == ""
+    return [line.split(" in ")[0] for line in said if line.startswith("saved ")]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # When, and of what
 
@@ -121,6 +139,14 @@ def test_no_multiple_of_save_samples_is_missed(ranks: RankPools, tmp_path: Path,
 def test_a_step_over_several_multiples_exports_once(ranks: RankPools, tmp_path: Path, data: Path) -> None:
     assert ranks(1)(runs.train, command(data, tmp_path, "--save-samples 2", samples=12)) == [""]
     assert names(tmp_path / "hf") == ["samples_12", "samples_6"]
+
+
+def test_a_last_step_that_is_being_saved_is_exported_without_a_second_save(
+    ranks: RankPools, tmp_path: Path, data: Path
+) -> None:
+    words = command(data, tmp_path, "--save-interval 2", samples=12)
+    assert ranks(1)(train_with_slow_saves, words) == [[f"saved {tmp_path}/saved/global_step2"]]
+    assert names(tmp_path / "hf") == ["samples_12"]
 
 
 @pytest.mark.parametrize(
