@@ -297,6 +297,7 @@ def open_log(
             tokens=partial(task.consumed_tokens, dataset),
             resumed_iteration=progress.iteration,
             loss_unit=task.loss_unit,
+            loss_name=task.loss_name,
         ),
     )
 

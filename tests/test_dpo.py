@@ -158,6 +158,9 @@ def test_a_tiny_model_learns_and_goes_on_on_another_layout(ranks: RankPools, tmp
     margins = [row["rewards/margins"] for row in metrics]
     assert margins == sorted(margins)
     assert margins[-1] > 0.1
+    log = (tmp_path / "a" / "train.log").read_text()
+    assert log.count(" | sigmoid loss value: ") == len(margins)
+    assert "lm loss" not in log
     found, expected = (without_times(runs.rows(tmp_path / name)) for name in ("b", "a"))
     assert list(found) == list(expected) == list(range(1, 19))
     for iteration in range(1, 8):  # later, rounding has grown in Adam's small moments

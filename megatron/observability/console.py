@@ -34,8 +34,10 @@ def prints_rows(logging: LoggingConfig) -> bool:
 class Console:
     """Prints and keeps the lines of a run. Errors of writing are reported and do not end it."""
 
-    def __init__(self, logging: LoggingConfig, errors: WriteErrors, total_iterations: int, iteration: int) -> None:
-        self._errors, self._total_iterations = errors, total_iterations
+    def __init__(
+        self, logging: LoggingConfig, errors: WriteErrors, total_iterations: int, iteration: int, loss_name: str
+    ) -> None:
+        self._errors, self._total_iterations, self._loss_name = errors, total_iterations, loss_name
         self._prints_rows = prints_rows(logging)
         self._label_width = lines.label_width(total_iterations)
         self._names: list[str] = []
@@ -62,7 +64,8 @@ class Console:
         """Print a step: one row, below a header every so many rows."""
         if self._bar is not None:
             self._bar.update(step.iteration - self._bar.n)
-        self._write(lines.step_line(step, speed, self._total_iterations), lambda: self._step_row(step, speed))
+        full = lines.step_line(step, speed, self._total_iterations, self._loss_name)
+        self._write(full, lambda: self._step_row(step, speed))
 
     def _step_row(self, step: StepMetrics, speed: Speed) -> str:
         columns = lines.step_columns(step, speed, self._total_iterations, self._width)
@@ -77,7 +80,7 @@ class Console:
     def validation(self, name: str, iteration: int, found: Validation) -> None:
         """Print a validation. `name`: validation or test."""
         self._write(
-            lines.validation_line(name, iteration, found),
+            lines.validation_line(name, iteration, found, self._loss_name),
             lambda: self._wrapped(lines.validation_row(found), name),
         )
 

@@ -17,7 +17,7 @@ TIMER_SUFFIX = "-time"
 # Full lines
 
 
-def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
+def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name: str) -> str:
     """Return Megatron's log line. Its `memory (GB)` is the peak so far."""
     parts = [
         f" iteration {step.iteration:8d}/{total_iterations:8d}",
@@ -26,7 +26,7 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
         f"elapsed time per iteration (ms): {step.elapsed_s * 1000:.1f}",
         f"learning rate: {step.learning_rate:.3E}",
         f"global batch size: {step.global_batch_size:5d}",
-        f"lm loss: {step.lm_loss:.6E}",
+        f"{loss_name}: {step.lm_loss:.6E}",
         *(f"{name}: {value:.6E}" for name, value in step.metrics.items()),
         f"loss scale: {step.loss_scale:.1f}",
     ]
@@ -50,12 +50,12 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int) -> str:
     return " | ".join(parts) + " |"
 
 
-def validation_line(name: str, iteration: int, found: Validation) -> str:
+def validation_line(name: str, iteration: int, found: Validation, loss_name: str) -> str:
     """Return Megatron's line of a validation. `name`: validation or test."""
-    perplexity = "" if found.perplexity is None else f" lm loss PPL: {found.perplexity:.6E} |"
+    perplexity = "" if found.perplexity is None else f" {loss_name} PPL: {found.perplexity:.6E} |"
     named = "".join(f" {metric}: {value:.6E} |" for metric, value in found.metrics.items())
     return (
-        f" {name} loss at iteration {iteration} | lm loss value: {found.lm_loss:.6E} |{perplexity}"
+        f" {name} loss at iteration {iteration} | {loss_name} value: {found.lm_loss:.6E} |{perplexity}"
         f" {found.unit}: {found.count} |{named}"
     )
 

@@ -50,7 +50,7 @@ class MetricsLog:
     """Writes the records of a run. A context manager; `close` flushes.
 
     `tokens` returns the number of tokens in the first so many samples; None: seq_length each. `loss_unit` is what a
-    validation's loss is divided by. `device_peak_tflops` is
+    validation's loss is divided by, `loss_name` its name in the log. `device_peak_tflops` is
     overridden by `peak_tflops` of the config. Rows of iterations after `resumed_iteration` that an earlier attempt left
     in metrics.jsonl are moved out, so that the file holds each iteration once.
     """
@@ -66,6 +66,7 @@ class MetricsLog:
         tokens: Callable[[int], int] | None = None,
         resumed_iteration: int = 0,
         loss_unit: str = "tokens",
+        loss_name: str = "lm loss",
     ):
         self._writes = writes
         self._world_size = world_size
@@ -95,7 +96,7 @@ class MetricsLog:
         tensorboard_dir = options.tensorboard_dir or (self._folder and self._folder / "tensorboard")
         self._tensorboard = TensorBoardLog(tensorboard_dir) if tensorboard_dir else None
         self._wandb = WandbLog(config, resumes=resumed_iteration > 0) if options.wandb_project is not None else None
-        self._console = Console(options, self._errors, total_iterations, resumed_iteration)
+        self._console = Console(options, self._errors, total_iterations, resumed_iteration, loss_name)
 
     def __enter__(self) -> MetricsLog:
         return self

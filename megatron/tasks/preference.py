@@ -62,6 +62,7 @@ class PreferenceTask(PackedTask):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.loss_name = f"{config.preference.preference_loss} loss"
         if config.preference.is_unpaired:
             self.sample_name, self.loss_unit = "answer", "answers"
             self.metrics = (

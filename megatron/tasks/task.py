@@ -111,6 +111,8 @@ class Task(ABC):
     """Names of the metrics that `loss` returns beside the loss."""
     loss_unit: str = "tokens"
     """Unit of the normaliser. A validation has a perplexity if that is tokens and there is no `--loss`."""
+    loss_name: str = "lm loss"
+    """Name of the loss in the log."""
     counts_epochs: ClassVar[bool] = False
     """The training data is read in epochs, whose length `samples_per_epoch` returns; else it is a stream."""
     reads_data_path: ClassVar[bool] = True
@@ -137,6 +139,7 @@ class Task(ABC):
 
             self.objective = Objective(config)
             self.metrics = (*self.metrics, *self.objective.metrics)
+            self.loss_name = f"{self.objective.name.rpartition(':')[2]} loss"
 
     # Before torch is imported: rules, plan
 

@@ -134,13 +134,16 @@ def test_validation_line_and_row_have_the_perplexity(tmp_path: Path, capsys: pyt
 
 
 def test_a_loss_over_pairs_has_no_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with open_log(config_for(tmp_path), loss_unit="pairs") as log:
+    with open_log(config_for(tmp_path), loss_unit="pairs", loss_name="ipo loss") as log:
+        log.log_step(STEP)
         log.log_validation(50, 800, 0.5, 24, metrics={"rewards/accuracies": 0.75})
-    (valid,) = rows(tmp_path)
+    _, valid = rows(tmp_path)
     assert (valid["num_pairs"], valid["lm_loss"], valid["metrics"]) == (24, 0.5, {"rewards/accuracies": 0.75})
     assert not {"perplexity", "num_tokens"} & valid.keys()
-    expected = "| lm loss value: 5.000000E-01 | pairs: 24 | rewards/accuracies: 7.500000E-01 |\n"
-    assert capsys.readouterr().out == " validation loss at iteration 50 " + expected
+    expected = "| ipo loss value: 5.000000E-01 | pairs: 24 | rewards/accuracies: 7.500000E-01 |"
+    step, validation = capsys.readouterr().out.splitlines()
+    assert " | ipo loss: 6.123456E+00 | " in step
+    assert validation == " validation loss at iteration 50 " + expected
 
 
 def test_a_users_own_loss_has_no_perplexity(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_losses_and_gradients_are_those_of_plain_torch_on_every_layout(
         assert set(ranks(world_size)(runs.train, flags)) == {""}
         first = runs.rows(results)[0]
         assert first["lm_loss"] == pytest.approx(loss, rel=1e-5)
+        assert f" | {function} loss: " in (results / "train.log").read_text()
         assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
         if function == "focal":
             names = ["nll", "nll/0", "nll/1"]
