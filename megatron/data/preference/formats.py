@@ -86,8 +86,9 @@ def parse_preference(row: Mapping[str, Any], *, as_chat: bool = False) -> Prefer
     else:
         for key in ("chosen", "rejected"):
             if key not in row:
-                keys = ", ".join(map(repr, given)) or "none"
-                raise BadRow(f"no {key}", f"no key {key!r}; the row has {keys}: write it as {EXAMPLE}")
+                keys = ", ".join(repr(name) for name, value in given.items() if value is not None) or "none"
+                lack = f"{key!r} is null" if key in given else f"no key {key!r}"
+                raise BadRow(f"no {key}", f"{lack}; the row has {keys}: write it as {EXAMPLE}")
         prompt, chosen, rejected = _paired(row)
     if as_chat and isinstance(prompt, str):
         prompt, chosen, rejected = _as_chat(prompt, chosen, rejected)
@@ -170,7 +171,7 @@ def _side(value: Any, key: str) -> Side:
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, dict) for part in value)):
         return value
     raise BadRow(
-        f"bad {key}", f"{key!r} is {str(value)[:40]!r}; write a text, or a list of messages with role and content"
+        f"bad {key}", f"{key!r} is {repr(value)[:40]}; write a text, or a list of messages with role and content"
     )
 
 
@@ -188,12 +189,18 @@ def _without(prompt: Side, answer: Side) -> Side:
 
 
 def _common_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
-    """Cut off what both sides begin with: of a transcript, all before the last turn of the assistant."""
+    """Cut off what both sides begin with: of a transcript, all before the last turn of the assistant. Raises BadRow."""
     cut = _common(chosen, rejected)
     if isinstance(chosen, str) and isinstance(rejected, str):
         cuts = {side.rfind(_LAST_TURN) + len(_LAST_TURN) for side in (chosen, rejected)}
         if _TURN.match(chosen) and len(cuts) == 1 and len(_LAST_TURN) <= min(cuts) <= cut:
             cut = cuts.pop()
+        elif _TURN.match(chosen) and _TURN.match(rejected) and _TURN.findall(chosen[:cut])[-1:] != ["Assistant"]:
+            raise BadRow(
+                "no common prompt",
+                "'chosen' and 'rejected' are transcripts that differ before the assistant's answer; write answers to "
+                "the same turns",
+            )
         elif cut and chosen[cut - 1] == " ":
             cut -= 1  # tokens begin with the space before a word
     if not cut:

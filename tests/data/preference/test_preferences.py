@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.cli.preprocess_preferences import main
+from megatron.data.chat.conversation import BadRow
 from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.preference.formats import parse_preference
 from megatron.data.preference.preprocessing import PreferenceJob, preprocess_preferences
 from tests.data.chat.test_conversation import bytes_json
 
@@ -139,6 +141,7 @@ BAD = {
     "no prompt": {**TEXT, "prompt": ""},
     "no common prompt": {"chosen": "yes", "rejected": "no"},
     "mixed kinds": {**TEXT, "chosen": [GOOD]},
+    "no rejected": {**TEXT, "rejected": None},
     "bad chosen": {**CHAT, "chosen": [USER]},
     "bad rejected": {**CHAT, "rejected": 3},
     "missing content": {**CHAT, "rejected": [{"role": "assistant", "content": ""}]},
@@ -174,6 +177,30 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path, tokenizer: Path, capsys: 
     assert main(shown) == 1
     output = capsys.readouterr()
     assert "in.jsonl:1: no key 'chosen'; the row has 'question', 'answer': write" in output.err
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({**TEXT, "rejected": None}, "'rejected' is null; the row has 'prompt', 'chosen': write it as"),
+        ({**TEXT, "rejected": 5}, "'rejected' is 5; write a text, or a list of messages"),
+        (
+            {"chosen": "\n\nHuman: Who?\n\nAssistant: I", "rejected": "\n\nHuman: Why?\n\nAssistant: So"},
+            "are transcripts that differ before the assistant's answer; write answers to the same turns",
+        ),
+    ],
+)
+def test_a_bad_row_is_described_as_it_is(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRow) as error:
+        parse_preference(row)
+    assert said in str(error.value)
+
+
+def test_transcripts_that_part_in_an_answer_are_taken() -> None:
+    """Their further turns belong to the answers, as in TRL."""
+    head = "\n\nHuman: Why?\n\nAssistant:"
+    found = parse_preference({"chosen": f"{head} So.\n\nHuman: Oh.\n\nAssistant: Yes", "rejected": f"{head} No"})
+    assert (found.prompt, found.rejected) == (head, " No")
 
 
 def test_a_json_array_of_rows_is_read_and_its_bad_row_named(tmp_path: Path, tokenizer: Path) -> None:
