@@ -25,6 +25,8 @@ class RunTotals:
         self._flops_per_token, self._peak_tflops, self._world_size = flops_per_token, peak_tflops, world_size
         self.training_s = 0.0
         """Time of the steps, without saves and evaluations."""
+        self._device_s = 0.0
+        """The same, times the devices, whose number may differ from start to start."""
         self.tokens = 0.0
         """Tokens trained on in that time."""
         self.last: dict[str, LossAt] = {}
@@ -43,7 +45,10 @@ class RunTotals:
         if kind == "train":
             seconds = (row.get("iteration_time_s") or 0.0) * row.get("steps", 0)
             self.training_s += seconds
-            self.tokens += (row.get("tokens_per_second") or 0.0) * seconds
+            speed = (row.get("tokens_per_second") or 0.0) if seconds > 0 else 0.0
+            own = row.get("tokens_per_second_per_device")
+            self.tokens += speed * seconds
+            self._device_s += seconds * (round(speed / own) if speed and own else self._world_size)
             self._add_memory(row.get(MAX_ALLOCATED), row.get(TOTAL))
         if kind == "memory":
             self._add_memory(row.get(MAX_ALLOCATED, {}).get("max"), row.get(TOTAL, {}).get("max"))
@@ -65,8 +70,7 @@ class RunTotals:
 
     @property
     def tflops_per_device(self) -> float | None:
-        speed = self.tokens_per_second
-        return None if speed is None else speed * self._flops_per_token / self._world_size / 1e12
+        return self.tokens * self._flops_per_token / self._device_s / 1e12 if self._device_s > 0 else None
 
     @property
     def mfu(self) -> float | None:

@@ -224,6 +224,15 @@ def test_totals_weigh_by_time_and_keep_the_lowest_loss() -> None:
     assert (totals.last, totals.lowest) == ({"train": LossAt(2.5, 20)}, {"train": LossAt(2.0, 10)})
 
 
+def test_totals_of_a_run_whose_devices_grew_in_number_count_those_of_each_start() -> None:
+    totals = RunTotals(flops_per_token=1e9, peak_tflops=10.0, world_size=4)
+    totals.add(train_row(10, tokens_per_second_per_device=500.0))
+    totals.add(train_row(20, tokens_per_second=2000.0, tokens_per_second_per_device=500.0))
+    assert totals.tokens_per_second == 1500.0
+    assert totals.tflops_per_device == pytest.approx(500 * 1e9 / 1e12)
+    assert totals.mfu == pytest.approx(500 * 1e9 / 1e12 / 10)
+
+
 def test_totals_know_the_fullest_rank() -> None:
     totals = RunTotals(1.0, None, 1)
     totals.add(train_row(10, **{"max_memory_allocated (GB)": 4.0, "total_memory_available (GB)": 96.0}))
