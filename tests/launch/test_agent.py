@@ -750,7 +750,8 @@ def test_the_slurm_script_requeues_what_failed_for_lack_of_a_node(
 
 
 def test_the_pods_of_the_kubernetes_job_are_nodes_of_one_run(tmp_path: Path) -> None:
-    service, job = yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())
+    text = (ROOT / "scripts" / "kubernetes.yaml").read_text()
+    service, job = yaml.safe_load_all(text)
     assert (service["kind"], job["kind"]) == ("Service", "Job")
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -765,7 +766,22 @@ def test_the_pods_of_the_kubernetes_job_are_nodes_of_one_run(tmp_path: Path) -> 
     assert service["spec"]["clusterIP"] == "None"
     assert job["spec"]["completionMode"] == "Indexed"
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(variables["HL_NUM_NODES"])
-    assert job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [REFUSED, ABORTED]
+    failed, drained = job["spec"]["podFailurePolicy"]["rules"]
+    assert failed["onExitCodes"]["values"] == [REFUSED, ABORTED]
+    assert failed["onExitCodes"]["containerName"] == container["name"]
+    # whose schema requires the status up to Kubernetes 1.31
+    assert drained["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert pod["restartPolicy"] == "Never", "podFailurePolicy allows no other"
+    (port,) = container["ports"]
+    assert variables["HL_RENDEZVOUS"].endswith(f":{port['containerPort']}")
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    folders = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
+    assert (folders[variables["HL_DATA_DIR_ROOT"]], folders["/results"]) == (True, False)
+    assert variables["HL_RESULTS_DIR"].startswith("/results/")
+    (devices,) = container["resources"]["limits"].values()
+    assert int(variables["HL_DP"]) * int(variables["HL_TP"]) == devices * int(variables["HL_NUM_NODES"])
+    assert f"create secret generic {secret['valueFrom']['secretKeyRef']['name']} --from-literal=run-secret=" in text
+    assert secret["valueFrom"]["secretKeyRef"]["key"] == "run-secret"
     (command,) = container["command"]
     ran = subprocess.run(
         [str(ROOT / command)],
