@@ -18,9 +18,11 @@ Packing is compared with TRL's and InstructLab's, which have an environment of t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import secrets
 import shutil
 import socket
 import statistics
@@ -47,11 +49,18 @@ class PeerError(Exception):
     """The peer answered a request with a fault, or not at all."""
 
 
+def free_port() -> int:
+    """Return a port that is free, below those that the kernel gives to connections in the meantime."""
+    while True:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def on_ranks(rank: Callable[..., None], number: int, *arguments: Any) -> Any:
     """Return what one of `number` processes puts into its queue: rank(index, port, *arguments, queue) on each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     spawn = multiprocessing.get_context("spawn")
     results: Any = spawn.SimpleQueue()
     processes = [spawn.Process(target=rank, args=(index, port, *arguments, results)) for index in range(number)]

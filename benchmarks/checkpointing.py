@@ -10,11 +10,12 @@ import contextlib
 import multiprocessing
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.alternating import free_port
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -86,9 +87,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     """
     from torch.multiprocessing import spawn
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     answers: Any = multiprocessing.get_context("spawn").SimpleQueue()
     spawn(_run_rank, (world_size, port, answers, function, arguments), nprocs=world_size)
     by_rank = dict(answers.get() for _ in range(world_size))

@@ -15,7 +15,6 @@ import gc
 import multiprocessing
 import os
 import queue
-import socket
 import sys
 import time
 import traceback
@@ -26,6 +25,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.alternating import free_port
 from megatron.parallel.shards import Shard
 
 LIMIT = 0.05
@@ -303,9 +303,7 @@ class Runner:
     """The processes of a case, which import at once and wait for `run`."""
 
     def __init__(self, case: Case, device: str, explain: float) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         spawn = multiprocessing.get_context("spawn")
         self._results: Any = spawn.Queue()
         self._start = spawn.Event()

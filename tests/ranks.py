@@ -11,8 +11,6 @@ import contextlib
 import importlib
 import multiprocessing
 import os
-import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -21,21 +19,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.alternating import free_port as free_port
+
 START_METHOD = multiprocessing.get_context("forkserver")
 GRACE_S = 5.0
 
 
 class RankFailure(AssertionError):
     """A rank raised, died or did not answer in time."""
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on, below those that the kernel gives to connections in the meantime."""
-    while True:
-        port = 15_000 + secrets.randbelow(15_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _serve(pipe: Connection, rank: int, world_size: int) -> None:
