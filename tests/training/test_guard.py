@@ -128,7 +128,14 @@ def assert_same_state(one: Path, other: Path) -> None:
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.mark.parametrize("layout", [pytest.param("TP2 PP2", marks=pytest.mark.slow), "DP2 ZeRO-2 bf16"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("TP2 PP2", marks=pytest.mark.slow),
+        "DP2 ZeRO-2 bf16",
+        pytest.param("TP2 DP2 ZeRO-2 bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_skipped_spike_leaves_no_trace(ranks: RankPools, tmp_path: Path, data: Path, layout: str) -> None:
     common = f"--data-path {data} {GUARDED} {LAYOUTS[layout]}"
     flags = f"{common} --spike-action skip --save {tmp_path / 'a'} --results-dir {tmp_path / 'results'}"
@@ -168,7 +175,14 @@ def test_a_sample_is_cut_from_the_documents_that_are_named(data: Path, path: str
         assert sum(len(documents.read(document)) for document in named[1:-1]) <= len(sample)
 
 
-@pytest.mark.parametrize("layout", ["TP2 PP2", pytest.param("TP2 DP2 ZeRO-1", marks=pytest.mark.slow), "DP2 ZeRO-3"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "TP2 PP2",
+        "DP2 ZeRO-3",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("TP2 DP2 ZeRO-1", "TP2 DP2 ZeRO-3")),
+    ],
+)
 def test_a_rollback_ends_where_a_run_without_the_samples_does(
     ranks: RankPools, tmp_path: Path, data: Path, layout: str
 ) -> None:
