@@ -36,7 +36,14 @@ from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_stat
 from megatron.launch import rank
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
 from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
-from megatron.launch.rendezvous import Membership, NodeOptions, NotNeededError, Rendezvous, RendezvousFailedError
+from megatron.launch.rendezvous import (
+    DifferentCodeError,
+    Membership,
+    NodeOptions,
+    NotNeededError,
+    Rendezvous,
+    RendezvousFailedError,
+)
 from megatron.resilience import job
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 
@@ -285,7 +292,12 @@ class Agent:
         self._end_ranks()
 
     def _let_ranks_save(self) -> None:
-        """Have healthy ranks save and end, because the nodes have changed."""
+        """Have the ranks end, because the nodes have changed: healthy ones save before."""
+        if self._rendezvous.has_lost_ranks():
+            report("another node has failed or is lost; the ranks restart")
+            self._wait_for_ranks(FAILED_GRACE_S, or_failure=True)
+            self._end_ranks()
+            return
         report("the nodes have changed; the ranks save and restart")
         for process in self._running():
             send(process, signal.SIGTERM)
@@ -377,7 +389,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             return int(interrupted.code or DONE)
         except NotNeededError:
             return DONE
-        except MissingSecretError as error:
+        except (MissingSecretError, DifferentCodeError) as error:
             report(str(error))
             return REFUSED
         except RendezvousFailedError as error:

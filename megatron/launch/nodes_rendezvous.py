@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import secrets
 import selectors
 import socket
 import sys
@@ -21,7 +22,15 @@ from megatron.control.messages import Connection
 from megatron.control.run_secret import SECRET, run_secret
 from megatron.launch import rendezvous_server
 from megatron.launch.addresses import split_endpoint
-from megatron.launch.rendezvous import Membership, NodeOptions, NotNeededError, Rendezvous, RendezvousFailedError
+from megatron.launch.code_digest import code_digest
+from megatron.launch.rendezvous import (
+    DifferentCodeError,
+    Membership,
+    NodeOptions,
+    NotNeededError,
+    Rendezvous,
+    RendezvousFailedError,
+)
 from megatron.launch.rendezvous_server import LOST_BEATS
 from megatron.network import address_towards, bound_socket, is_loopback, listen_address, listening_socket, resolve
 
@@ -86,6 +95,9 @@ class NodesRendezvous(Rendezvous):
     def nodes_waiting(self) -> bool:
         return self._client is not None and self._client.nodes_waiting()
 
+    def has_lost_ranks(self) -> bool:
+        return self._client is not None and self._client.has_lost_ranks
+
     def finish(self) -> None:
         if self._client is not None:
             self._client.finish()
@@ -143,6 +155,7 @@ class NodesRendezvous(Rendezvous):
             min_nodes=options.min_nodes or options.nodes,
             max_nodes=options.nodes,
             may_change=options.max_restarts > 0,
+            code=code_digest(),
         )
         self._server.start()
 
@@ -150,7 +163,8 @@ class NodesRendezvous(Rendezvous):
 class Client(threading.Thread):
     """Connection of this node to the rendezvous. A thread receives, and sends heartbeats; the rest is for the main one.
 
-    Where the connection breaks it connects again, as a new node, which makes the ranks restart.
+    Where the connection breaks it connects again. It keeps its place, and its ranks run on, if the others still
+    count on it.
     """
 
     def __init__(self, connect: Callable[[], Connection], endpoint: str) -> None:
@@ -163,20 +177,39 @@ class Client(threading.Thread):
         """Message to send as soon as this connection can."""
         self._join: dict[str, Any] | None = None
         """The same, again after each new connection, until this node has its number."""
+        self._resume: dict[str, Any] | None = None
+        """The same from then on, while its ranks run."""
+        self._agent, self._code = secrets.token_hex(8), code_digest()
         self._membership: Membership | None = None
         self._waiting = 0
-        self._is_done = self._is_closed = self._leaves = self._was_lost = False
+        self._is_done = self._is_closed = self._leaves = False
+        self._was_lost = False
+        """The others have gone on without this node, or may have."""
+        self.has_lost_ranks = False
+        """The ranks of another node have ended or are lost, so those of this one cannot save."""
         self.is_spare = False
         """The run is complete without this node, which waits for a place without a limit."""
         self._fault: str | None = None
+        self._refused: str | None = None
+        """Host whose code is another one than the first node's."""
         self._known_s: float | None = None
         self.start()
 
     def place(self, **mine: Any) -> Membership:
-        """Join, and wait for this node's number. Raises RendezvousFailedError, and NotNeededError on a spare host."""
+        """Join, and wait for this node's number.
+
+        Raises RendezvousFailedError, DifferentCodeError, and NotNeededError on a spare host.
+        """
         self._membership, self._waiting = None, 0
-        self._is_done = self._was_lost = self.is_spare = False
-        self._join = self._request = {"kind": "join", **mine}
+        self._is_done = self.is_spare = False
+        self._resume = None
+        self._join = self._request = {
+            "kind": "join",
+            "agent": self._agent,
+            "code": self._code,
+            "host": socket.gethostname(),
+            **mine,
+        }
         self._send_request()
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         while self._membership is None:
@@ -195,11 +228,11 @@ class Client(threading.Thread):
     def nodes_waiting(self) -> bool:
         """Return whether the nodes change. Raises RendezvousFailedError."""
         self._check()
-        return self._waiting > 0 or self._was_lost
+        return self._waiting > 0 or self.has_lost_ranks
 
     def finish(self) -> None:
         """Wait a limited time until the other nodes are done, or have left."""
-        self._request = {"kind": "done"}
+        self._resume, self._request = None, {"kind": "done"}
         self._send_request()
         deadline_s = time.monotonic() + EXIT_BARRIER_S
         while not (self._is_done or self._is_closed or self._was_lost or self._fault):
@@ -222,6 +255,10 @@ class Client(threading.Thread):
         self._connection.close()
 
     def _check(self) -> None:
+        if self._refused is not None:
+            raise DifferentCodeError(
+                f"megatron's code on {self._refused} differs from that on the first host; use the same on every host"
+            )
         if self._fault is not None:
             raise RendezvousFailedError(self._fault)
 
@@ -269,10 +306,15 @@ class Client(threading.Thread):
     def _take(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
         if kind == "placed":
-            self._join, self._waiting = None, 0
+            self._join, self._waiting, self.has_lost_ranks, self._was_lost = None, 0, False, False
+            self._resume = {"kind": "resume", "agent": self._agent, "round": message.pop("round")}
             self._membership = Membership(**message)
         elif kind == "waiting":
-            self._waiting = message["count"]
+            self._waiting, self.has_lost_ranks = message["count"], message["has_lost_ranks"] or self._was_lost
+        elif kind == "refused":
+            self._refused = message["host"]
+        elif kind == "stale":
+            self._was_lost = self.has_lost_ranks = True
         elif kind == "spare" and not self.is_spare:
             self.is_spare = True
             _report("waits as a spare host: the run is complete without it")
@@ -291,8 +333,8 @@ class Client(threading.Thread):
                 time.sleep(RETRY_S)
                 continue
             with self._lock:
-                self._connection, self._request = connection, self._join
-            self._was_lost = self._membership is not None
+                self._connection, self._request = connection, self._join or self._resume
+            self._was_lost = self._request is None
             return
         if self._known_s is None and not isinstance(error, ConnectionRefusedError):
             self._fault = (

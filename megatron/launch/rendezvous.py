@@ -16,6 +16,10 @@ class RendezvousFailedError(RuntimeError):
     """The nodes could not agree, or lost the first node."""
 
 
+class DifferentCodeError(Exception):
+    """A node has other code than the first one."""
+
+
 class NotNeededError(Exception):
     """The run has ended, or a stop was requested, while this node waited as a spare host."""
 
@@ -60,7 +64,7 @@ class Rendezvous:
     def join(self, *, is_failing: bool = False) -> Membership:
         """Wait until enough nodes are there. `is_failing`: let a spare host go first, if there is one.
 
-        Raises RendezvousFailedError, and NotNeededError if the run ends without this node.
+        Raises RendezvousFailedError, DifferentCodeError, and NotNeededError if the run ends without this node.
         """
         endpoint = self._options.rendezvous
         try:
@@ -71,6 +75,10 @@ class Rendezvous:
 
     def nodes_waiting(self) -> bool:
         """Return whether nodes wait to join. Raises RendezvousFailedError when the first node is lost."""
+        return False
+
+    def has_lost_ranks(self) -> bool:
+        """Return whether ranks of another node have ended or are lost, so that those of this node cannot save."""
         return False
 
     def finish(self) -> None:

@@ -1,8 +1,11 @@
 """Server of the rendezvous, a thread in the agent of the first node: which nodes there are, and what number each has.
 
-Nodes that know the secret of the run send `join`, `beat`, `done` and `close`. They receive `placed` with their number,
-`waiting` with the number of nodes that wait to join (also as a heartbeat), `spare` where the run is complete without
-them, `done` and `closed`. A node is a connection: it is lost when this ends, or is silent for three heartbeats.
+Nodes that know the secret of the run send `join`, `resume`, `beat`, `done` and `close`. They receive `placed` with
+their number, `waiting` with the number of nodes that wait to join (also as a heartbeat) and whether ranks of another
+node have ended, `spare` where the run is complete without them, `refused` where a node has other code, `done` and
+`closed`. A node is a connection: it is lost when this ends, or is silent for three heartbeats. A further connection of
+its agent takes the place of the first at once: after `resume` the node stays what it was, unless others were placed
+without it since: `stale`.
 
 Where more nodes wait than the run needs, these come first: the first node, nodes that failed less than twice, lower
 numbers. Spare hosts have the numbers from the size of the run on.
@@ -11,6 +14,7 @@ numbers. Spare hosts have the numbers from the size of the run on.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import selectors
 import socket
 import threading
@@ -30,6 +34,8 @@ INTRODUCTION_S = 10.0
 """Time for a new connection to prove that it knows the secret."""
 MOST_STRANGERS = 256
 """Number of connections that have not done so yet; a further one closes the oldest."""
+RETURN_S = 5.0
+"""Time for an agent whose connection broke to connect again."""
 LINGER_S = 2.0
 """Time for the nodes to read the last message."""
 POLL_S = 0.1
@@ -46,6 +52,8 @@ class Node:
     """Key by which the nodes are sorted and numbered; None: it has not joined."""
     address: str = ""
     port: int = 0
+    agent: str = ""
+    """Drawn at random by each agent."""
     is_spare: bool = False
     """It knows that the run is complete without it."""
     is_member: bool = False
@@ -57,19 +65,32 @@ class Server(threading.Thread):
     """Serves the rendezvous on `listener` until `stop`, or without `may_change` until all nodes have their numbers."""
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, *, min_nodes: int, max_nodes: int, may_change: bool
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        *,
+        min_nodes: int,
+        max_nodes: int,
+        may_change: bool,
+        code: str = "",
     ) -> None:
+        """`code`: what each node must have too."""
         super().__init__(name="rendezvous", daemon=True)
         self._listener, self._secret = listener, secret
-        self._min_nodes, self._max_nodes, self._may_change = min_nodes, max_nodes, may_change
+        self._min_nodes, self._max_nodes, self._may_change, self._code = min_nodes, max_nodes, may_change, code
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._nodes: dict[Connection, Node] = {}
         self._round: list[Connection] = []
+        self._round_id = ""
+        self._missing: dict[str, tuple[Node, float]] = {}
+        """Members of the round that were dropped, by agent, and since when."""
+        self._has_lost_ranks = False
+        """The ranks of a member have ended, or are lost, for another reason than a node that joins."""
         self._is_first_round = True
         self._last_call_s: float | None = None
-        self._said: tuple[int, float] = (0, 0.0)
+        self._said: tuple[int, bool, float] = (0, False, 0.0)
         self._end_s: float | None = None
         self._is_closed = False
 
@@ -122,25 +143,54 @@ class Server(threading.Thread):
         node = self._nodes[connection]
         if message["kind"] == "join":
             is_other, is_failing, node_rank, address, pid = message["order"]
+            self._replace(connection, str(message["agent"]))
+            self._has_lost_ranks |= (node.is_member or node.agent in self._missing) and not self._said[0]
+            self._missing.pop(node.agent, None)
             node.order = [bool(is_other), bool(is_failing), int(node_rank), str(address), int(pid)]
             node.address, node.port = str(message["address"]), int(message["port"])
             node.is_member = node.is_done = node.is_spare = False
             if self._is_closed:
                 connection.send(kind="closed")
+            elif message["code"] != self._code:
+                # a node that comes late does not end the run of the others
+                refused = list(self._nodes) if self._is_first_round else [connection]
+                node.order = None
+                self._send_all(refused, kind="refused", host=str(message["host"]))
             elif len(self._waiting()) >= self._min_nodes:
                 self._last_call_s = time.monotonic() + LAST_CALL_S
+        elif message["kind"] == "resume":
+            self._replace(connection, str(message["agent"]))
+            self._resume(connection, str(message["round"]))
         elif message["kind"] == "done":
             node.is_done = True
         elif message["kind"] == "close":
             self._is_closed = True
             self._send_all(list(self._nodes), kind="closed")
 
+    def _replace(self, connection: Connection, agent: str) -> None:
+        """Drop older connections of the same agent, which may be half open and count as members until they are lost."""
+        self._nodes[connection].agent = agent
+        for other, node in list(self._nodes.items()):
+            if other is not connection and node.agent == agent:
+                self._drop(other)
+
+    def _resume(self, connection: Connection, round_id: str) -> None:
+        """Give a member of the present round that lost its connection its place again: its ranks still run."""
+        if self._is_closed or round_id != self._round_id or self._nodes[connection].agent not in self._missing:
+            connection.send(kind="closed" if self._is_closed else "stale")
+            return
+        node, _ = self._missing.pop(self._nodes[connection].agent)
+        node.heard_s = time.monotonic()
+        self._nodes[connection] = node
+        self._round.append(connection)
+        connection.send(kind="waiting", count=self._said[0], has_lost_ranks=self._said[1])
+
     def _look(self, now_s: float) -> None:
         """Drop who is silent, number the nodes if it is time, and send what has changed."""
         for connection, node in list(self._nodes.items()):
             limit_s = KEEP_ALIVE_S * LOST_BEATS if connection.is_known else INTRODUCTION_S
             if now_s - node.heard_s > limit_s:
-                self._drop(connection)
+                self._drop(connection, was_silent=True)
         waiting = self._waiting()
         members = [connection for connection, node in self._nodes.items() if node.is_member]
         if len(waiting) < self._min_nodes:
@@ -149,18 +199,20 @@ class Server(threading.Thread):
         if not members and not self._is_closed and (self._are_complete(waiting) or is_time):
             self._place(waiting)
             return
+        returning = [since_s for _, since_s in self._missing.values() if now_s - since_s < RETURN_S]
+        self._has_lost_ranks |= len(returning) < len(self._missing)
         left = [self._nodes[connection] for connection in self._round if connection in self._nodes]
-        if any(node.is_done for node in left) and all(node.is_done or not node.is_member for node in left):
+        have_ended = all(node.is_done or not node.is_member for node in left) and not returning
+        if have_ended and any(node.is_done for node in left):
             done, self._round = [connection for connection in self._round if connection in self._nodes], []
             self._send_all([connection for connection in done if self._nodes[connection].is_done], kind="done")
         if len(members) == self._max_nodes:
             self._inform_spares()
-        count = len(waiting) if members and len(members) < self._max_nodes else 0
-        if count != self._said[0] or now_s - self._said[1] > KEEP_ALIVE_S:
-            self._said = count, now_s
-            self._send_all(
-                [connection for connection in self._nodes if connection.is_known], kind="waiting", count=count
-            )
+        count = len(waiting) if members and len(members) + len(returning) < self._max_nodes else 0
+        if (count, self._has_lost_ranks) != self._said[:2] or now_s - self._said[2] > KEEP_ALIVE_S:
+            self._said = count, self._has_lost_ranks, now_s
+            everyone = [connection for connection in self._nodes if connection.is_known]
+            self._send_all(everyone, kind="waiting", count=count, has_lost_ranks=self._has_lost_ranks)
 
     def _waiting(self) -> list[Connection]:
         """Return the nodes that have joined and have no place yet, the first of them first, at most one of a number."""
@@ -188,11 +240,15 @@ class Server(threading.Thread):
         self._is_first_round = False
         first = self._nodes[waiting[0]]
         self._round, self._last_call_s = list(waiting), None
+        self._round_id = secrets.token_hex(8)
+        self._missing.clear()
+        self._has_lost_ranks, self._said = False, (0, False, time.monotonic())
         for number, connection in enumerate(waiting):
             self._nodes[connection].is_member = True
             self._send_all(
                 [connection],
                 kind="placed",
+                round=self._round_id,
                 node=number,
                 num_nodes=len(waiting),
                 master_addr=first.address,
@@ -209,8 +265,10 @@ class Server(threading.Thread):
                 except OSError:
                     self._drop(connection)
 
-    def _drop(self, connection: Connection) -> None:
-        if self._nodes.pop(connection, None) is not None:
+    def _drop(self, connection: Connection, *, was_silent: bool = False) -> None:
+        if (node := self._nodes.pop(connection, None)) is not None:
+            if node.is_member and not node.is_done and not self._is_closed:
+                self._missing[node.agent] = node, time.monotonic() - (RETURN_S if was_silent else 0.0)
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(connection.socket)
             connection.close()

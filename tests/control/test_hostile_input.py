@@ -87,7 +87,9 @@ def test_connections_of_strangers(count: int, tmp_path: Path) -> None:
             assert len(server._nodes) <= MOST_STRANGERS + 1
         member = connected(place)
         order = [False, False, 0, "127.0.0.1", 1]
-        placed = exchange(member, "placed", kind="join", order=order, address="127.0.0.1", port=1)
+        placed = exchange(
+            member, "placed", kind="join", order=order, agent="a", code="", host="a", address="127.0.0.1", port=1
+        )
         assert (placed["node"], placed["num_nodes"], server.is_alive(), server._is_closed) == (0, 1, True, False)
         member.close()
         for stranger in held:

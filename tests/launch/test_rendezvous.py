@@ -22,7 +22,14 @@ from megatron.control.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SIZ
 from megatron.control.run_secret import SECRET
 from megatron.launch import nodes_rendezvous, rendezvous_server
 from megatron.launch.nodes_rendezvous import NodesRendezvous
-from megatron.launch.rendezvous import Membership, NodeOptions, NotNeededError, RendezvousFailedError, split_endpoint
+from megatron.launch.rendezvous import (
+    DifferentCodeError,
+    Membership,
+    NodeOptions,
+    NotNeededError,
+    RendezvousFailedError,
+    split_endpoint,
+)
 from tests.ranks import free_port
 from tests.strangers import Bomb
 
@@ -34,7 +41,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, SHARED)
     for module, name, value in (
         (rendezvous_server, "LAST_CALL_S", 0.4),
-        (rendezvous_server, "KEEP_ALIVE_S", 0.3),
+        (rendezvous_server, "RETURN_S", 0.3),
         (nodes_rendezvous, "RETRY_S", 0.05),
         (nodes_rendezvous, "RECONNECT_S", 0.6),
     ):
@@ -131,15 +138,20 @@ def test_a_node_that_fails_restarts_with_the_others_and_a_lost_one_is_left_out(
     assert not first.nodes_waiting()
     (again,) = nodes.start(second)  # its ranks failed
     until(first.nodes_waiting)
+    assert first.has_lost_ranks(), "no save can complete"
     assert not again.done(), "the first node still trains"
     assert [one.node for one in (*nodes.join(first), again.result(20))] == [0, 1]
 
+    assert not first.nodes_waiting()
     leave(second)
+    until(first.nodes_waiting)  # although nobody waits: ranks on accelerators would hang
+    assert first.has_lost_ranks()
     (alone,) = nodes.join(first)
     assert (alone.node, alone.num_nodes) == (0, 1)
     third = nodes.make(1)  # in its place
     (joined,) = nodes.start(third)
     until(first.nodes_waiting)
+    assert not first.has_lost_ranks(), "its ranks can save"
     assert [one.num_nodes for one in (*nodes.join(first), joined.result(20))] == [2, 2]
 
 
@@ -289,16 +301,127 @@ def test_the_last_node_does_not_wait_for_one_that_was_lost(make_nodes: Callable[
     assert finished.result(20) is None
 
 
-def test_a_connection_that_breaks_is_made_again_and_restarts_the_ranks(make_nodes: Callable[..., Nodes]) -> None:
+@pytest.mark.parametrize("half_open", [False, True])
+def test_a_connection_that_breaks_is_made_again_and_the_ranks_run_on(
+    make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch, half_open: bool
+) -> None:
+    """Half open: the server does not learn that the old one has ended."""
+    for name in "RETURN_S", "KEEP_ALIVE_S":
+        monkeypatch.setattr(rendezvous_server, name, 60.0)  # no step below waits for it
+    nodes = make_nodes(2, 2)
+    first, second = nodes.make(0), nodes.make(1)
+    nodes.join(first, second)
+    server = nodes.server(first)
+    before, held = set(server._nodes), break_connection(second, half_open=half_open)
+    until(lambda: len({one for one, node in list(server._nodes.items()) if node.is_member} - before) == 1)
+    assert not first.nodes_waiting()
+    assert not second.nodes_waiting()
+    assert len(server._nodes) == 2
+
+    finished = nodes.threads.submit(first.finish)
+    time.sleep(0.3)
+    assert not finished.done(), "the second still trains"
+    second.finish()
+    finished.result(20)
+    held.close()
+
+
+def break_connection(node: NodesRendezvous, *, half_open: bool = False) -> socket.socket:
+    """Make a node believe that its connection broke; the other end learns of it unless this is half open."""
+    assert node._client is not None
+    connection = node._client._connection
+    held = connection.socket.dup()  # so closing it sends nothing
+
+    def fail(**message: Any) -> Any:
+        raise OSError("broken")
+
+    connection.receive = connection.send = fail  # type: ignore[method-assign]
+    if not half_open:
+        held.shutdown(socket.SHUT_RDWR)
+    return held
+
+
+def test_a_node_that_joins_over_a_new_connection_does_not_wait_for_the_end_of_the_old_one(
+    make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_server, "KEEP_ALIVE_S", 60.0)
+    nodes = make_nodes(2, 2)
+    first, second = nodes.make(0), nodes.make(1)
+    nodes.join(first, second)
+    held = break_connection(second, half_open=True)
+    assert [one.node for one in nodes.join(second, first)] == [1, 0]
+    held.close()
+
+
+def test_a_node_that_the_others_went_on_without_learns_of_it(
+    make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes_rendezvous, "RECONNECT_S", 60.0)
     nodes = make_nodes(2, 1)
     first, second = nodes.make(0), nodes.make(1)
     nodes.join(first, second)
     assert second._client is not None
-    second._client._connection.socket.shutdown(socket.SHUT_RDWR)
+    is_back, connect = threading.Event(), second._client._connect
+
+    def later() -> Connection:
+        if not is_back.is_set():
+            raise ConnectionRefusedError
+        return connect()
+
+    second._client._connect = later
+    break_connection(second).close()
+    until(first.nodes_waiting)
+    assert [one.num_nodes for one in nodes.join(first)] == [1]
+    assert not second.nodes_waiting()
+    is_back.set()
     until(second.nodes_waiting)
+    assert second.has_lost_ranks()
     (again,) = nodes.start(second)
     until(first.nodes_waiting)
     assert [one.num_nodes for one in (*nodes.join(first), again.result(20))] == [2, 2]
+
+
+def test_a_silent_node_is_lost_after_three_heartbeats_and_the_others_learn_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server is called with a clock of its own."""
+    monkeypatch.undo()
+    monkeypatch.setattr(rendezvous_server.time, "monotonic", lambda: now_s)
+    now_s = 0.0
+    server = rendezvous_server.Server(
+        socket.create_server(("127.0.0.1", 0)), b"known to both", min_nodes=2, max_nodes=2, may_change=True
+    )
+    ends = []
+    for number in range(2):
+        ours, theirs = socket.socketpair()
+        ends.append(Connection(theirs, b"known to both", is_server=False))
+        served = Connection(ours, b"known to both", is_server=True)
+        server._nodes[served] = rendezvous_server.Node(now_s)
+        ends[-1].receive()
+        order = [number > 0, False, number, "127.0.0.1", number]
+        mine = {"agent": str(number), "code": "", "host": "a", "address": "127.0.0.1", "port": 1}
+        ends[-1].send(kind="join", order=order, **mine)
+        server._read(served)
+    kept = next(iter(server._nodes))
+    server._look(now_s)
+    assert [message["kind"] for message in ends[0].receive()] == ["placed"]
+
+    def kinds_at(moment_s: float) -> list[Any]:
+        """What the first node, which beats, learns; and how many nodes there are."""
+        nonlocal now_s
+        now_s = moment_s
+        ends[0].send(kind="beat")
+        server._read(kept)
+        server._look(now_s)
+        return [*[message["has_lost_ranks"] for message in ends[0].receive()], len(server._nodes)]
+
+    assert kinds_at(5.1) == [False, 2]
+    assert kinds_at(15.0) == [False, 2]
+    assert kinds_at(15.1) == [True, 1]
+    for end in (*ends, *server._nodes):
+        end.close()
+    server._selector.close()
+    server._listener.close()
 
 
 def test_without_the_first_node_the_others_end(make_nodes: Callable[..., Nodes]) -> None:
@@ -324,6 +447,34 @@ def test_nodes_with_another_secret_are_refused_by_name(
     assert not waiting.done()
     monkeypatch.setenv(SECRET, SHARED)
     assert [one.node for one in (*nodes.join(nodes.make(1)), waiting.result(20))] == [1, 0]
+
+
+def test_a_host_with_other_code_is_refused_by_name_on_every_node_before_the_first_ranks_run(
+    make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"megatron's code on {socket.gethostname()} differs from that on the first host"
+    nodes = make_nodes(3, 3)
+    waiting = nodes.start(nodes.make(0), nodes.make(1))
+    nodes.server(nodes.made[0])
+    monkeypatch.setattr(nodes_rendezvous, "code_digest", lambda: "of another commit")
+    for one in (*nodes.start(nodes.make(2)), *waiting):
+        with pytest.raises(DifferentCodeError, match=said):
+            one.result(20)
+
+
+def test_a_host_with_other_code_does_not_end_a_run_that_it_joins(
+    make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = make_nodes(2, 1)
+    first, second = nodes.make(0), nodes.make(1)
+    nodes.join(first, second)
+    leave(second)
+    until(first.nodes_waiting)
+    assert [one.num_nodes for one in nodes.join(first)] == [1]
+    monkeypatch.setattr(nodes_rendezvous, "code_digest", lambda: "of another commit")
+    with pytest.raises(DifferentCodeError):
+        nodes.join(nodes.make(1))
+    assert not first.nodes_waiting()
 
 
 @pytest.mark.parametrize("node_rank", [0, None])
