@@ -36,6 +36,18 @@ SHORT_KEEP_ALIVE = ("-oServerAliveInterval=15", "-oServerAliveCountMax=3")
 SSH_AT_ONCE = 64
 # Interval at which a signal is sent again to hosts whose agents have not started yet.
 RETRY_S = 1.0
+# Time for an agent to read the secret of its run, before its file is removed.
+SECRET_LIMIT_S = 600
+# Writes the secret, and removes it where the agent has not read it in time, or the connection ends with the launcher:
+# then writing to it fails. Before, removes older files, which a host left that lost its power.
+KEEP_SECRET = """
+trap "" PIPE HUP TERM
+find . -maxdepth 1 -type f -name ".megatron-*.[0-9]*.[0-9]*.[0-9]*" -mmin +60 -exec rm -f {} +
+umask 077 && cat > NAME.partial && mv NAME.partial NAME || exit
+left=LIMIT
+while [ -e NAME ] && [ $left -gt 0 ] && echo 2> /dev/null; do sleep 0.2; left=$((left - 1)); done
+rm -f NAME
+"""
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -61,17 +73,24 @@ def run_plan(plan: LaunchPlan) -> int:
 def send_secret(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
     """Start to write a new secret for the agents into a file on each host, by ssh's standard input.
 
-    A command line, and DeepSpeed's launcher puts variables there, can be read by every user of the host.
+    The connection lasts until the agent has read and removed the file, and the file no longer than the connection. A
+    command line, and DeepSpeed's launcher puts variables there, can be read by every user of the host.
     """
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     slots = threading.BoundedSemaphore(SSH_AT_ONCE)
 
     def send(host: str, name: str) -> None:
-        write = f"umask 077 && cat > {name}.partial && mv {name}.partial {name}"
+        write = KEEP_SECRET.replace("NAME", name).replace("LIMIT", str(SECRET_LIMIT_S * 5))
         own = shlex.split(environment["PDSH_SSH_ARGS_APPEND"])  # first: ssh keeps the first value of each
         command = ["ssh", *own, "-a", "-x", "-oBatchMode=yes", "-oConnectTimeout=30", host, f"sh -c '{write}'"]
         with slots:
-            sent = subprocess.run(command, input=secret.encode(), capture_output=True, env=dict(environment))
+            sent = subprocess.run(
+                command,
+                input=secret.encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=dict(environment),
+            )
         if sent.returncode:
             reason = sent.stderr.decode(errors="replace").strip()
             print(f"the secret of this run could not be written on {host}: {reason}", file=sys.stderr)
