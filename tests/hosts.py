@@ -200,6 +200,11 @@ class Host:
         nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
         _call(*self._entered("--net"), "ip", "neigh", "replace", other.address, *nobody)
 
+    def lose_packets(self, percent: int) -> None:
+        """Lose this part of what is sent to it, data and acknowledgements, at random. Needs nft."""
+        chain = f"type filter hook ingress device eth0 priority 0; numgen random mod 100 < {percent} drop;"
+        _call(*self._entered("--net"), "nft", f"table netdev loss {{ chain arriving {{ {chain} }}; }}")
+
     def stop(self) -> None:
         """Kill everything on it, and return when all of it is gone."""
         send_signal(self._root, signal.SIGKILL)  # the first process; it is the last to go

@@ -5,24 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron.exit_codes import HUNG
 from tests import runs
-from tests.hosts import Host, Hosts, send_signal, why_not
+from tests.host_runs import ITERATIONS, ROOT, Run, losses, python_processes, runs_ranks, wait_until
+from tests.hosts import SYSTEM_PATH, Host, Hosts, send_signal, why_not
 from tests.ranks import RankPools
-from tests.runs import TINY, rows
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-ITERATIONS = 2000  # more than any of these runs does
-TIMEOUT_S = 300.0
 
 
 @pytest.fixture
@@ -40,65 +35,6 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-class Run:
-    """The script's run over the first `nodes` hosts, a rank on each, started on `start`."""
-
-    def __init__(self, hosts: Hosts, start: Host, data: Path, results: Path, *flags: str, nodes: int, **options: str):
-        variables = {
-            "PYTHON": sys.executable,
-            "HL_CONFIG": "tiny_bloom",
-            "HL_DEVICE": "cpu",
-            "HL_HOSTSFILE": hosts.hostsfile(slots=1),
-            "HL_NUM_NODES": str(nodes),
-            "HL_NGPU_PER_NODE": "1",
-            "HL_DATA_DIR_ROOT": str(data),
-            "HL_DATA_FILE_PREFIX": "text",
-            "HL_RESULTS_DIR": str(results),
-        }
-        self._results = results
-        self._log = results.with_name(f"log.{results.name}.{nodes}.{time.monotonic_ns()}")
-        self._err = self._log.with_name(f"{self._log.name}.err")
-        with self._log.open("wb") as out, self._err.open("wb") as err:
-            self.process = start.start(
-                *(str(ROOT / "scripts" / "run_bloom13b.sh"), *TINY.split()),
-                *("--train-samples", str(8 * ITERATIONS), *flags),
-                folder=results.parent,
-                variables=variables | options,
-                stdout=out,
-                stderr=err,
-            )
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text(errors="replace") + self._err.read_text(errors="replace")
-
-    def wait_for_iteration(self, iteration: int) -> None:
-        path = self._results / "metrics.jsonl"
-        wait_until(lambda: path.exists() and f'"iteration":{iteration},' in path.read_text(), self)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def status(self) -> int:
-        try:
-            return self.process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the run did not end in {TIMEOUT_S} s:\n{self.said}")
-
-
-def wait_until(is_so: Callable[[], bool], run: Run, *, while_it_runs: bool = True) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert not (while_it_runs and run.has_ended), run.said
-        assert time.monotonic() < deadline_s, run.said
-        time.sleep(0.1)
-
-
-def runs_ranks(host: Host) -> bool:
-    return host.run("pgrep", "-f", "megatron.launch.agent|multiprocessing").returncode == 0
-
-
 def addresses_listened_on(host: Host) -> set[str]:
     """All but that of its sshd."""
     shown = host.run("ss", "-Hltun").stdout.splitlines()
@@ -106,14 +42,17 @@ def addresses_listened_on(host: Host) -> set[str]:
     return {address for address, _, port in places if port != "22"}
 
 
+def secret_files(run: Run) -> list[Path]:
+    """Those of a run in the home folder, which its hosts share."""
+    run_id = re.search(r" -X run=(\S+)", run.said)
+    assert run_id is not None, run.said
+    return list(Path("~").expanduser().glob(f".megatron-{run_id[1]}*"))
+
+
 def command_lines() -> Iterator[bytes]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             yield path.read_bytes()
-
-
-def losses(results: Path) -> dict[int, float]:
-    return {row["iteration"]: row["lm_loss"] for row in rows(results)}
 
 
 @pytest.mark.parametrize(
@@ -134,12 +73,7 @@ def test_two_hosts_train_and_stop_at_the_kill_switch_and_resume_on_another_layou
         assert host.run("sh", "-c", "grep -lz ^FI_PROVIDER=verbs /proc/[0-9]*/environ").stdout
         assert addresses_listened_on(host) == {host.address}
     assert not any(secret.encode() in line for line in command_lines())
-    agents = hosts[0].run("pgrep", "-af", "megatron.launch.agent").stdout
-    run_id = re.search(r"--run-id (\S+)", agents)
-    assert run_id is not None, agents
-    assert not list(Path("~").expanduser().glob(f".megatron-{run_id[1]}*")), (
-        "the agents have removed the secret's files"
-    )
+    assert not secret_files(first), "the agents have removed them"
     (own_switches / "kill").touch()
     assert first.status() == 0, first.said
     assert f"10.77.0.1: Detected kill switch at {kill_switch}, iteration=" in first.said
@@ -215,6 +149,28 @@ def test_a_link_that_loses_all_in_one_direction_is_named_and_no_rank(data: Path,
         assert not re.search(r"rank \d on \S+ \(process \d+\) (does not|is elsewhere|failed)", run.said), run.said
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nft", path=f"{os.environ['PATH']}:{SYSTEM_PATH}") is None, reason="needs nftables")
+def test_a_link_that_loses_three_packets_of_ten_delays_the_run_and_raises_no_alarm(data: Path, tmp_path: Path) -> None:
+    """Of what ranks, watchdogs and agents of the other host send; TCP sends it again after 0.2 s, 0.4 s, and so on."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Hosts(2, tmp_path / "hosts") as hosts:
+        layout = {"HL_DP": "2", "HL_TP": "1", "HL_PP": "1", "HL_SAVE_INTERVAL": "5", "HL_MAX_RESTARTS": "1"}
+        run = Run(hosts, hosts.login, data, tmp_path / "run", "--watchdog-timeout-s", "120", nodes=2, **layout)
+        run.wait_for_iteration(3)
+        hosts[1].lose_packets(30)
+        done, began_s = max(losses(tmp_path / "run")), time.monotonic()
+        run.wait_for_iteration(done + 20)
+        print(f"{(time.monotonic() - began_s) / 20:.1f} s a step")
+        hosts[0].run("pkill", "-TERM", "-o", "-f", "megatron.launch.agent")
+        assert run.status() == 0, run.said
+        assert not re.search("watchdog: |lost|does not|not reached|broken|nodes have changed|restart 1", run.said), (
+            run.said
+        )
+        assert not any(python_processes(host) for host in hosts)
+
+
 @pytest.mark.parametrize("fails", ["one host at its start", pytest.param("the launcher", marks=pytest.mark.slow)])
 def test_a_failure_leaves_no_process_on_any_host(data: Path, tmp_path: Path, fails: str) -> None:
     """Also where the agent of another host has not started yet, and would wait for the others."""
@@ -233,10 +189,7 @@ def test_a_failure_leaves_no_process_on_any_host(data: Path, tmp_path: Path, fai
         else:
             assert run.status() == 3, run.said
         wait_until(lambda: not any(python_processes(host) for host in hosts), run, while_it_runs=False)
-
-
-def python_processes(host: Host) -> str:
-    return host.run("pgrep", "-a", "-f", "megatron|deepspeed|multiprocessing").stdout
+        wait_until(lambda: not secret_files(run), run, while_it_runs=False)
 
 
 @pytest.mark.slow
@@ -249,6 +202,23 @@ def test_ssh_notices_a_host_that_is_gone_where_nobody_watches(hosts: Hosts, data
     assert run.status() == 255, run.said
     assert f"host {hosts[1].address} ended with status 255; ending the ranks that still run" in run.said
     assert not runs_ranks(hosts[0])
+
+
+@pytest.mark.slow
+def test_a_host_with_other_code_is_refused_by_name(data: Path, tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Hosts(2, tmp_path / "hosts") as hosts:
+        own = hosts[1].own_disk(ROOT / "megatron")
+        with (own / "data" / "indexed.py").open("a") as file:
+            file.write("# of another commit\n")
+        run = Run(hosts, hosts.login, data, tmp_path / "run", nodes=2, HL_DP="2", HL_TP="1", HL_PP="1")
+        assert run.status() == 2, run.said
+        said = "megatron's code on node2 differs from that on the first host; use the same on every host"
+        assert f"10.77.0.1: {said}" in run.said
+        assert f"10.77.0.2: {said}" in run.said
+        assert not any(python_processes(host) for host in hosts)
+        assert not list((tmp_path / "run").rglob("*")), "no rank has started"
 
 
 @pytest.mark.slow

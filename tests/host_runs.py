@@ -1,0 +1,85 @@
+"""Runs of run_bloom13b.sh over the hosts of tests/hosts.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import Host, Hosts
+from tests.runs import TINY, rows
+
+ROOT = Path(__file__).resolve().parent.parent
+ITERATIONS = 2000  # more than most of these runs do
+TIMEOUT_S = 300.0
+
+
+class Run:
+    """The script's run over the first `nodes` hosts, a rank on each, started on `start`."""
+
+    def __init__(self, hosts: Hosts, start: Host, data: Path, results: Path, *flags: str, nodes: int, **options: str):
+        variables = {
+            "PYTHON": sys.executable,
+            "HL_CONFIG": "tiny_bloom",
+            "HL_DEVICE": "cpu",
+            "HL_HOSTSFILE": hosts.hostsfile(slots=1),
+            "HL_NUM_NODES": str(nodes),
+            "HL_NGPU_PER_NODE": "1",
+            "HL_DATA_DIR_ROOT": str(data),
+            "HL_DATA_FILE_PREFIX": "text",
+            "HL_RESULTS_DIR": str(results),
+        }
+        self._results = results
+        self._log = results.with_name(f"log.{results.name}.{nodes}.{time.monotonic_ns()}")
+        self._err = self._log.with_name(f"{self._log.name}.err")
+        with self._log.open("wb") as out, self._err.open("wb") as err:
+            self.process = start.start(
+                *(str(ROOT / "scripts" / "run_bloom13b.sh"), *TINY.split()),
+                *("--train-samples", str(8 * ITERATIONS), *flags),
+                folder=results.parent,
+                variables=variables | options,
+                stdout=out,
+                stderr=err,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(errors="replace") + self._err.read_text(errors="replace")
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        path = self._results / "metrics.jsonl"
+        wait_until(lambda: path.exists() and f'"iteration":{iteration},' in path.read_text(), self)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def status(self) -> int:
+        try:
+            return self.process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end in {TIMEOUT_S} s:\n{self.said}")
+
+
+def wait_until(is_so: Callable[[], bool], run: Run, *, while_it_runs: bool = True) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert not (while_it_runs and run.has_ended), run.said
+        assert time.monotonic() < deadline_s, run.said
+        time.sleep(0.1)
+
+
+def runs_ranks(host: Host) -> bool:
+    return host.run("pgrep", "-f", "megatron.launch.agent|multiprocessing").returncode == 0
+
+
+def python_processes(host: Host) -> str:
+    return host.run("pgrep", "-a", "-f", "megatron|deepspeed|multiprocessing").stdout
+
+
+def losses(results: Path) -> dict[int, float]:
+    return {row["iteration"]: row["lm_loss"] for row in rows(results)}
