@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.config.command_line import load_command_line
+from megatron.config.dependents import slow_mode
 from megatron.config.options import Config, ConfigError, on_device
 from megatron.config.plugins import load_task
 from megatron.config.validation import check_device, idle
@@ -60,6 +61,9 @@ def main(arguments: list[str], signals: Signals) -> None:
     accelerator.keep_recipes(config.parallel.device, config.logging.results_dir)
     device = accelerator.choose_device(config.parallel.device)  # before anything imports deepspeed
     config = on_device(config, device, lazy=accelerator.is_lazy(device))
+    if os.environ.get("RANK", "0") == "0":
+        for line in slow_mode(config, lazy=accelerator.is_lazy(device)):
+            print_error(f"WARNING: {line}")
     if faults := list(check_device(config)):
         raise ConfigError(faults)
     accelerator.check_precision(device, config.training.precision)

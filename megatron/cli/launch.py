@@ -35,7 +35,8 @@ from megatron.launch.checks import warn_of_new_tokens
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.hl_help import script_help
 from megatron.launch.hl_requests import from_environment, legend
-from megatron.launch.hl_variables import ALL, Script, one_of
+from megatron.launch.hl_values import one_of
+from megatron.launch.hl_variables import ALL, Script
 from megatron.launch.hosts import launch
 from megatron.launch.plan import FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import UNREADABLE, preflight

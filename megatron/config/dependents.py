@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
+from megatron.config.fp8 import Fp8Config
 from megatron.config.options import Config, options
 
 SAVING = (
@@ -40,6 +42,7 @@ TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 PATIENCE = "early_stopping_patience"
 LM_EVAL = ("lm_eval_task_path", "lm_eval_interval", "lm_eval_limit")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
+FP8 = tuple(field.name for field in fields(Fp8Config) if field.name != "fp8_format")
 ADAPTERS = (
     "lora_alpha",
     "lora_dropout",
@@ -102,6 +105,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (logging.profile, "profile", "turn it on", PROFILING),
         (traces, "profile or profile_instructions", "turn one on", TRACING),
         (config.lora.lora_rank, "lora_rank", "give one", ADAPTERS),
+        (config.fp8.uses_fp8, "fp8_format", "choose one", FP8),
         (config.lora.loraplus_lr_ratio != 1, "loraplus_lr_ratio", "give one", ("loraplus_lr_embedding",)),
         (logging.generate_prompts, "generate_prompts", "give a file", ("generate_interval", "generate_max_new_tokens")),
         (logging.lm_eval_tasks, "lm_eval_tasks", "name one", LM_EVAL),
@@ -114,6 +118,16 @@ def idle_without(config: Config) -> Iterator[str]:
     start, iters = logging.profile_step_start, config.training.train_iters
     if traces and iters and start > iters:
         yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
+
+
+def slow_mode(config: Config, *, lazy: bool) -> Iterator[str]:
+    """Yield a warning if an HPU would run each operator by itself; `lazy` as for `on_device`."""
+    if config.parallel.device == "hpu" and not lazy and not config.training.torch_compile:
+        yield (
+            "HPU runs each operator by itself, which is for debugging: neither lazy mode nor torch_compile is on. For "
+            "speed leave out --no-torch-compile (HL_TORCH_COMPILE_DISABLE), or set HL_USE_LAZY_MODE=1 "
+            "(PT_HPU_LAZY_MODE=1), with fp8 and log_straggler this one"
+        )
 
 
 def idle_options(config: Config, needed: str, remedy: str, names: Sequence[str]) -> Iterator[str]:

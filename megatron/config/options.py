@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass
 from megatron.config.adapters import LoraConfig
 from megatron.config.data import DataConfig
 from megatron.config.flags import doc_of_option
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.config.preference import PreferenceConfig
@@ -75,6 +76,7 @@ class Config:
     sft: SFTConfig = Field(default_factory=SFTConfig)
     preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
+    fp8: Fp8Config = Field(default_factory=Fp8Config)
 
     @property
     def compares_validations(self) -> bool:
@@ -118,7 +120,7 @@ def on_device(config: Config, device: str, *, lazy: bool) -> Config:
     if compiled is None:
         # timing parts of a layer would break its graph
         times_parts = config.logging.log_straggler and parallel.tensor_model_parallel_size > 1
-        compiled = device == "hpu" and not lazy and not times_parts
+        compiled = device == "hpu" and not lazy and not times_parts and not config.fp8.uses_fp8
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(parallel, device=cast(Any, device)),

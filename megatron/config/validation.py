@@ -14,6 +14,7 @@ from dataclasses import fields
 from megatron.config.data import parse_data_path, parse_split
 from megatron.config.dependents import RECOMPUTED, idle_options, idle_without
 from megatron.config.devices import KNOWN_DEVICES, known_device, parse_memory_gib
+from megatron.config.fp8_rules import check_fp8, check_fp8_device
 from megatron.config.model import MIN_FLEX_HEAD_SIZE
 from megatron.config.options import Config, ConfigError, batch_sizes, samples_after, sections
 from megatron.config.pipeline_rules import check_partition
@@ -34,6 +35,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_family(config),
         *_check_model(config),
         *_check_precision(config),
+        *check_fp8(config),
         *check_device(config),
         *_check_attention(config),
         *_check_kernels(config),
@@ -204,6 +206,7 @@ def check_device(config: Config) -> Iterator[str]:
     needs = {"flex": "cuda", "fused_hpu": "hpu"}.get(model.attention_backend, device)
     if device not in ("auto", needs):
         yield f"attention_backend={model.attention_backend} runs on {needs} only, but device={device}; use auto or sdpa"
+    yield from check_fp8_device(config)
     memory = config.parallel.device_memory
     if memory is None:
         return

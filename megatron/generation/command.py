@@ -135,7 +135,7 @@ REFUSED = {
     "--penalty-alpha": "contrastive search is not part of this project",
     "--attn-softmax-bf16": "the softmax is computed in float32",
     "--assistant-model": "speculative decoding is not part of this project",
-    "--fp8": "fp8 is not part of this project; --quantize-base nf4 holds weights in 4 bits",
+    "--fp8": "text is generated in 16 bits; --quantize-base nf4 holds weights in 4 bits",
     "--no-repeat-ngram-size": "use --repetition-penalty, --frequency-penalty or --presence-penalty",
 }
 

@@ -17,7 +17,6 @@ class Refused:
     is_noted: bool = False
 
 
-_FP8 = "there is no FP8 here; the run would be bf16. Unset it"
 _EXPERTS = "mixture-of-experts models (Mixtral, DeepSeek) are not supported. Unset it"
 _COMPILE = "layers are compiled one by one, without further settings. Unset it"
 _TASKS = (
@@ -26,22 +25,16 @@ _TASKS = (
 )
 REFUSED: tuple[Refused, ...] = (
     Refused(
-        ("HL_FP8", "HL_USE_TRANSFORMER_ENGINE", "HL_USE_CACHE_FP8_WEIGHT", "HL_USE_CACHE_FP8_WEIGHT_FWD"), ("0",), _FP8
+        ("HL_USE_FUSED_SDPA_FP8",),
+        ("0",),
+        "under HL_FP8=1 the attention itself stays in bf16. Set 0",
     ),
-    Refused(("HL_USE_FUSED_SDPA_FP8", "HL_USE_TE_CUSTOM_OP"), ("0",), _FP8),
-    Refused(("HL_FP8_FORMAT",), ("hybrid",), _FP8),
-    Refused(("HL_FP8_MARGIN",), ("0",), _FP8),
-    Refused(("HL_FP8_AMAX_RECOMPUTE_ALGO", "HL_FP8_AMAX_COMPUTE_ALGO"), ("max",), _FP8),
-    Refused(("HL_FP8_AMAX_REDUCE", "HL_FP8_MANUAL_MODE", "HL_FP8_ENFORCE_BF16_AMAX_REDUCTION"), ("1",), _FP8),
-    # they change something under HL_FP8=1 only
-    Refused(("HL_FP8_SMOOTH_SWIGLU", "HL_CACHE_FP8_WEIGHT", "HL_CACHE_FP8_WEIGHT_FWD"), ("0", "1"), _FP8),
-    Refused(("HL_FP8_MEASURE_INTERVAL", "HL_FP8_AMAX_HISTORY_LEN", "HL_FP8_COVERAGE"), (), _FP8),
     Refused(
-        ("HL_TRANSFORMER_IMPL",),
-        ("local", "transformer_engine"),
-        "there is one implementation of the layers. Unset it",
+        ("HL_USE_TE_CUSTOM_OP", "HL_TE_DISABLE_TCOMPILE_ON_FUSED_ATTN"),
+        ("0",),
+        "it belongs to fp8 under torch.compile, which is not supported; use HL_USE_LAZY_MODE=1. Set 0",
     ),
-    Refused(("HL_TE_DISABLE_TCOMPILE_ON_FUSED_ATTN", "HL_TE_LIMIT_GRAPH_SIZE"), ("0",), _FP8),
+    Refused(("HL_FP8_MANUAL_MODE",), ("1",), "HL_FP8_MEASURE_INTERVAL says when scales are updated. Unset it"),
     Refused(("HL_CP",), ("1",), "context parallelism is not supported. Unset it, and use HL_TP with HL_SEQ_PARALLEL=1"),
     Refused(("HL_CP_COMM_TYPE",), ("p2p",), "context parallelism is not supported. Unset it"),
     Refused(("HL_MOE_*",), (), _EXPERTS),

@@ -17,7 +17,9 @@ from megatron.config.options import ConfigError
 from megatron.config.parser import build_parser
 from megatron.interop.huggingface_config import find_model, preset_of
 from megatron.launch.finetune_file import read_finetune_file
+from megatron.launch.hl_fp8 import fp8_request
 from megatron.launch.hl_refused import REFUSED, covers
+from megatron.launch.hl_values import WrongValueError, is_on, one_of, whole_number
 from megatron.launch.hl_variables import (
     FINE_TUNING,
     LLAMA_PRESETS,
@@ -25,11 +27,7 @@ from megatron.launch.hl_variables import (
     VARIABLES,
     Script,
     Variable,
-    WrongValueError,
-    is_on,
-    one_of,
     path_of,
-    whole_number,
 )
 from megatron.launch.plan import FineTuning, LaunchRequest
 
@@ -65,6 +63,12 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     reader.translate(arguments)
 
     _launch_options(given, reader)
+    try:
+        flags, environment = fp8_request(given)
+        request.train_flags += flags
+        request.environment = environment | request.environment
+    except WrongValueError as why:
+        reader.fault(str(why))
     request.max_restarts = reader.number("HL_MAX_RESTARTS", at_least=0) or 0
     request.min_nodes = reader.number("HL_MIN_NODES")
     request.spare_hosts = reader.number("HL_SPARE_HOSTS", at_least=0) or 0

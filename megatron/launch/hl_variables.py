@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args, get_type_hints
 
 from megatron.config.data import DataConfig
+from megatron.launch.hl_fp8 import FORMATS, coverage
+from megatron.launch.hl_values import WrongValueError, is_on, one_of, whole_number
 
 Script = Literal["bloom13b", "llama", "sft", "dpo", "generate", "evaluate"]
 ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft", "dpo")
@@ -22,10 +24,6 @@ INFERENCE = (*GENERATE, *EVALUATE)
 PRETRAINING: tuple[Script, ...] = ("bloom13b", "llama")
 FINE_TUNING: tuple[Script, ...] = ("sft", "dpo")
 DPO: tuple[Script, ...] = ("dpo",)
-
-
-class WrongValueError(ValueError):
-    """A variable's value cannot be used; the message says which can."""
 
 
 Translate = Callable[[str], list[str]]
@@ -44,24 +42,6 @@ class Variable:
     """The flags it sets."""
     unread: tuple[str, ...] = ()
     """Fields of the launch request that cannot be read with it."""
-
-
-def whole_number(text: str, at_least: int = 0) -> int:
-    """Convert a variable's text. Raises WrongValueError."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = at_least - 1
-    if number < at_least:
-        raise WrongValueError(f"must be a whole number, {at_least} or more")
-    return number
-
-
-def is_on(text: str) -> bool:
-    """Convert a switch. Raises WrongValueError."""
-    if text.lower() not in ("0", "1", "false", "true"):
-        raise WrongValueError("must be 0 or 1")
-    return text.lower() in ("1", "true")
 
 
 def _number(name: str, flag: str, meaning: str, at_least: int = 1, scripts: tuple[Script, ...] = ALL) -> Variable:
@@ -104,14 +84,14 @@ def _choice(
     return Variable(name, meaning, translate, scripts, (flag,))
 
 
+def _algorithm(name: str, meaning: str) -> Variable:
+    flag = "--fp8-amax-compute-algo"
+    return _choice(name, {value: [flag, value] for value in ("max", "most_recent")}, meaning, flag=flag)
+
+
 def _launch(name: str, meaning: str, *scripts: Script, unread: str = "") -> Variable:
     """Variable that hl_requests.py reads itself."""
     return Variable(name, meaning, lambda text: [], scripts or ALL, unread=(unread,) if unread else ())
-
-
-def one_of(values: Mapping[str, object] | tuple[str, ...]) -> str:
-    *most, last = values
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _dropout(text: str) -> list[str]:
@@ -326,6 +306,30 @@ _VARIABLES: tuple[Variable, ...] = (
     Variable("HL_TORCH_COMPILE_DISABLE", "1: compile nothing", _no_compile, flags=("--torch-compile",)),
     _launch("HL_USE_LAZY_MODE", "HPU: lazy mode (PT_HPU_LAZY_MODE)"),
     _switch("HL_BF16", "--bf16", "0: train in float32"),
+    # matrix products in fp8, HPU only
+    _launch("HL_FP8", "1: matrix products of the layers in fp8, HPU only"),
+    _launch("HL_USE_TRANSFORMER_ENGINE", "the same, by its earlier name"),
+    _launch("HL_TRANSFORMER_IMPL", "transformer_engine; or local, which has no fp8"),
+    _launch("HL_FP8_FORMAT", f"with HL_FP8=1: {one_of(FORMATS)}"),
+    _number("HL_FP8_MARGIN", "--fp8-margin", "scales are smaller by 2 to this power than the largest that fits", 0),
+    _number("HL_FP8_MEASURE_INTERVAL", "--fp8-interval", "microbatches between two updates of the scales"),
+    _number("HL_FP8_AMAX_HISTORY_LEN", "--fp8-amax-history-len", "microbatches whose largest values are kept"),
+    _algorithm("HL_FP8_AMAX_COMPUTE_ALGO", "value of that history that the scale follows: max or most_recent"),
+    _algorithm("HL_FP8_AMAX_RECOMPUTE_ALGO", "the same, by its earlier name"),
+    _switch("HL_FP8_AMAX_REDUCE", "--fp8-amax-reduce", "1: one scale for all ranks of a stage"),
+    Variable(
+        "HL_FP8_COVERAGE",
+        "products in fp8: mlp_row_parallel=True or False, and attention=False",
+        coverage,
+        flags=("--fp8-mlp-row-parallel",),
+    ),
+    _switch("HL_FP8_SMOOTH_SWIGLU", "--fp8-smooth-swiglu", "1: scale the second product of SwiGLU by channels"),
+    _switch("HL_CACHE_FP8_WEIGHT", "--cache-fp8-weight", "1: keep the fp8 weights for the backward pass"),
+    _switch("HL_USE_CACHE_FP8_WEIGHT", "--cache-fp8-weight", "the same, by its earlier name"),
+    _switch("HL_CACHE_FP8_WEIGHT_FWD", "--cache-fp8-weight-fwd", "1: convert weights once a global batch"),
+    _switch("HL_USE_CACHE_FP8_WEIGHT_FWD", "--cache-fp8-weight-fwd", "the same, by its earlier name"),
+    _launch("HL_FP8_ENFORCE_BF16_AMAX_REDUCTION", "with HL_FP8=1: PT_TE_ENFORCE_BF16_AMAX_REDUCTION; unset: 1"),
+    _launch("HL_TE_LIMIT_GRAPH_SIZE", "with HL_FP8=1: PT_TE_LIMIT_GRAPH_SIZE; unset: 0"),
     _switch("HL_DETERMINISTIC_MODE", "--deterministic", "1: deterministic algorithms of torch and of the HPU"),
     _choice(
         "HL_USE_DISTRIBUTED_OPTIMIZER",

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.accelerator import detect_device
 from megatron.config.command_line import CommandLine, faults_in_all, read_command_line
 from megatron.config.data import parse_data_path
+from megatron.config.dependents import slow_mode
 from megatron.config.flags import flag
 from megatron.config.options import Config, on_device
 from megatron.config.validation import check, idle
@@ -242,6 +243,7 @@ def _flags_of_layout(given: Config, config: Config) -> list[str]:
 
 def _notes_of_device(given: Config, config: Config, *, lazy: bool | None) -> Iterator[str]:
     if lazy is not None and config.parallel.device == "hpu":
+        yield from slow_mode(config, lazy=lazy)
         compiled = "layers are compiled" if config.training.torch_compile else "nothing is compiled"
         mode = f"lazy mode ({LAZY_MODE}=1)" if lazy else f"eager mode ({LAZY_MODE}=0), {compiled}"
         yield f"HPU in {mode}; HL_USE_LAZY_MODE and HL_USE_TORCH_COMPILE (--torch-compile) choose"

@@ -15,6 +15,7 @@ from megatron.config.options import Config
 from megatron.models.attention import Shared
 from megatron.models.family import family_of
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.fp8 import with_fp8
 from megatron.parallel.shards import LayerDeclaration
 
 
@@ -46,6 +47,8 @@ class _TiedLayer(_Layer, TiedLayerSpec):
 def build_layers(config: Config, ctx: ParallelContext, *, trains: bool = True) -> list[LayerSpec]:
     """The model as a list of layers, not yet allocated."""
     layers, shared = family_of(config).layers(config), Shared(config, ctx, trains=trains)
+    if trains and config.fp8.uses_fp8:
+        layers = with_fp8(layers, config)
     names = [layer.name for layer in layers]
     return [(_TiedLayer if names.count(layer.name) > 1 else _Layer)(layer, shared) for layer in layers]
 

@@ -17,6 +17,7 @@ from megatron.parallel import plain_data
 from megatron.parallel.adapter_layout import AdapterSwitch
 from megatron.parallel.deferred import DeferredGradients
 from megatron.parallel.finite_checks import FiniteChecks
+from megatron.parallel.fp8_passes import Fp8Passes
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shards import LayoutError
 
@@ -140,6 +141,7 @@ class ParallelContext:
     adapters: AdapterSwitch = field(default_factory=AdapterSwitch)
     checks: FiniteChecks = field(default_factory=FiniteChecks)
     """Checks of what this rank computed in its last step."""
+    fp8: Fp8Passes = field(default_factory=Fp8Passes)
     deferred: DeferredGradients | None = None
     """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""
 

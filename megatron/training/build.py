@@ -15,6 +15,7 @@ from torch import nn
 from megatron.accelerator import quiet
 from megatron.config.options import Config
 from megatron.models.sequential import build_layers
+from megatron.parallel import fp8
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.nf4 import quantized_weights
 from megatron.parallel.shards import initialise, named_parameters
@@ -79,6 +80,8 @@ def build_engine(
     if config.uses_own_schedule:
         run_schedule(engine, config.parallel.schedule, ctx)
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
+    if config.fp8.uses_fp8 and not evaluates:
+        fp8.set_up(ctx.fp8, config, ctx)
     built = cls(engine, config, ctx, task, losses, detector)
     if not will_restore:
         start_from_base(built.module, built.state, config)

@@ -160,6 +160,7 @@ class Engine(ABC):
             buffers.begin_step(self._num_microbatches)
         skipped_before = self.deepspeed.skipped_steps
         self.passes.begin_step()
+        ctx.fp8.begin_step()
         with ctx.checks.step():
             self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation

@@ -29,7 +29,8 @@ class SequentialEngine(Engine):
         if self.trace.wanted:
             engine.allreduce_gradients = self.trace.recorded("ReduceGrads", engine.allreduce_gradients)
             engine.step = self.trace.recorded("OptimizerStep", engine.step)
-        self._forward = self.trace.recorded("ForwardPass", self.passes.counted("ForwardPass", marked(self._loss)))
+        forward = self.passes.counted("ForwardPass", marked(self.ctx.fp8.around(self._loss)))
+        self._forward = self.trace.recorded("ForwardPass", forward)
         backward = self.passes.counted("BackwardPass", marked(engine.backward))
         self._backward = self.trace.recorded("BackwardPass", backward)
 

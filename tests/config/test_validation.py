@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import megatron.config.validation
 from megatron.config.command_line import from_dict, load_config
+from megatron.config.dependents import slow_mode
+from megatron.config.options import on_device
 from megatron.config.validation import check, divisors, idle
 from tests.config.faults import VALID, faults_of
 
@@ -508,6 +510,7 @@ IDLE: dict[str, tuple[str, str]] = {
     "--wandb-exp-name n": ("wandb_project", "--wandb-project p"),
     "--rope-scaling-factor 8": ("position_embedding_type=rope", "--position-embedding-type rope"),
     "--device cpu --use-fast-softmax": ("device=hpu", "--device hpu"),
+    "--no-fp8-wgrad": ("fp8_format", "--fp8-format hybrid --device hpu --bf16"),
     "--tiktoken-pattern r50k": ("tokenizer_type=TikTokenizer", "--tokenizer-type TikTokenizer --tokenizer-model m"),
     "--task sft --reset-position-ids --eod-token-id 0": ("documents", "--task pretrain"),
 }
@@ -520,6 +523,23 @@ def test_an_option_that_would_do_nothing_is_named_in_a_warning(flags: str) -> No
     (warning,) = idle(load_config([*VALID, *flags.split()], world_size))
     assert f" has no effect without {needed}" in warning
     assert idle(load_config([*VALID, *flags.split(), *given.split()], world_size)) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "lazy", "is_slow"),
+    [
+        ("hpu", "", False, False),
+        ("hpu", "--no-torch-compile", False, True),
+        ("hpu", "--no-torch-compile", True, False),
+        ("hpu", "--fp8-format hybrid --bf16", False, True),
+        ("cpu", "--no-torch-compile", False, False),
+    ],
+)
+def test_an_hpu_that_compiles_nothing_is_warned_of(device: str, flags: str, lazy: bool, is_slow: bool) -> None:
+    config = on_device(load_config([*VALID, *flags.split(), "--device", device]), device, lazy=lazy)
+    assert [line.split(",")[0] for line in slow_mode(config, lazy=lazy)] == (
+        ["HPU runs each operator by itself"] if is_slow else []
+    )
 
 
 def test_every_rule_is_broken_by_a_case() -> None:

@@ -16,9 +16,15 @@ from typing import Any
 
 import pytest
 
+PACKAGES = ("habana_frameworks", "intel_transformer_engine", "pyhlml")
+
+
+def loaded() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] in PACKAGES]
+
 
 def _forget() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "habana_frameworks"]:
+    for name in loaded():
         del sys.modules[name]
 
 

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from megatron.config.options import Config, ModelConfig
 from megatron.models.attention import FusedHPUAttention, own_slopes
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.kernels import habana
+from tests.habana import loaded
 from tests.runs import train
 
 
@@ -31,10 +33,6 @@ def importable() -> Iterator[None]:
         for name in loaded():
             del sys.modules[name]
         importlib.invalidate_caches()
-
-
-def loaded() -> list[str]:
-    return [name for name in sys.modules if name.split(".")[0] == "habana_frameworks"]
 
 
 def train_on_cpu(arguments: str) -> tuple[str, list[str]]:
@@ -64,3 +62,50 @@ def train_with_habanas_kernels(arguments: str) -> tuple[str, Counter[str]]:
     ):
         stand_in = importlib.import_module("habana_frameworks.torch.stand_in")
         return train(arguments), Counter(name for name, _ in stand_in.calls)
+
+
+@dataclass(frozen=True)
+class Fp8Run:
+    """What a rank saw of a run in fp8."""
+
+    fault: str
+    calls: Counter[str]
+    recipes: list[dict[str, Any]]
+    scales: list[list[float]]
+    """Of each layer of the engine: those of inputs, weights and outputs' gradients."""
+    histories: list[list[list[float]]]
+    """Largest absolute values of inputs and weights, newest first."""
+    casts: list[int]
+    """How often each weight was quantised."""
+    cached: int
+    smooth: int
+
+
+def plain(recipe: Any) -> dict[str, Any]:
+    """Values of types that are not loaded where a test reads them."""
+    return {
+        "fp8_format": recipe.fp8_format.name,
+        "override_linear_precision": tuple(recipe.override_linear_precision),
+    }
+
+
+def train_in_fp8(arguments: str) -> Fp8Run:
+    """A run on CPU tensors with the stand-in of the transformer engine, on this rank."""
+    with importable(), patch("megatron.config.validation.check_fp8_device", lambda config: []):
+        stand_in = importlib.import_module("habana_frameworks.torch.stand_in")
+        linear = importlib.import_module("intel_transformer_engine.linear")
+        fault = train(f"--bf16 {arguments}")
+        layers = [layer for layer in linear.built if layer.fp8_meta]
+        return Fp8Run(
+            fault,
+            Counter(name for name, _ in stand_in.calls),
+            [vars(call["recipe"]) | plain(call["recipe"]) for call in stand_in.called("fp8_autocast")[:1]],
+            [
+                [float(scale) for name in ("fwd", "bwd") for scale in layer.fp8_meta[f"scaling_{name}"].scale]
+                for layer in layers
+            ],
+            [layer.fp8_meta["scaling_fwd"].amax_history.tolist() for layer in layers],
+            [layer.casts for layer in layers],
+            sum(not layer.minimize_memory for layer in layers),
+            sum(layer.use_fp8_smooth_swiglu for layer in layers),
+        )

@@ -117,7 +117,7 @@ def test_all_faults_come_in_one_message_with_status_2(tmp_path: Path) -> None:
         HL_TP="3",
         HL_PP="41",
         HL_GSB="8",
-        HL_FP8_FORMAT="e5m2",
+        HL_USE_FUSED_SDPA_FP8="1",
         HL_RESULTS_DIR="hosts/out",
         HL_DATA_DIR_ROOT=str(tmp_path),
     )
@@ -125,7 +125,7 @@ def test_all_faults_come_in_one_message_with_status_2(tmp_path: Path) -> None:
     assert refused.stdout == ""
     for said in (
         "unknown variable HL_GSB=8; did you mean HL_GBS?",
-        "HL_FP8_FORMAT=e5m2 is not supported",
+        "HL_USE_FUSED_SDPA_FP8=1 is not supported",
         "2 x tensor-parallel 3 x pipeline-parallel 41 = 246 ranks, but nodes x devices = 2 x 8 = 16",
         "pipeline_model_parallel_size=41 is larger than num_layers=40",
         "tensor_model_parallel_size=3 does not divide num_attention_heads=32",
