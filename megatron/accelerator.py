@@ -116,6 +116,7 @@ def keep_recipes(device: str, results_dir: str | None) -> None:
         return
     # path, empty it at the start, largest size in MB; source: RecipeCacheConfig of HabanaAI/gaudi-pytorch-bridge
     os.environ.setdefault(variable, f"{folder},false,{RECIPES_MB}")
+    os.environ.setdefault("PT_HPU_ENABLE_CACHE_METRICS", "1")
 
 
 def _missing_hpu() -> str:
@@ -451,6 +452,15 @@ def recompile_count() -> int | None:
 def cpu_fallbacks() -> dict[str, int]:
     """Return the calls of each operator that HPU lacks, so that the CPU computed it, in this process; {} elsewhere."""
     return dict(_hpu_metric("cpu_fallback")["FallbackOps"]) if _device() == "hpu" else {}
+
+
+def recipe_cache() -> tuple[float, float] | None:
+    """Return how often HPU has found a compiled graph in its cache and how often not; None where it does not count."""
+    if _device() != "hpu":
+        return None
+    metric = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global("recipe_cache")
+    counts = {} if metric is None else dict(metric.stats())  # none without PT_HPU_ENABLE_CACHE_METRICS
+    return (float(counts["TotalHit"]), float(counts["TotalMiss"])) if counts else None
 
 
 def _hpu_metric(name: str) -> dict[str, Any]:

@@ -189,6 +189,7 @@ def test_compiled_graphs_are_kept_in_the_runs_folder(
     monkeypatch.setenv(name, given or "restored by monkeypatch")
     if given is None:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("PT_HPU_ENABLE_CACHE_METRICS", "1")  # as it sets it, and restored
     monkeypatch.chdir(tmp_path)
     accelerator.keep_recipes(device, folder)
     place = {"out": tmp_path.resolve() / "out", "host": socket.gethostname()}

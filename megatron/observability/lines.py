@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron.accelerator import HOST_AVAILABLE, MAX_ALLOCATED, TOTAL
+from megatron.observability.hpu_health import TEMPERATURE, UTILISATION
 from megatron.observability.rank_stats import RankStats
 from megatron.observability.step_metrics import Speed, StepMetrics, Validation
 
@@ -142,10 +143,18 @@ def validation_row(found: Validation) -> str:
 
 
 def memory_row(event: str, values: Mapping[str, RankStats]) -> str:
-    """Return the text of a memory record behind its label: the fullest rank, and the host with the least left."""
+    """Return the text of a memory record behind its label: the fullest rank, the host with the least left.
+
+    Where it is known, how busy the Gaudis are, and the hottest.
+    """
     peak, total, free = values[MAX_ALLOCATED], values[TOTAL], values[HOST_AVAILABLE]
     on_rank = f"peak {peak.max:.2f} of {total.max:.2f} GB on rank {peak.max_rank}"
-    return f"{event.replace('_', ' ')}: {on_rank}; host {free.min:.1f} GB free"
+    row = f"{event.replace('_', ' ')}: {on_rank}; host {free.min:.1f} GB free"
+    if (busy := values.get(UTILISATION)) is not None:
+        row += f"; {busy.min:.0f}-{busy.max:.0f} % busy"
+    if (heat := values.get(TEMPERATURE)) is not None:
+        row += f", {heat.max:.0f} C on rank {heat.max_rank}"
+    return row
 
 
 def timer_row(timers: Mapping[str, RankStats]) -> str:

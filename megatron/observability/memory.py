@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron import accelerator
 from megatron.config.options import LoggingConfig
 from megatron.observability.console import prints_rows
+from megatron.observability.hpu_health import read_health
 from megatron.observability.lines import GAP, label_width, memory_line, memory_row
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_stats import RankStats, gather_stats
@@ -36,7 +37,10 @@ class MemoryLog:
         assert event in EVENTS
         if self._interval == 0:
             return
-        values = gather_stats(accelerator.memory_details(), self._ctx)
+        numbers = accelerator.memory_details()
+        if self._ctx.device.type == "hpu":
+            numbers |= read_health()
+        values = gather_stats(numbers, self._ctx)
         if self._ctx.rank != 0:
             return
         if self._log is not None:

@@ -29,6 +29,8 @@ fallbacks: dict[str, int] = {}
 """Calls of each operator that the device lacks, so that the CPU computes it."""
 defragmentations = [0, 0]
 """Tried, successful."""
+recipe_cache = (0, 0)
+"""Compiled graphs found in the cache, and not found."""
 recompute_sdp = [True]
 
 

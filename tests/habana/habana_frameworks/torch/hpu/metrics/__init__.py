@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,9 +34,16 @@ def _defragmentations() -> list[tuple[str, Any]]:
     return [("TotalNumber", tried), ("TotalSuccessful", successful), ("AvgTime", 0), ("MaxTime", 0)]
 
 
+def _cache() -> list[tuple[str, Any]]:
+    hits, misses = stand_in.recipe_cache
+    return [("TotalHit", hits), ("RecipeHit", {}), ("TotalMiss", misses), ("RecipeMiss", {})]
+
+
 METRICS = {"graph_compilation": _graphs, "cpu_fallback": _fallbacks, "memory_defragmentation": _defragmentations}
 
 
 def metric_global(name: str) -> Metric | None:
     """None for a name that is not registered, such as recipe_cache without PT_HPU_ENABLE_CACHE_METRICS."""
+    if name == "recipe_cache" and os.environ.get("PT_HPU_ENABLE_CACHE_METRICS") == "1":
+        return Metric(name, _cache)
     return Metric(name, METRICS[name]) if name in METRICS else None
