@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from collections.abc import Callable
-from unittest.mock import patch
 
 import deepspeed
-from deepspeed.runtime import compiler
 from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
@@ -22,6 +18,7 @@ from megatron.parallel.shards import initialise, named_parameters
 from megatron.tasks.task import Task
 from megatron.training.adapter_values import start_from_base
 from megatron.training.deepspeed_config import deepspeed_config
+from megatron.training.deepspeed_versions import adapted, import_muon_uncompiled, prints_steps
 from megatron.training.engine import Engine
 from megatron.training.lean_optimizers import lean
 from megatron.training.losses import StepLosses
@@ -47,7 +44,7 @@ def build_engine(
     leave out the initialisation, since a checkpoint is going to fill every parameter. `after_model` is called between
     the model and its optimizer.
     """
-    settings = deepspeed_config(config, ctx.grad_size)
+    settings = adapted(deepspeed_config(config, ctx.grad_size))
     specs, losses = build_layers(config, ctx), StepLosses(task, ctx)
     with quiet():
         model = (
@@ -66,7 +63,7 @@ def build_engine(
     after_model()
     with quiet():
         optimizer = None if evaluates else build_optimizer(model, config, ctx)
-        _import_muon_uncompiled()
+        import_muon_uncompiled()
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
     if optimizer is not None and engine.load_universal_checkpoint():
@@ -74,7 +71,7 @@ def build_engine(
 
         compare_sizes(engine.optimizer, config.parallel.tensor_model_parallel_size)
     lean(engine, config, ctx)
-    if config.uses_pipeline and engine.steps_per_print() is None:
+    if config.uses_pipeline and not prints_steps(engine):
         # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
         engine.timers = NoopTimer()
     if config.uses_own_schedule:
@@ -86,16 +83,6 @@ def build_engine(
     if not will_restore:
         start_from_base(built.module, built.state, config)
     return built
-
-
-def _import_muon_uncompiled() -> None:
-    """Keep torch's compiler out of the start of a run.
-
-    DeepSpeed 0.19.8 checks each optimizer for its Muon, and that module passes functions to torch.compile when it is
-    imported: 2 s of processor time a rank, for an optimizer that is not in use.
-    """
-    with contextlib.suppress(ImportError), patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) -> None:

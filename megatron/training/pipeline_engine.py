@@ -19,6 +19,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import shard_of
 from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers
+from megatron.training.deepspeed_versions import prints_steps
 from megatron.training.engine import Engine, to_device
 from megatron.training.losses import StepLosses
 from megatron.training.pipeline_executor import StageModule, WeightPass
@@ -36,7 +37,7 @@ class PipelineEngine(Engine):
         if not self.config.uses_own_schedule:  # ours leaves out what is frozen by itself
             engine._INSTRUCTION_MAP[BackwardPass] = marked(_if_needed(table[BackwardPass]))
         self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
-        if engine.steps_per_print() is None and not engine.monitor.enabled:
+        if not prints_steps(engine) and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
         self.passes.watch_pipeline(engine)
         self.timers.watch_pipeline(engine)
