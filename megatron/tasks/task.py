@@ -73,7 +73,7 @@ class StartWeights(NamedTuple):
     """The weights that a run started from, as its engine knows them."""
 
     fingerprint: str
-    """Equal for equal weights, whatever layout, precision and file format."""
+    """Equal for models of equal weights that compute the same, whatever layout, precision and file format."""
     are_loaded: bool
     """The engine holds them: the run has not trained yet, or a frozen base is meant."""
 

@@ -59,7 +59,7 @@ def start_weights(engine: Engine, start: Start) -> StartWeights:
     Of adapters it is their base, which stays as it is. Collective.
     """
     if engine.base is not None:
-        return StartWeights(digest(json.dumps(engine.base.get("checksums") or engine.base, sort_keys=True)), True)
+        return StartWeights(_fingerprint(engine, engine.base.get("checksums") or engine.base), True)
     saved = None if start.checkpoint is None else start.checkpoint.metadata.get("start_fingerprint")
     if saved is not None and start.progress.iteration:
         return StartWeights(str(saved), False)
@@ -67,7 +67,7 @@ def start_weights(engine: Engine, start: Start) -> StartWeights:
 
 
 def fingerprint_of(engine: Engine) -> str:
-    """Return the fingerprint of the weights in the engine, adapters and their base included. Collective."""
+    """Return the fingerprint of the model in the engine, adapters and their base included. Collective."""
     sums: dict[str, int] = {}
     for piece in engine.state.owned():
         if piece.is_saved_here:
@@ -75,4 +75,10 @@ def fingerprint_of(engine: Engine) -> str:
     known: Any = joined_checksums(engine.ctx.gather_objects(sums))
     if engine.base is not None:
         known = [known, engine.base.get("checksums") or engine.base]
-    return digest(json.dumps(known, sort_keys=True))
+    return _fingerprint(engine, known)
+
+
+def _fingerprint(engine: Engine, weights: Any) -> str:
+    """Return a digest of weights with the options by which they compute: a folder's rope_theta may be edited."""
+    config = engine.config
+    return digest(json.dumps([weights, config.model.computed(config.training.seq_length)], sort_keys=True))

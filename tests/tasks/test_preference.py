@@ -170,8 +170,10 @@ def test_a_stored_reference_is_that_of_the_start(ranks: RankPools, tmp_path: Pat
                 step["rewards/accuracies"] = there["rewards/accuracies"]
             assert step == pytest.approx(there, rel=1e-6, abs=5e-6)
     assert np.allclose(safetensors.numpy.load_file(path)["log_probs"], values, rtol=1e-6, atol=0)
-    (other,) = ranks(1)(pairs.reference_files, f"{common} --seed 5", str(data))
-    assert other == 2  # another model at the start is another reference
+    adapters = f"{common} --lora-rank 4 --reference stored"
+    others = ["--seed 5", "--rotary-base 500"]  # another model at the start is another reference, of equal weights too
+    for count, flags in enumerate([*(f"{common} {each}" for each in others), adapters, f"{adapters} {others[1]}"], 2):
+        assert ranks(1)(pairs.reference_files, flags, str(data)) == [count], flags
 
 
 def test_a_resumed_run_needs_the_reference_of_its_start(ranks: RankPools, tmp_path: Path) -> None:
