@@ -30,3 +30,14 @@ def adopt_mpi_variables() -> None:
                 "give them the first host: mpirun -x MASTER_ADDR=HOST, with Hydra mpirun -genv MASTER_ADDR HOST"
             ]
         )
+
+
+def leave_mpi() -> int:
+    """Remove what Open MPI's mpirun has set, and return the number of this process among those it has started.
+
+    Libraries of an accelerator read a process's place there, but this process starts others, which have their own.
+    """
+    number = int(os.environ[OPEN_MPI[0]])
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "ORTE_", "PMIX_", "PRTE_"))]:
+        del os.environ[name]
+    return number

@@ -1,4 +1,4 @@
-"""Validate a run, then launch it on this machine, or on the hosts of a hostsfile through DeepSpeed's launcher.
+"""Validate a run, then launch it on this machine, or on the hosts of a hostsfile.
 
     python tools/launch.py [--nodes N] [--devices-per-node M] [--hostsfile F] [--dry-run] -- FLAGS OF megatron.train
     scripts/run_bloom13b.sh, run_llama.sh, run_sft.sh, run_dpo.sh: the same from HL_* variables
@@ -38,7 +38,7 @@ from megatron.launch.hl_requests import from_environment, legend
 from megatron.launch.hl_values import one_of
 from megatron.launch.hl_variables import ALL, Script
 from megatron.launch.hosts import launch
-from megatron.launch.plan import FineTuning, LaunchPlan, LaunchRequest, RefusedError
+from megatron.launch.plan import LAUNCHERS, FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.planning.describe import describe
 from megatron.planning.fit import memory_warning
@@ -49,6 +49,9 @@ VARIABLES_OF = {
     "--devices-per-node": "HL_DEVICES_PER_NODE",
     "--data-parallel-size": "HL_DP",
     "--hostsfile": "HL_HOSTSFILE",
+    "--launcher": "HL_LAUNCHER_TYPE",
+    "--cores-per-rank": "HL_PE",
+    "--ranks-per-socket": "HL_PPR",
     "--max-restarts": "HL_MAX_RESTARTS",
     "--min-nodes": "HL_MIN_NODES",
     "--spare-hosts": "HL_SPARE_HOSTS",
@@ -118,6 +121,9 @@ def launch_command(plan: LaunchPlan) -> list[str]:
         "--hostsfile": plan.hostsfile,
         "--rendezvous": plan.rendezvous,
         "--master-port": plan.master_port,
+        "--launcher": plan.launcher if plan.launcher != LAUNCHERS[0] else None,
+        "--cores-per-rank": plan.cores_per_rank or None,
+        "--ranks-per-socket": plan.ranks_per_socket or None,
         "--max-restarts": plan.max_restarts or None,
         "--min-nodes": plan.min_nodes if plan.min_nodes < plan.nodes else None,
         "--spare-hosts": plan.spare_hosts or None,
@@ -241,6 +247,7 @@ def build_launch_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
     parser.add_argument("--device", type=_device, default="auto", metavar=f"{{{','.join(DEVICES)}}}")
     parser.add_argument("--master-port", type=_port, help="default: 29500 over several nodes, else a free one")
+    _add_launcher_flags(parser)
     parser.add_argument(
         "--max-restarts",
         type=_count,
@@ -284,6 +291,20 @@ def build_launch_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_launcher_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--launcher",
+        type=_launcher,
+        default=LAUNCHERS[0],
+        metavar=f"{{{','.join(LAUNCHERS)}}}",
+        help="what starts an agent on each host; mpirun also on this machine alone (default: pdsh)",
+    )
+    parser.add_argument("--cores-per-rank", type=_positive, default=0, help="bind each rank to so many cores")
+    parser.add_argument(
+        "--ranks-per-socket", type=_positive, default=0, help="bound ranks on each socket (default: as many on each)"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Wrong:
     """A value that cannot be read; reported beside all other faults."""
@@ -299,6 +320,10 @@ def _variable(text: str) -> tuple[str, str] | _Wrong:
 
 def _device(text: str) -> str | _Wrong:
     return text if text in DEVICES else _Wrong(text, f"must be {one_of(DEVICES)}")
+
+
+def _launcher(text: str) -> str | _Wrong:
+    return text if text in LAUNCHERS else _Wrong(text, f"must be {one_of(LAUNCHERS)}")
 
 
 def _whole(text: str, lowest: int, highest: int | None = None) -> int | _Wrong:

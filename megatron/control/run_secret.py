@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -33,14 +34,27 @@ def run_secret() -> bytes:
 def find_secret(file: str | None) -> None:
     """Set the variable from the file in the home folder in which the launcher puts the secret, and remove the file.
 
+    A * in its name stands for anything: agents that do not know their numbers take one of the files each.
     Raises MissingSecretError if neither of them gives a secret.
     """
     if file is not None and SECRET not in os.environ:
-        path, deadline_s = Path.home() / file, time.monotonic() + SECRET_TIMEOUT_S
-        while not path.exists():
+        deadline_s = time.monotonic() + SECRET_TIMEOUT_S
+        while (secret := _taken_secret(file)) is None:
             if time.monotonic() > deadline_s:
+                path = Path.home() / file
                 raise MissingSecretError(f"the launcher brought no secret of this run to {path} by ssh; start it again")
             time.sleep(POLL_S)
-        os.environ[SECRET] = path.read_text().strip()
-        path.unlink()
+        os.environ[SECRET] = secret
     run_secret()
+
+
+def _taken_secret(pattern: str) -> str | None:
+    """Remove the first file of the home folder with such a name that is complete, and return its text."""
+    for path in Path.home().glob(pattern):
+        if path.suffix == ".partial":
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another agent has taken it, of those that share the folder
+            secret = path.read_text().strip()
+            path.unlink()
+            return secret
+    return None

@@ -34,7 +34,9 @@ from megatron.control.run_secret import MissingSecretError, find_secret
 from megatron.descriptors import raise_limit
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.launch import rank
+from megatron.launch.agent_messages import announce
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
+from megatron.launch.cores import CoresError, own_sockets, ranges, rank_cores
 from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
 from megatron.launch.rendezvous import (
     DifferentCodeError,
@@ -44,6 +46,7 @@ from megatron.launch.rendezvous import (
     Rendezvous,
     RendezvousFailedError,
 )
+from megatron.mpi_variables import leave_mpi
 from megatron.resilience import job
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 
@@ -73,6 +76,11 @@ class AgentOptions(NodeOptions):
     """Ctrl-C stops an answer: it goes to the ranks, which do not end."""
     ends_with_connection: bool = False
     """Started by ssh: the run ends here when the connection is closed, which the reader of stdout shows."""
+    by_mpirun: bool = False
+    """Started by mpirun, whose variables give its order among the nodes, and which sends no rank a signal."""
+    cores_per_rank: int = 0
+    """Cores that each rank is bound to. 0: ranks are not bound."""
+    ranks_per_socket: int = 0
     secret_file: str | None = None
     """File in the home folder from which the secret of the run is read, once, if no variable has it."""
 
@@ -146,6 +154,8 @@ class Agent:
         self._processes: list[BaseProcess] = []
         self._links: dict[int, RankLink] = {}
         """Those to the processes, by local rank."""
+        self._cores = bound_cores(options)
+        """Those of each local rank; none: the ranks are not bound."""
         self._spared = processes_below(os.getpid())  # such as the fork server
         self._restarts = 0
         self._began_s = time.monotonic()
@@ -196,7 +206,8 @@ class Agent:
         with blocked_signals(SIGNALS), without_main_module():
             for local_rank in range(self._options.ranks_per_node):
                 receiver, sender = self._context.Pipe()
-                arguments = (self._options.main, local_rank, receiver, self._options.nodes > 1, self._train_flags)
+                cores, is_late = self._cores[local_rank] if self._cores else (), self._options.nodes > 1
+                arguments = (self._options.main, local_rank, receiver, is_late, self._train_flags, cores)
                 process = self._context.Process(target=rank.run_rank, args=arguments, name=f"rank {local_rank}")
                 process.start()
                 receiver.close()
@@ -351,6 +362,15 @@ class Agent:
         return [process for process in self._processes if process.exitcode is None]
 
 
+def bound_cores(options: AgentOptions) -> list[frozenset[int]]:
+    """Return the cores of each local rank, and report them; none if ranks are not bound. Raises CoresError."""
+    if not options.cores_per_rank:
+        return []
+    cores = rank_cores(options.ranks_per_node, options.cores_per_rank, options.ranks_per_socket, own_sockets())
+    report(f"{socket.gethostname()}: ranks are bound to the cores {' | '.join(map(ranges, cores))}")
+    return cores
+
+
 def rendezvous_of(options: AgentOptions) -> Rendezvous:
     """Return the rendezvous of one node, or that of several. Raises MissingSecretError."""
     if options.nodes == 1:
@@ -389,8 +409,8 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             return int(interrupted.code or DONE)
         except NotNeededError:
             return DONE
-        except (MissingSecretError, DifferentCodeError) as error:
-            report(str(error))
+        except (MissingSecretError, DifferentCodeError, CoresError) as error:
+            report(f"{socket.gethostname()}: {error}" if isinstance(error, CoresError) else str(error))
             return REFUSED
         except RendezvousFailedError as error:
             report(str(error))
@@ -453,7 +473,17 @@ def report(text: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     options, train_flags = parse(arguments)
     outputs = (sys.stdout.fileno(), sys.stderr.fileno()) if options.ends_with_connection else ()
-    return owned(lambda: run_agent(options, train_flags), outputs)
+    if not options.by_mpirun:
+        return owned(lambda: run_agent(options, train_flags), outputs)
+    options = dataclasses.replace(options, node_order=leave_mpi())
+
+    def run_announced() -> int:
+        announce("ready")  # the owner handles signals
+        status = run_agent(options, train_flags)
+        announce(f"ended {status}")
+        return status
+
+    return owned(run_announced, outputs)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from megatron.control.run_secret import MissingSecretError, run_secret
 from megatron.descriptors import limit_fault
 from megatron.generation.load_options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
+from megatron.launch.cores import CoresError, own_sockets, rank_cores
 from megatron.launch.host_environment import deepspeed_env_lines
 from megatron.launch.plan import LaunchRequest
 from megatron.parallel.shards import declared_shards
@@ -202,6 +203,15 @@ def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
         )
 
 
+def check_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int) -> Iterator[str]:
+    """Yield a fault if this machine has too few cores to bind its ranks to."""
+    if cores_per_rank:
+        try:
+            rank_cores(ranks, cores_per_rank, ranks_per_socket, own_sockets())
+        except CoresError as error:
+            yield str(error)
+
+
 def check_precision(device: str, precision: str) -> Iterator[str]:
     """Yield a fault if the CPU of this machine cannot train in fp16; accelerators say so themselves."""
     if device == "cpu" and precision == "fp16" and cpu_lacks_float16():
@@ -216,11 +226,13 @@ def check_descriptors(config: Config, device: str, world_size: int) -> Iterator[
 
 
 def check_remote(words: Sequence[str], request: LaunchRequest) -> Iterator[str]:
-    """Yield what keeps DeepSpeed's launcher from reaching other machines."""
-    for program in ("pdsh", "ssh"):
+    """Yield what keeps the launcher from reaching other machines."""
+    by_pdsh = request.launcher == "pdsh"
+    for program in ("pdsh", "ssh") if by_pdsh else ("ssh",):
         if shutil.which(program) is None:
-            yield f"{program} is not installed; DeepSpeed's launcher needs it for the hosts of {request.hostsfile}"
-    for word in words:
+            name = "DeepSpeed's launcher" if by_pdsh else "mpirun"
+            yield f"{program} is not installed; {name} needs it for the hosts of {request.hostsfile}"
+    for word in words if by_pdsh else ():
         if "%" in word or "\n" in word:
             yield f"{word!r} holds a % or a line end, which pdsh would change on its way to the hosts; write it without"
     for path, number, line in deepspeed_env_lines():

@@ -72,13 +72,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused(("HL_USE_CPU_INIT",), ("0", "1"), "weights are always initialised on the CPU. Unset it"),
     Refused(("HL_REDIRECT_LOGS",), ("0", "1"), "the log is always in train.log of the results folder. Unset it"),
     Refused(
-        ("HL_LAUNCHER_TYPE",),
-        ("mpirun",),
-        "an agent of this project's own starts the ranks on every host. Unset it",
-        is_noted=True,
-    ),
-    Refused(("HL_PE", "HL_PPR"), (), "ranks are not bound to cores. Unset it"),
-    Refused(
         ("HL_SSH_PORT",),
         ("22",),
         'set PDSH_SSH_ARGS_APPEND="-p PORT", or Port in ~/.ssh/config. Unset it',

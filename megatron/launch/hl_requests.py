@@ -29,7 +29,7 @@ from megatron.launch.hl_variables import (
     Variable,
     path_of,
 )
-from megatron.launch.plan import FineTuning, LaunchRequest
+from megatron.launch.plan import LAUNCHERS, FineTuning, LaunchRequest
 
 KNOWN = {variable.name: variable for variable in VARIABLES}
 
@@ -69,6 +69,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
         request.environment = environment | request.environment
     except WrongValueError as why:
         reader.fault(str(why))
+    _launcher(given, reader)
     request.max_restarts = reader.number("HL_MAX_RESTARTS", at_least=0) or 0
     request.min_nodes = reader.number("HL_MIN_NODES")
     request.spare_hosts = reader.number("HL_SPARE_HOSTS", at_least=0) or 0
@@ -330,6 +331,18 @@ def _device(given: Mapping[str, str], reader: _VariableReader) -> str:
     if device is not None:
         return device
     return "auto" if use_hpu is None else "hpu" if use_hpu else "no-hpu"
+
+
+def _launcher(given: Mapping[str, str], reader: _VariableReader) -> None:
+    """Set what starts the agents, and the cores of their ranks."""
+    request, kind = reader.request, given.get("HL_LAUNCHER_TYPE", LAUNCHERS[0])
+    if kind in LAUNCHERS:
+        request.launcher = kind
+    else:
+        own = "; for torchrun's way set HL_RENDEZVOUS=HOST:PORT and start this script on each node"
+        reader.fault(f"HL_LAUNCHER_TYPE={kind} must be {one_of(LAUNCHERS)}{own if kind == 'torchrun' else ''}")
+    request.cores_per_rank = reader.number("HL_PE") or 0
+    request.ranks_per_socket = reader.number("HL_PPR") or 0
 
 
 def _environment(given: Mapping[str, str], reader: _VariableReader) -> dict[str, str]:

@@ -189,6 +189,9 @@ _VARIABLES: tuple[Variable, ...] = (
         "HOST:PORT of the first node, where this script is started on each node by itself",
         unread="rendezvous",
     ),
+    _launch("HL_LAUNCHER_TYPE", "what starts an agent on each host: pdsh or mpirun"),
+    _launch("HL_PE", "cores that each rank is bound to"),
+    _launch("HL_PPR", "with HL_PE: ranks on each socket"),
     # restarts
     _launch("HL_MAX_RESTARTS", "how often a run whose ranks failed goes on from its newest checkpoint; 0: never"),
     _launch("HL_MIN_NODES", "nodes that the run goes on with, when others are lost"),

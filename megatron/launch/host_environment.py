@@ -31,10 +31,15 @@ def deepspeed_env_lines() -> Iterator[tuple[Path, int, str]]:
             yield from ((path, number, line) for number, line in enumerate(text.splitlines(), start=1))
 
 
-def check_variables(device: str, devices_per_node: int) -> Iterator[str]:
+def deepspeed_env() -> dict[str, str]:
+    """Return the variables of the .deepspeed_env files."""
+    return {name: value for _, _, line in deepspeed_env_lines() for name, _, value in [line.partition("=")]}
+
+
+def check_variables(device: str, devices_per_node: int, launcher: str = "pdsh") -> Iterator[str]:
     """Yield the variables that cannot be sent, or that leave a host too few devices."""
     for name, value in sent_variables(os.environ).items():
-        if "%" in value or "\n" in value:
+        if launcher == "pdsh" and ("%" in value or "\n" in value):
             yield (
                 f"{name}={value!r} holds a % or a line end, which pdsh would change on its way to the hosts; write it "
                 "without, or unset it"

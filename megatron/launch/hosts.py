@@ -1,10 +1,9 @@
-"""Start of a checked run: the agent of this machine, or DeepSpeed's launcher with one agent on each host."""
+"""Start of a checked run: the agent of this machine, or one on each host by DeepSpeed's launcher, or by mpirun."""
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import shlex
 import signal
 import subprocess
@@ -15,12 +14,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from megatron.control.run_secret import SECRET
 from megatron.descriptors import raise_limit
 from megatron.exit_codes import shell_status
-from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of, login_of
-from megatron.launch.agent import FAILED_GRACE_S, AgentOptions, run_agent
+from megatron.launch.addresses import RENDEZVOUS_PORT
+from megatron.launch.agent import FAILED_GRACE_S, run_agent
+from megatron.launch.agent_command import agent_command, agent_options, send_secret
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
+from megatron.launch.mpirun import run_with_mpirun
 from megatron.launch.ownership import END_AT_ONCE, owned
 from megatron.launch.plan import LaunchPlan
 from megatron.resilience.shutdown import SIGNALS
@@ -32,22 +32,8 @@ UNREACHABLE_GRACE_S = 20.0
 KEEP_ALIVE = ("-oServerAliveInterval=30", "-oServerAliveCountMax=20")
 # Where the run can continue without a lost host, it may also end without it.
 SHORT_KEEP_ALIVE = ("-oServerAliveInterval=15", "-oServerAliveCountMax=3")
-# Connections to hosts at one time, besides those of pdsh.
-SSH_AT_ONCE = 64
 # Interval at which a signal is sent again to hosts whose agents have not started yet.
 RETRY_S = 1.0
-# Time for an agent to read the secret of its run, before its file is removed.
-SECRET_LIMIT_S = 600
-# Writes the secret, and removes it where the agent has not read it in time, or the connection ends with the launcher:
-# then writing to it fails. Before, removes older files, which a host left that lost its power.
-KEEP_SECRET = """
-trap "" PIPE HUP TERM
-find . -maxdepth 1 -type f -name ".megatron-*.[0-9]*.[0-9]*.[0-9]*" -mmin +60 -exec rm -f {} +
-umask 077 && cat > NAME.partial && mv NAME.partial NAME || exit
-left=LIMIT
-while [ -e NAME ] && [ $left -gt 0 ] && echo 2> /dev/null; do sleep 0.2; left=$((left - 1)); done
-rm -f NAME
-"""
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -58,6 +44,8 @@ def launch(plan: LaunchPlan) -> int:
 def run_plan(plan: LaunchPlan) -> int:
     """Run the plan in this process."""
     environment = os.environ | plan.environment | {"PYTHONPATH": python_path()}
+    if plan.launcher == "mpirun":
+        return run_with_mpirun(plan, environment)
     if not plan.hosts:
         os.environ.update(environment)
         return run_agent(agent_options(plan), plan.train_flags)
@@ -68,75 +56,6 @@ def run_plan(plan: LaunchPlan) -> int:
         raise_limit()  # of open files: several for each host
         send_secret(plan, environment)
     return run_on_hosts(remote_command(plan), environment, plan)
-
-
-def send_secret(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
-    """Start to write a new secret for the agents into a file on each host, by ssh's standard input.
-
-    The connection lasts until the agent has read and removed the file, and the file no longer than the connection. A
-    command line, and DeepSpeed's launcher puts variables there, can be read by every user of the host.
-    """
-    secret = os.environ.get(SECRET) or secrets.token_hex(32)
-    slots = threading.BoundedSemaphore(SSH_AT_ONCE)
-
-    def send(host: str, name: str) -> None:
-        write = KEEP_SECRET.replace("NAME", name).replace("LIMIT", str(SECRET_LIMIT_S * 5))
-        own = shlex.split(environment["PDSH_SSH_ARGS_APPEND"])  # first: ssh keeps the first value of each
-        command = ["ssh", *own, "-a", "-x", "-oBatchMode=yes", "-oConnectTimeout=30", host, f"sh -c '{write}'"]
-        with slots:
-            sent = subprocess.run(
-                command,
-                input=secret.encode(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=dict(environment),
-            )
-        if sent.returncode:
-            reason = sent.stderr.decode(errors="replace").strip()
-            print(f"the secret of this run could not be written on {host}: {reason}", file=sys.stderr)
-
-    for number, host in enumerate(plan.hosts):
-        name = secret_file(plan).replace("%n", str(number))
-        threading.Thread(target=send, args=(login_of(host.name), name), daemon=True).start()
-
-
-def secret_file(plan: LaunchPlan) -> str:
-    """Return the name of the file in the home folder of host %n, of which several may share one."""
-    return f".megatron-{plan.run_id}.%n"
-
-
-def agent_options(plan: LaunchPlan) -> AgentOptions:
-    """Return the options that the agents of all nodes have in common."""
-    rendezvous = plan.rendezvous
-    if plan.hosts:
-        rendezvous = endpoint_of(plan.hosts[0].address, plan.master_port or RENDEZVOUS_PORT)
-    elif plan.master_port is not None and rendezvous is None:
-        rendezvous = f"127.0.0.1:{plan.master_port}"
-    return AgentOptions(
-        nodes=plan.nodes,
-        min_nodes=plan.min_nodes if plan.min_nodes < plan.nodes else None,
-        rendezvous=rendezvous,
-        run_id=plan.run_id,
-        max_restarts=plan.max_restarts,
-        ranks_per_node=plan.devices_per_node,
-        main=plan.main,
-        is_chat=plan.is_chat,
-        ends_with_connection=bool(plan.hosts),
-    )
-
-
-def agent_command(plan: LaunchPlan) -> list[str]:
-    """Return the command of each node's agent."""
-    command = [sys.executable, "-u", "-m", "megatron.launch.agent"]
-    if not plan.hosts:  # on this machine the script has sourced `activate` already
-        return [*command, *agent_options(plan).arguments(), "--", *plan.train_flags]
-    command[1:1] = ["-X", f"run={plan.run_id}"]
-    # pdsh writes the number of the host for %n
-    secret = ["--secret-file", secret_file(plan)] if plan.nodes > 1 else []
-    command += [*agent_options(plan).arguments(), "--node-rank", "%n", *secret, "--", *plan.train_flags]
-    if plan.activate_dir is None:
-        return command
-    return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate_dir, *command]
 
 
 def remote_command(plan: LaunchPlan) -> list[str]:

@@ -63,7 +63,7 @@ class NodesRendezvous(Rendezvous):
         self._address = ""
 
     def join(self, *, is_failing: bool = False) -> Membership:
-        number = self._options.node_rank
+        number = self._options.node_order if self._options.node_rank is None else self._options.node_rank
         number = rendezvous_server.UNNUMBERED if number is None else number
         try:
             self._client = self._client or self._connected()

@@ -11,6 +11,9 @@ from megatron.config.data import parse_data_path
 from megatron.config.options import Config
 from megatron.launch.addresses import address_of
 
+LAUNCHERS = ("pdsh", "mpirun")
+"""Programs that start an agent on each host."""
+
 
 @dataclass(frozen=True)
 class FineTuning:
@@ -81,6 +84,12 @@ class LaunchRequest:
     device: str = "auto"
     """hpu, cuda, cpu, auto, or no-hpu: the first of cuda and cpu that is there."""
     master_port: int | None = None
+    launcher: str = "pdsh"
+    """One of LAUNCHERS: pdsh, through DeepSpeed's launcher, or mpirun, which is used on this machine alone too."""
+    cores_per_rank: int = 0
+    """Cores that each rank is bound to. 0: ranks are not bound."""
+    ranks_per_socket: int = 0
+    """Bound ranks on each socket. 0: as many on each."""
     max_restarts: int = 0
     min_nodes: int | None = None
     """None: all of them."""
@@ -146,6 +155,9 @@ class LaunchPlan:
     """Settings that were derived from others, a line each."""
     run_id: str
     """Equal on all nodes; agents on other machines are found by it in their command lines."""
+    launcher: str = "pdsh"
+    cores_per_rank: int = 0
+    ranks_per_socket: int = 0
     max_restarts: int = 0
     min_nodes: int = 1
     """Number of nodes that suffices to continue."""

@@ -21,7 +21,8 @@ from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.host_environment import check_variables, sent_variables
 from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
-from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError
+from megatron.launch.mpirun import check_mpirun
+from megatron.launch.plan import Host, LaunchPlan, LaunchRequest, RefusedError
 from megatron.planning.pipeline import partition_warnings
 from megatron.training.deepspeed_config import check_deepspeed
 
@@ -66,12 +67,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     known_devices = devices.pop() if len(devices) == 1 and not request.unread & SIZES else 1
     hosts, of_hosts = ([], []) if request.unread & MEETING else find_hosts(request, known_devices)
     faults += [*of_hosts, *faults_in_all(_check_machine(request, layout, is_remote=bool(hosts)) for layout in layouts)]
-    if hosts and not request.dry_run:
-        faults += checks.check_remote([*flags, *request.environment.values()], request)
-        faults += faults_in_all(
-            check_variables(layout.config.parallel.device, layout.devices_per_node) for layout in layouts
-        )
-    faults += _check_environment(request)
+    faults += [*_check_launcher(request, layouts, hosts, flags), *_check_environment(request)]
     # a plan needs neither data nor hosts
     unneeded = warnings if request.dry_run else faults
     unneeded += check_addresses(hosts, request.hostsfile)
@@ -99,6 +95,9 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
         warnings=(*warnings, *idle(layout.config), *partition_warnings(layout.config)),
         notes=tuple(notes),
         run_id=run_id(request, flags),
+        launcher=request.launcher,
+        cores_per_rank=request.cores_per_rank,
+        ranks_per_socket=request.ranks_per_socket,
         max_restarts=request.max_restarts,
         min_nodes=request.min_nodes or request.nodes,
         spare_hosts=request.spare_hosts,
@@ -202,10 +201,27 @@ def _check_layout(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     yield from checks.check_load(config)
 
 
+def _check_launcher(
+    request: LaunchRequest, layouts: Sequence[Layout], hosts: Sequence[Host], flags: Sequence[str]
+) -> Iterator[str]:
+    """Yield what keeps pdsh or mpirun from starting the agents, and from giving them their variables."""
+    if hosts and not request.dry_run:
+        yield from checks.check_remote([*flags, *request.environment.values()], request)
+        yield from faults_in_all(
+            check_variables(layout.config.parallel.device, layout.devices_per_node, request.launcher)
+            for layout in layouts
+        )
+    if request.launcher == "mpirun":
+        yield from check_mpirun(request, hosts)
+
+
 def _check_environment(request: LaunchRequest) -> Iterator[str]:
     """Yield the faults of what the ranks' environment is to be."""
     if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
         yield f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it (--activate) to a folder that does"
+    if request.ranks_per_socket and not request.cores_per_rank:
+        places = f"HL_PPR={request.ranks_per_socket} (--ranks-per-socket)"
+        yield f"{places} places ranks that are bound to cores; set HL_PE (--cores-per-rank) too"
     if given := request.environment.get("DS_ACCELERATOR"):
         yield f"DS_ACCELERATOR={given}: the launcher sets it; leave it out, and set HL_DEVICE (--device)"
 
@@ -225,6 +241,7 @@ def _check_machine(request: LaunchRequest, layout: Layout, *, is_remote: bool) -
     if request.nodes > 1 and request.rendezvous is None:
         return
     yield from checks.check_local_devices(device, layout.devices_per_node)
+    yield from checks.check_cores(layout.devices_per_node, request.cores_per_rank, request.ranks_per_socket)
     yield from checks.check_precision(device, layout.config.training.precision)
     yield from checks.check_descriptors(layout.config, device, layout.world_size)
 
@@ -283,7 +300,8 @@ def _rank_environment(request: LaunchRequest, layout: Layout, *, lazy: bool | No
     if device != "auto":
         environment["DS_ACCELERATOR"] = device
     if device == "cpu":
-        environment.setdefault("OMP_NUM_THREADS", threads_per_rank(layout.devices_per_node))
+        threads = str(request.cores_per_rank) if request.cores_per_rank else threads_per_rank(layout.devices_per_node)
+        environment.setdefault("OMP_NUM_THREADS", threads)
     return environment
 
 

@@ -6,7 +6,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -18,12 +18,22 @@ from megatron.network import STORE_SOCKET
 from megatron.resilience.shutdown import SIGNALS
 
 
-def run_rank(main: str, local_rank: int, environment: Connection, is_late: bool, flags: Sequence[str]) -> None:
+def run_rank(
+    main: str,
+    local_rank: int,
+    environment: Connection,
+    is_late: bool,
+    flags: Sequence[str],
+    cores: Collection[int] = (),
+) -> None:
     """Receive the environment of this rank, then run the module `main` with these flags. Does not return.
 
-    `is_late`: the environment comes after the rendezvous of several nodes, which leaves time for imports. Signals are
-    blocked on entry and stay pending until the module handles them.
+    `is_late`: the environment comes after the rendezvous of several nodes, which leaves time for imports. `cores`:
+    those that it is bound to; none: it is not. Signals are blocked on entry and stay pending until the module handles
+    them.
     """
+    if cores:  # before any thread starts, which would keep the cores of the agent
+        os.sched_setaffinity(0, cores)
     if set_death_signal := end_with_parent():
         set_death_signal()
     agent = parent_process()

@@ -38,6 +38,8 @@ class NodeOptions:
     """
     rendezvous: str | None = None
     """HOST:PORT of the first node. One node: where rank 0 listens; None: a free port of the loopback interface."""
+    node_order: int | None = None
+    """Order of the nodes after the first, where there is no `node_rank`."""
     run_id: str = "run"
     """Equal on all nodes of a run."""
     max_restarts: int = 0

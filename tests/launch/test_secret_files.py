@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import hosts
+from megatron.launch import agent_command
 
 NAME = ".megatron-login.11.1795440743117060914.0"
 
@@ -21,7 +21,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started = []
 
     def run(limit: int = 1000) -> subprocess.Popen[bytes]:
-        script = hosts.KEEP_SECRET.replace("NAME", NAME).replace("LIMIT", str(limit))
+        script = agent_command.KEEP_SECRET.replace("NAME", NAME).replace("LIMIT", str(limit))
         started.append(
             subprocess.Popen(
                 ["sh", "-c", f"sh -c '{script}'"], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -100,8 +100,9 @@ COMMANDS = [
     ("llama", "HL_USE_LAZY_MODE=0 HL_TORCH_COMPILE_DISABLE=1", "nothing is compiled"),
     ("llama", "HL_USE_LAZY_MODE=0 HL_USE_TORCH_COMPILE=1 HL_USE_TORCH_COMPILED_AUTOGRAD=0", "layers are compiled"),
     ("llama", HOSTS + "HL_HNIC=1 HL_NUM_NODES=2 HL_DP=4", "HCCL_OVER_OFI=1"),
-    ("llama", "HL_PE=13 HL_PPR=4", "HL_PE=13 HL_PPR=4"),
-    ("llama", "HL_LAUNCHER_TYPE=mpirun", "note: HL_LAUNCHER_TYPE=mpirun has no effect"),
+    ("llama", "HL_PE=13 HL_PPR=4", "--cores-per-rank 13"),
+    ("llama", "HL_LAUNCHER_TYPE=mpirun", "--launcher mpirun"),
+    ("llama", "HL_LAUNCHER_TYPE=torchrun", "HL_LAUNCHER_TYPE=torchrun"),
 ]
 
 # The 107 variables of pretrain_llama.sh, HabanaAI/Megatron-LM 1.24.0, without HL_.
