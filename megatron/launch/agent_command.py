@@ -22,14 +22,13 @@ SSH_AT_ONCE = 64
 SECRET_LIMIT_S = 600
 # Writes the secret, and removes it where the agent has not read it in time, or the connection ends with the launcher:
 # then writing to it fails. Before, removes older files, which a host left that lost its power.
-KEEP_SECRET = """
-trap "" PIPE HUP TERM
-find . -maxdepth 1 -type f -name ".megatron-*.[0-9]*.[0-9]*.[0-9]*" -mmin +60 -exec rm -f {} +
-umask 077 && cat > NAME.partial && mv NAME.partial NAME || exit
-left=LIMIT
-while [ -e NAME ] && [ $left -gt 0 ] && echo 2> /dev/null; do sleep 0.2; left=$((left - 1)); done
-rm -f NAME
-"""
+KEEP_SECRET = (  # in one line, for csh
+    'trap "" PIPE HUP TERM; '
+    'find . -maxdepth 1 -type f -name ".megatron-*.[0-9]*.[0-9]*.[0-9]*" -mmin +60 -exec rm -f {} +; '
+    "umask 077 && cat > NAME.partial && mv NAME.partial NAME || exit; left=LIMIT; "
+    "while [ -e NAME ] && [ $left -gt 0 ] && echo 2> /dev/null; do sleep 0.2; left=$((left - 1)); done; "
+    "rm -f NAME"
+)
 
 
 def agent_options(plan: LaunchPlan) -> AgentOptions:

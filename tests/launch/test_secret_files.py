@@ -21,6 +21,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started = []
 
     def run(limit: int = 1000) -> subprocess.Popen[bytes]:
+        assert "\n" not in agent_command.KEEP_SECRET, "csh takes no quoted line end"
         script = agent_command.KEEP_SECRET.replace("NAME", NAME).replace("LIMIT", str(limit))
         started.append(
             subprocess.Popen(
