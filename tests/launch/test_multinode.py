@@ -163,7 +163,7 @@ def test_a_link_that_loses_three_packets_of_ten_delays_the_run_and_raises_no_ala
         done, began_s = max(losses(tmp_path / "run")), time.monotonic()
         run.wait_for_iteration(done + 20)
         print(f"{(time.monotonic() - began_s) / 20:.1f} s a step")
-        hosts[0].run("pkill", "-TERM", "-o", "-f", "megatron.launch.agent")
+        send_signal(run.process, signal.SIGTERM)
         assert run.status() == 0, run.said
         assert not re.search("watchdog: |lost|does not|not reached|broken|nodes have changed|restart 1", run.said), (
             run.said

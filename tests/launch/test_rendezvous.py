@@ -306,8 +306,10 @@ def test_a_connection_that_breaks_is_made_again_and_the_ranks_run_on(
     make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch, half_open: bool
 ) -> None:
     """Half open: the server does not learn that the old one has ended."""
+    # no step below waits for any of these
     for name in "RETURN_S", "KEEP_ALIVE_S":
-        monkeypatch.setattr(rendezvous_server, name, 60.0)  # no step below waits for it
+        monkeypatch.setattr(rendezvous_server, name, 60.0)
+    monkeypatch.setattr(nodes_rendezvous, "RECONNECT_S", 60.0)
     nodes = make_nodes(2, 2)
     first, second = nodes.make(0), nodes.make(1)
     nodes.join(first, second)
@@ -345,6 +347,7 @@ def test_a_node_that_joins_over_a_new_connection_does_not_wait_for_the_end_of_th
     make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous_server, "KEEP_ALIVE_S", 60.0)
+    monkeypatch.setattr(nodes_rendezvous, "RECONNECT_S", 60.0)
     nodes = make_nodes(2, 2)
     first, second = nodes.make(0), nodes.make(1)
     nodes.join(first, second)
