@@ -64,6 +64,11 @@ def main(arguments: list[str], signals: Signals) -> None:
     if os.environ.get("RANK", "0") == "0":
         for line in slow_mode(config, lazy=accelerator.is_lazy(device)):
             print_error(f"WARNING: {line}")
+    if device == "hpu" and os.environ.get("LOCAL_RANK", "0") == "0":
+        from megatron.observability.hpu_health import driver_warning
+
+        if line := driver_warning():
+            print_error(f"WARNING: {line}")
     if faults := list(check_device(config)):
         raise ConfigError(faults)
     accelerator.check_precision(device, config.training.precision)

@@ -10,6 +10,7 @@ import functools
 import importlib
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,6 +66,27 @@ def _open(module: int) -> tuple[Any, Any] | None:
     except Exception:
         return None
     return (hlml, own[0]) if own else None
+
+
+def driver_warning() -> str | None:
+    """Return a warning if this host's driver is of another release than habana_frameworks; None where one is unknown.
+
+    The vendor publishes both as one release.
+    """
+    opened, plugin = _open(module_id(os.environ)), accelerator.software().get("habana-torch-plugin", "")
+    if opened is None:
+        return None
+    try:
+        driver = opened[0].hlmlGetDriverVersion().decode()
+    except Exception:  # as above
+        return None
+    releases = [re.match(r"\d+\.\d+", version) for version in (driver, plugin)]
+    if None in releases or len({found.group() for found in releases if found}) == 1:
+        return None
+    return (
+        f"the driver is of release {driver}, habana-torch-plugin of {plugin}; they belong together: "
+        "install the driver of the plugin's release, or the image of the driver's"
+    )
 
 
 def module_id(environment: Mapping[str, str]) -> int:

@@ -25,6 +25,7 @@ class c_hlml_utilization:
 
 devices = [Device(module, temperature=40 + module) for module in (3, 0, 1, 2)]
 """Not in the order of the modules."""
+driver = b"1.24.1-5b2d8f1"
 is_open = False
 has_library = True
 
@@ -34,6 +35,10 @@ def hlmlInit() -> None:
     if not has_library:
         raise HLMLError("uninitialized")
     is_open = True
+
+
+def hlmlGetDriverVersion() -> bytes:
+    return driver
 
 
 def hlmlDeviceGetCount() -> int:

@@ -13,7 +13,7 @@ import pytest
 from megatron import accelerator
 from megatron.config.options import LoggingConfig
 from megatron.observability import hpu_health
-from megatron.observability.hpu_health import module_id, read_health
+from megatron.observability.hpu_health import driver_warning, module_id, read_health
 from megatron.observability.lines import memory_row
 from megatron.observability.memory import MemoryLog
 from megatron.observability.rank_stats import RankStats
@@ -98,3 +98,20 @@ def test_records_on_hpu_have_all_of_it(habana: Any, capsys: pytest.CaptureFixtur
     MemoryLog(options, ParallelContext(device=torch.device("hpu"))).take("before_model", 0)
     said = capsys.readouterr().out
     assert "| utilisation (%): 90 | temperature (C): 40 | power (W): 450 | num_compiled_graphs: 17 |" in said
+
+
+@pytest.mark.parametrize(
+    ("plugin", "says"),
+    [("1.24.0.1007", False), ("1.24.1.482", False), ("1.23.0.695", True), ("2.24.0", True), ("unknown", False)],
+)
+def test_a_driver_of_another_release_is_warned_of(
+    habana: Any, monkeypatch: pytest.MonkeyPatch, plugin: str, says: bool
+) -> None:
+    monkeypatch.setattr(accelerator, "_plugin_version", lambda: plugin)
+    warning = driver_warning()
+    assert (warning is not None) is says
+    if warning is not None:
+        assert warning.startswith(f"the driver is of release 1.24.1-5b2d8f1, habana-torch-plugin of {plugin}; ")
+    monkeypatch.setattr(importlib.import_module("pyhlml"), "has_library", False)
+    hpu_health._open.cache_clear()
+    assert driver_warning() is None
