@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator.hpu_accelerator import HPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -108,6 +110,25 @@ def test_replayed_graphs_give_the_same_texts(arguments: str, accelerator: Accele
     assert len({each.ids for each in plain}) == 4
     assert len(accelerator.graphs) == 3  # the lengths that are read: 64, 128 and 192
     assert len(accelerator.replays) > 70
+
+
+def test_hpu_graphs_are_those_of_habanas_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through DeepSpeed's own accelerator, over the stand-in of the package."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with stand_in_packages(monkeypatch) as habana:
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        found = HPU_Accelerator()
+        torch.use_deterministic_algorithms(deterministic)  # it changes this for the process
+        monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: found)
+        captured = graphs.PassGraphs(torch.device("hpu"))
+        weight = torch.arange(6.0).reshape(3, 2)
+        for value in (1.0, -2.0, 5.0):
+            x = torch.full((1, 3), value)
+            assert torch.equal(captured.run("shape", lambda x: (x @ weight).relu(), (x,)), (x @ weight).relu())
+        captured.run("other", lambda x: x * 2, (torch.ones(4),))
+        assert len(habana.called("capture_begin")) == 2  # one a key
+        assert len(habana.called("replay")) == 4  # one a call
+        assert len(habana.called("synchronize")) == 2  # none but at a capture
 
 
 def test_a_device_without_graphs_is_named() -> None:

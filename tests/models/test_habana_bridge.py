@@ -39,6 +39,13 @@ SIGNATURES = [  # (published file, name there, module of the stand-in, name ther
     ("hpu/metrics/metrics.py", "metric_global", "hpu.metrics", "metric_global"),
     ("utils/internal.py", "is_lazy", "utils.internal", "is_lazy"),
     *(
+        ("hpu/graphs.py", f"{cls}.{name}", "hpu.graphs", f"{cls}.{name}")
+        for cls, name in (
+            *(("HPUGraph", "capture_begin"), ("HPUGraph", "capture_end"), ("HPUGraph", "replay")),
+            *(("HPUGraph", "reset"), ("graph", "__init__"), ("graph", "__exit__")),
+        )
+    ),
+    *(
         ("hpu/memory.py", name, "hpu", name)
         for name in ("memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "mem_get_info")
     ),

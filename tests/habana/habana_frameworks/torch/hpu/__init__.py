@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from habana_frameworks.torch import stand_in
+from habana_frameworks.torch.utils.internal import is_lazy
+
+if is_lazy():
+    from habana_frameworks.torch.hpu.graphs import HPUGraph as HPUGraph
+    from habana_frameworks.torch.hpu.graphs import graph as graph
 
 
 def is_available() -> bool:
@@ -66,3 +71,21 @@ def sdp_kernel(enable_recompute: bool = True) -> Iterator[dict[str, Any]]:
         yield {}
     finally:
         enable_recompute_sdp(before)
+
+
+class Stream:
+    def wait_stream(self, stream: Any) -> None:
+        assert isinstance(stream, Stream)
+
+
+_STREAM = Stream()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _STREAM
+
+
+@contextlib.contextmanager
+def stream(stream: Stream) -> Iterator[None]:
+    assert isinstance(stream, Stream)
+    yield

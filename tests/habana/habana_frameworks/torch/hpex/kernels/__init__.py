@@ -30,7 +30,7 @@ class FusedSDPA:
         return_attn_probs: bool = False,
     ) -> Any:
         arguments = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
-        stand_in.calls.append(("FusedSDPA", arguments | {"num_kv_heads": k.shape[1]}))
+        stand_in.calls.append(("FusedSDPA", arguments | {"num_kv_heads": k.shape[1], "shape": tuple(q.shape)}))
         trains = q.requires_grad or k.requires_grad or v.requires_grad
         recompute = hpu.recompute_sdp_enabled() if recompute_mode is None else recompute_mode
         assert not (return_attn_probs and trains), "return_attn_probs is supported only for inference mode"
