@@ -59,6 +59,6 @@ def check_fp8_device(config: Config) -> Iterator[str]:
         yield f"{given} runs on Gaudi's transformer engine, but device={device}; leave it out"
     elif config.training.torch_compile:
         yield (
-            f"{given} and torch_compile exclude each other here; turn torch_compile off, in lazy mode too "
-            "(HL_USE_LAZY_MODE=1), where Habana trains in fp8"
+            f"{given} and torch_compile exclude each other here; turn torch_compile off, and lazy mode on "
+            "(HL_USE_LAZY_MODE=1), as Habana trains in fp8"
         )

@@ -37,6 +37,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     layout = f"PP {p} x TP {t} x DP {dp}" + (", sequence parallel" if parallel.sequence_parallel else "")
     task = load_task(config)
     tokens = training.global_batch_size * task.sample_length
+    products = f", products in fp8 ({config.fp8.fp8_format})" if config.fp8.uses_fp8 else ""
     most = "at most " if task.pads_rows else ""
     rows = [
         ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
@@ -45,7 +46,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         *(("", text) for text in _frozen_text(config)),
         ("devices", ranks),
         ("layout", layout + ("" if config.uses_pipeline else ", sequential engine")),
-        ("precision", f"{training.precision}, recompute {training.recompute_granularity}"),
+        ("precision", f"{training.precision}{products}, recompute {training.recompute_granularity}"),
         ("ZeRO", _zero_text(config)),
         ("batch", task.batch_text(dp)),
     ]
