@@ -67,8 +67,8 @@ def main(arguments: list[str], signals: Signals) -> None:
     if device == "hpu" and os.environ.get("LOCAL_RANK", "0") == "0":
         from megatron.observability.hpu_health import driver_warning
 
-        if line := driver_warning():
-            print_error(f"WARNING: {line}")
+        if warning := driver_warning():
+            print_error(f"WARNING: {warning}")
     if faults := list(check_device(config)):
         raise ConfigError(faults)
     accelerator.check_precision(device, config.training.precision)
