@@ -118,7 +118,7 @@ def on_device(config: Config, device: str, *, lazy: bool) -> Config:
     parallel, training = config.parallel, config.training
     compiled = training.torch_compile
     if compiled is None:
-        # timing parts of a layer would break its graph
+        # waits within a layer are not seen in its graph
         times_parts = config.logging.log_straggler and parallel.tensor_model_parallel_size > 1
         compiled = device == "hpu" and not lazy and not times_parts and not config.fp8.uses_fp8
     return dataclasses.replace(

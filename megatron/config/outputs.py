@@ -152,4 +152,5 @@ class LoggingConfig:
     """callbacks: a hook that raises ends the run on all ranks after the step, once it is saved (`abort`), or is only
     logged (`log`)."""
     log_straggler: bool = False
-    """Measure the time that each rank spends on its own work, and log the spread and the slowest rank."""
+    """Measure the time that each rank spends on its own work in forward, backward, update and data, and log the spread
+    and the rank that holds up the others."""

@@ -466,8 +466,8 @@ def _check_straggler(config: Config) -> Iterator[str]:
         )
     if config.training.torch_compile and tp > 1:
         yield (
-            f"log_straggler times parts of a layer because tensor_model_parallel_size={tp} is above 1, which it cannot "
-            "do in layers compiled by torch_compile; turn one of the two off"
+            f"log_straggler leaves out the waits within a layer that tensor_model_parallel_size={tp} brings, which it "
+            "cannot see in layers compiled by torch_compile; turn one of the two off"
         )
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.observability.timers import PHASES, DeviceTicks, HostTicks
+from megatron.observability.timers import PHASES
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.phase_clock import DeviceTicks, HostTicks
 
 TRACE_FILE = "profile_instructions.json.gz"
 PASSES = ("ForwardPass", "BackwardPass", "WeightPass")

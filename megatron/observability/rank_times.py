@@ -1,14 +1,88 @@
-"""Times of the ranks' own work, measured by straggler.py, and their statistics."""
+"""Times of the ranks' own work, measured by straggler.py, and the search for the rank that holds up the others.
+
+A rank is compared with the other ranks of its pipeline stage, which have the same work; where it is its stage alone,
+with the other stages by the planned FLOPs; and with its own earlier steps, divided by how the others' times have
+changed since. It is named where it takes much longer than expected, and that delays the step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from megatron.parallel.phase_clock import BACKWARD, DATA, FORWARD, OPTIMIZER
+
+OWN_PHASES = (FORWARD, BACKWARD, OPTIMIZER, DATA)
+MIN_STEPS = 4
+"""Steps from which on a rank may be named."""
+SLOWER = 1.5
+"""Own time divided by the expected one, above which a rank is named."""
+SLOWER_THAN_PLAN = 2.0
+"""The same against the planned FLOPs: stages of equal FLOPs are not equally fast."""
+LEAST_DELAY = 0.1
+"""Least delay that is named, as a share of the step."""
+SHOWN = 4
+
+Times = tuple[float, ...]
+"""Seconds of a step in each of OWN_PHASES."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlace:
+    """A rank, and the work that the plan gives it; the same in all steps."""
+
+    rank: int
+    host: str
+    device: str
+    stage: int
+    replica: int
+    """Its place among the data-parallel ranks."""
+    work: Times
+    """FLOPs of forward and backward for a token and trained parameters; 0 for the data."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} ({self.device})"
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTimes:
+    """Times of one rank over its last steps: medians in seconds a step."""
+
+    place: RankPlace
+    own: Times
+    earlier: Times | None
+    """Those of the first steps; None until there are enough."""
+    wait_s: float
+    """Time for which its passes and messages blocked until other ranks came."""
+    step_s: float
+    num_steps: int
+    positions: float
+    """Positions that its data had in these steps; 0 on ranks that read none."""
+
+
+class Slowness(NamedTuple):
+    """Own time of a rank against the one expected of it."""
+
+    place: RankPlace
+    ratio: float
+    excess_s: float
+    phase: str
+    """Phase with the largest excess, and its excess."""
+    phase_excess_s: float
+    basis: str
+    """Description of what the time was compared with."""
+    is_straggler: bool
+
+    def __str__(self) -> str:
+        more = f"{self.phase_excess_s * 1000:+.1f} ms a step"
+        return f"{self.place}: {self.phase} {more}, own time {self.ratio:.2f} x {self.basis}"
 
 
 @dataclasses.dataclass(frozen=True)
 class StragglerStats:
-    """Seconds a step over all ranks. Ranks are compared within their pipeline stage, where all have the same work."""
+    """Seconds a step over all ranks, and the rank that is the slowest for its work."""
 
     own_time_min_s: float
     own_time_median_s: float
@@ -16,10 +90,14 @@ class StragglerStats:
     slowest_rank: int
     slowest_host: str
     slowest_ratio: float
-    """Its own time divided by the median of its stage. own_time_max_s may be of another stage, which has more work."""
+    """Its own time divided by the expected one. own_time_max_s may be of another stage, which has more work."""
+    slowest_phase: str
     data_wait_max_s: float
     data_wait_rank: int
     data_wait_host: str
+    straggler_ranks: tuple[int, ...]
+    stragglers: str
+    """Text that names the stragglers, their phases and delays; empty: there are none."""
 
     def __str__(self) -> str:
         low, median, high = (
@@ -27,39 +105,95 @@ class StragglerStats:
         )
         return (
             f"own time (ms): min {low}, median {median}, max {high}"
-            f" | slowest: rank {self.slowest_rank} on {self.slowest_host}, {self.slowest_ratio:.2f} x its stage"
+            f" | slowest: rank {self.slowest_rank} on {self.slowest_host}, {self.slowest_ratio:.2f} x as expected"
             f" | longest wait for data (ms): {self.data_wait_max_s * 1000:.1f} on rank {self.data_wait_rank}"
+            + (f" | straggler: {self.stragglers}" if self.stragglers else "")
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class RankTimes:
-    """Seconds a step of a single rank."""
-
-    stage: int
-    host: str
-    own_s: float
-    data_wait_s: float
-
-
-def straggler_stats(times: list[RankTimes]) -> StragglerStats:
+def straggler_stats(times: Sequence[RankTimes]) -> StragglerStats:
     """Return the statistics of all ranks' times, given in order of rank."""
-    own = [each.own_s for each in times]
-    medians = {
-        stage: statistics.median(each.own_s for each in times if each.stage == stage)
-        for stage in {each.stage for each in times}
-    }
-    ratios = [each.own_s / medians[each.stage] if medians[each.stage] > 0 else 1.0 for each in times]
-    slowest = max(range(len(times)), key=ratios.__getitem__)
-    waiting = max(range(len(times)), key=lambda rank: times[rank].data_wait_s)
+    times = _with_equal_data(times)
+    found = [slowness(one, [other for other in times if other is not one]) for one in times]
+    slowest = max(found, key=lambda each: (each.is_straggler, each.ratio))
+    stragglers = sorted((each for each in found if each.is_straggler), key=lambda each: -each.excess_s)
+    own = [sum(each.own) for each in times]
+    data = OWN_PHASES.index(DATA)
+    waiting = max(times, key=lambda each: each.own[data])
+    more = [f"and {len(stragglers) - SHOWN} more"] if len(stragglers) > SHOWN else []
     return StragglerStats(
         own_time_min_s=min(own),
         own_time_median_s=statistics.median(own),
         own_time_max_s=max(own),
-        slowest_rank=slowest,
-        slowest_host=times[slowest].host,
-        slowest_ratio=ratios[slowest],
-        data_wait_max_s=times[waiting].data_wait_s,
-        data_wait_rank=waiting,
-        data_wait_host=times[waiting].host,
+        slowest_rank=slowest.place.rank,
+        slowest_host=slowest.place.host,
+        slowest_ratio=slowest.ratio,
+        slowest_phase=slowest.phase,
+        data_wait_max_s=waiting.own[data],
+        data_wait_rank=waiting.place.rank,
+        data_wait_host=waiting.place.host,
+        straggler_ranks=tuple(each.place.rank for each in stragglers),
+        stragglers="; ".join([*map(str, stragglers[:SHOWN]), *more]),
     )
+
+
+def slowness(one: RankTimes, others: Sequence[RankTimes]) -> Slowness:
+    """Return a rank's own time against that expected of it, in the way in which it is the slowest."""
+    if not others:
+        return _against(one, one.own, "itself", SLOWER)
+    peers = [other for other in others if other.place.stage == one.place.stage]
+    if peers:
+        found = [_against(one, _medians(peers, lambda peer: peer.own), "the other ranks of its stage", SLOWER)]
+    else:
+        found = [_against(one, _planned(one, others), "the other stages by their FLOPs", SLOWER_THAN_PLAN)]
+    changes = [sum(other.own) / sum(other.earlier) for other in others if other.earlier and sum(other.earlier) > 0]
+    if one.earlier is not None and len(changes) == len(others):
+        change = statistics.median(changes)
+        found.append(_against(one, tuple(change * s for s in one.earlier), "its earlier steps", SLOWER))
+    return max(found, key=lambda each: (each.is_straggler, each.ratio))
+
+
+def _against(one: RankTimes, expected: Times, basis: str, limit: float) -> Slowness:
+    total_s, expected_s = sum(one.own), sum(expected)
+    excess_s = total_s - expected_s
+    phase_excess_s, phase = max((s - e, name) for s, e, name in zip(one.own, expected, OWN_PHASES, strict=True))
+    ratio = total_s / expected_s if expected_s > 0 else 1.0
+    is_straggler = one.num_steps >= MIN_STEPS and ratio > limit and excess_s > LEAST_DELAY * one.step_s
+    return Slowness(one.place, ratio, excess_s, phase, phase_excess_s, basis, is_straggler)
+
+
+def _medians(times: Sequence[RankTimes], of: Callable[[RankTimes], Times]) -> Times:
+    return tuple(statistics.median(values) for values in zip(*map(of, times), strict=True))
+
+
+def _planned(one: RankTimes, others: Sequence[RankTimes]) -> Times:
+    """Return the times that the plan expects from those of the other stages.
+
+    Work that is a fraction of the others' is not expected to take that fraction: small models are bound by the number
+    of operators, not by their size.
+    """
+
+    def scaled(other: RankTimes) -> Times:
+        shares = zip(one.place.work, other.place.work, other.own, strict=True)
+        return tuple(seconds * max(1.0, mine / theirs if theirs else 1.0) for mine, theirs, seconds in shares)
+
+    return _medians(others, scaled)
+
+
+def _with_equal_data(times: Sequence[RankTimes]) -> list[RankTimes]:
+    """Return the times of passes as if all data-parallel ranks had as many positions: packing makes rows unequal."""
+    positions: dict[int, float] = {}
+    for each in times:
+        positions[each.place.replica] = max(each.positions, positions.get(each.place.replica, 0.0))
+    mean = statistics.mean(positions.values())
+    if not all(positions.values()):
+        return list(times)
+
+    def scaled(each: RankTimes) -> RankTimes:
+        share = mean / positions[each.place.replica]
+        own = zip(each.own, OWN_PHASES, strict=True)
+        return dataclasses.replace(
+            each, own=tuple(s * share if phase in (FORWARD, BACKWARD) else s for s, phase in own)
+        )
+
+    return [scaled(each) for each in times]

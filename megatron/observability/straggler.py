@@ -1,103 +1,90 @@
 """Measurement of each rank's own work, which shows a slow rank: the whole step takes equally long on all of them.
 
-Own work is the forward passes and the wait for the rank's own data. Where tensor-parallel ranks wait for each other
-inside a forward pass, only the parts between their collectives count: from the output of a column-parallel layer to the
-input of the row-parallel one after it. On accelerators the times come from events, which are read with the log line: no
-step waits for the host.
+Own work is the forward and backward passes, the update, and the wait for the rank's own data, without the waits for
+other ranks in between (parallel/phase_clock.py). Each rank keeps the times of its last steps; the log line gathers
+their medians to rank 0, which compares them (rank_times.py).
 """
 
 from __future__ import annotations
 
+import math
 import socket
-import time
-from collections.abc import Iterator
-from typing import Any
+import statistics
+from collections import deque
+from collections.abc import Sequence
 
-from torch import nn
-
-from megatron.observability.rank_times import RankTimes, StragglerStats, straggler_stats
+from megatron.config.options import Config
+from megatron.observability.rank_stats import gather_numbers
+from megatron.observability.rank_times import OWN_PHASES, RankPlace, RankTimes, StragglerStats, straggler_stats
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.phase_clock import WAIT
+from megatron.planning.pipeline import stage_work
+
+WINDOW = 16
+"""Steps whose median is compared, and first steps that a rank is later compared with."""
+WARM_UP = 1
+"""First steps that are not counted: they allocate and compile."""
+COLUMNS = (*OWN_PHASES, WAIT, "step")
 
 
 class Straggler:
-    """Measures this rank's training steps once it is created."""
+    """Measures this rank's training steps once it is created. Collective."""
 
-    def __init__(self, ctx: ParallelContext, module: nn.Module):
-        """`module`: the module whose call is the forward pass of a microbatch."""
+    def __init__(self, ctx: ParallelContext, config: Config, num_trained: int):
+        """`num_trained`: trained parameters that this rank updates."""
         self._ctx = ctx
-        self._steps = 0
-        self._data_wait_s = self._own_s = 0.0
-        self._pairs: list[tuple[Any, Any]] = []
-        self._makes_events = ctx.device.type != "cpu"
-        for first, at_output, last, at_input in _sections(ctx, module):
-            began: list[Any] = []
-            # torch calls hooks with the module and its inputs (and outputs)
-            begin = _Begin(self, began)
-            finish = _Finish(self, began)
-            (first.register_forward_hook if at_output else first.register_forward_pre_hook)(begin)
-            (last.register_forward_pre_hook if at_input else last.register_forward_hook)(finish)
+        self._times: deque[list[float]] = deque(maxlen=WINDOW)
+        self._positions: deque[int] = deque(maxlen=WINDOW)
+        self._earlier: list[float] | None = None
+        self._left_out = WARM_UP
+        ctx.clock.start(ctx.device)
+        own = (socket.gethostname(), str(ctx.device), ctx.stage, ctx.grad_rank, num_trained)
+        flops = stage_work(config)
+        self._places = [
+            RankPlace(rank, host, device, stage, replica, (*flops[stage], float(trained), 0.0))
+            for rank, (host, device, stage, replica, trained) in enumerate(ctx.gather_objects(own))
+        ]
 
-    def add_data_wait(self, seconds: float) -> None:
-        """Add the time that a step waited for its data."""
-        self._data_wait_s += seconds
+    def count_step(self, num_positions: int) -> None:
+        """Count a step that the clock has measured; `num_positions`: of the data that this rank has read for it."""
+        self._positions.append(num_positions)
 
-    def count_step(self) -> None:
-        self._steps += 1
+    def read(self) -> StragglerStats | None:
+        """Return the statistics over all ranks' last steps on rank 0; None elsewhere, and before the second step.
 
-    def _mark(self) -> Any:
-        if not self._makes_events:
-            return time.perf_counter()
-        from deepspeed.accelerator import get_accelerator
-
-        event = get_accelerator().Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _add(self, begin: Any, end: Any) -> None:
-        if self._makes_events:
-            self._pairs.append((begin, end))
-        else:
-            self._own_s += end - begin
-
-    def read(self) -> StragglerStats:
-        """Return the statistics over all ranks since the previous call. Collective.
-
-        The device must have ended the last step.
+        Collective over the host's network. The device must have ended the last step.
         """
-        for begin, end in self._pairs:
-            self._own_s += begin.elapsed_time(end) / 1000
-        steps = max(1, self._steps)
-        mine = RankTimes(self._ctx.stage, socket.gethostname(), self._own_s / steps, self._data_wait_s / steps)
-        self._steps, self._own_s, self._data_wait_s = 0, 0.0, 0.0
-        self._pairs.clear()
-        return straggler_stats(self._ctx.gather_objects(mine))
+        for step in self._ctx.clock.read():
+            if self._left_out:
+                self._left_out -= 1
+                continue
+            self._times.append([step.get(name, 0.0) for name in COLUMNS[:-1]] + [sum(step.values())])
+            if self._earlier is None and len(self._times) == WINDOW:
+                self._earlier = _medians(self._times)
+        unknown = [math.nan] * len(COLUMNS)
+        recent = _medians(self._times) if self._times else unknown
+        earlier = unknown if self._earlier is None else self._earlier
+        mine = [len(self._times), sum(self._positions), *recent, *earlier]
+        table = gather_numbers(mine, self._ctx)
+        if not table or not self._times:
+            return None
+        return straggler_stats([_of_row(place, row) for place, row in zip(self._places, table, strict=True)])
 
 
-class _Begin:
-    def __init__(self, straggler: Straggler, began: list[Any]):
-        self._straggler, self._began = straggler, began
-
-    def __call__(self, module: nn.Module, *values: Any) -> None:
-        if module.training:
-            self._began[:] = [self._straggler._mark()]
+def _medians(times: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-class _Finish(_Begin):
-    def __call__(self, module: nn.Module, *values: Any) -> None:
-        if module.training and self._began:
-            self._straggler._add(self._began.pop(), self._straggler._mark())
-
-
-def _sections(ctx: ParallelContext, whole: nn.Module) -> Iterator[tuple[nn.Module, bool, nn.Module, bool]]:
-    """Yield sections without a wait for others: from a module's input (True: output) to one's output (True: input)."""
-    if ctx.tensor_size == 1:
-        yield whole, False, whole, False
-        return
-    for module in whole.modules():
-        children = list(module.children())
-        columns = [child for child in children if isinstance(child, ColumnParallelLinear)]
-        rows = [child for child in children if isinstance(child, RowParallelLinear)]
-        # fewer key and value heads than ranks are gathered in between
-        if columns and rows and getattr(module, "own_kv_head", None) is None:
-            yield columns[-1], True, rows[0], True
+def _of_row(place: RankPlace, row: Sequence[float]) -> RankTimes:
+    num_steps, positions, *times = row
+    recent, earlier = times[: len(COLUMNS)], times[len(COLUMNS) :]
+    own = slice(len(OWN_PHASES))
+    return RankTimes(
+        place,
+        tuple(recent[own]),
+        None if math.isnan(earlier[0]) else tuple(earlier[own]),
+        recent[COLUMNS.index(WAIT)],
+        recent[-1],
+        int(num_steps),
+        positions,
+    )

@@ -1,9 +1,7 @@
 """Timers of a step's phases (data, forward, backward, communication, optimizer), of saves and of evaluations.
 
-A moment counts for the innermost phase that it is in, so phases never overlap: a reduction of gradients inside the
-backward pass is communication, and is subtracted from the backward pass. On CPU a phase is timed by the host's clock.
-On a device, events are recorded in its stream between the phases and compared when the log interval reads the loss: no
-step waits for the device because of a timer, and the times are those of the device.
+A moment counts for the innermost phase that it is in (parallel/phase_clock.py): a reduction of gradients inside the
+backward pass is communication, and is subtracted from the backward pass.
 
 The names are Megatron's. `batch-generator` is the wait for the data, and its transfer to the device.
 """
@@ -12,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +18,7 @@ import torch
 from megatron.observability.lines import TIMER_SUFFIX
 from megatron.observability.rank_stats import RankStats, gather_stats
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.phase_clock import DeviceTicks, HostTicks, PhaseClock
 
 COMMUNICATION = (
     "forward-send",
@@ -42,8 +40,8 @@ class StepTimers:
 
     def __init__(self, level: int, device: torch.device, *, marks: bool = False) -> None:
         self.level, self._marks = level, marks
-        self._host = _Clock(HostTicks())
-        self._device = self._host if device.type == "cpu" else _Clock(DeviceTicks())
+        self._host = PhaseClock(HostTicks())
+        self._device = self._host if device.type == "cpu" else PhaseClock(DeviceTicks())
         self._is_training = True
         self._calls = dict.fromkeys(PER_CALL, 0)
 
@@ -155,70 +153,3 @@ PHASES = {
     "OptimizerStep": "optimizer",
 }
 """Phases by the names of the instructions of DeepSpeed's pipeline schedule (deepspeed.runtime.pipe.schedule)."""
-
-
-class HostTicks:
-    """Clock of the host."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, spans: list[tuple[str, Any, Any]]) -> list[float]:
-        return [end - begin for _, begin, end in spans]
-
-
-class DeviceTicks:
-    """Events of the device's current stream, reused. Their times are known once the device has reached them."""
-
-    def __init__(self) -> None:
-        from deepspeed.accelerator import get_accelerator
-
-        self._make = get_accelerator().Event
-        self._free: list[Any] = []
-
-    def now(self) -> Any:
-        event = self._free.pop() if self._free else self._make(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, spans: list[tuple[str, Any, Any]]) -> list[float]:
-        if not spans:
-            return []
-        spans[-1][2].synchronize()
-        found = [begin.elapsed_time(end) / 1000 for _, begin, end in spans]
-        self._free += {id(event): event for _, *both in spans for event in both}.values()
-        return found
-
-
-class _Clock:
-    """Divides time into spans, each of the innermost phase at that time."""
-
-    def __init__(self, ticks: HostTicks | DeviceTicks) -> None:
-        self._ticks = ticks
-        self._phases: list[str] = []
-        self._since: Any = None
-        self._spans: list[tuple[str, Any, Any]] = []
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self._cut()
-        self._phases.append(name)
-        try:
-            yield
-        finally:
-            self._cut()
-            self._phases.pop()
-
-    def _cut(self) -> None:
-        now = self._ticks.now()
-        if self._phases:
-            self._spans.append((self._phases[-1], self._since, now))
-        self._since = now
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds of each phase since the previous call. Call it outside all phases."""
-        spans, self._spans = self._spans, []
-        totals_s: dict[str, float] = {}
-        for (name, _, _), seconds in zip(spans, self._ticks.seconds(spans), strict=True):
-            totals_s[name] = totals_s.get(name, 0.0) + seconds
-        return totals_s

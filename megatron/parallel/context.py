@@ -18,6 +18,7 @@ from megatron.parallel.adapter_layout import AdapterSwitch
 from megatron.parallel.deferred import DeferredGradients
 from megatron.parallel.finite_checks import FiniteChecks
 from megatron.parallel.fp8_passes import Fp8Passes
+from megatron.parallel.phase_clock import StepClock
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shards import LayoutError
 
@@ -142,6 +143,8 @@ class ParallelContext:
     checks: FiniteChecks = field(default_factory=FiniteChecks)
     """Checks of what this rank computed in its last step."""
     fp8: Fp8Passes = field(default_factory=Fp8Passes)
+    clock: StepClock = field(default_factory=StepClock)
+    """Times of what this rank computed itself in its last steps."""
     deferred: DeferredGradients | None = None
     """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""
 

@@ -28,6 +28,7 @@ from megatron.parallel.mappings import (
     reduce_scatter_into,
 )
 from megatron.parallel.nf4 import QuantizedWeight
+from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import Shard, Shards
 from megatron.parallel.weight_gradient import add_product, own_sum
 
@@ -201,7 +202,8 @@ class _ColumnLinear(torch.autograd.Function):
         if needs_x:
             grad_x = grad_full = grad @ weight
             if gathering is not None:
-                wait_for([gathering])
+                with ctx.clock.phase(WAIT):
+                    wait_for([gathering])
             ctx.checks.partial(grad_full)
             if ctx.sequence_parallel:
                 grad_x = grad_full.new_empty((grad_full.shape[0] // ctx.tensor_size, *grad_full.shape[1:]))
@@ -209,13 +211,15 @@ class _ColumnLinear(torch.autograd.Function):
             else:
                 reducing = dist.all_reduce(grad_x, group=ctx.tensor_group, async_op=True)
         elif gathering is not None:
-            wait_for([gathering])
+            with ctx.clock.phase(WAIT):
+                wait_for([gathering])
         gathers_later = ctx.sequence_parallel and defers
         gradients = function.parameters.gradients(
             (needs_weight, needs_bias), grad, lambda: all_gather_rows(x, ctx) if gathers_later else full
         )
         if reducing is not None:
-            wait_for([reducing])
+            with ctx.clock.phase(WAIT):
+                wait_for([reducing])
         return grad_x, *gradients, None
 
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.loss_chunks import chunk_size, chunks
 from megatron.parallel.mappings import enter_tensor_region
+from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import shard_of
 from megatron.parallel.softmax import RowSums, normalise_, row_sums, softmax_, sum_dtype
 from megatron.parallel.weight_gradient import GradientSum, WeightGradient, scaled
@@ -121,7 +122,8 @@ def join_rows(own: RowSums, columns_CK: Tensor, ctx: ParallelContext) -> tuple[R
     mine = torch.cat([torch.stack([*own]), columns_CK.t()])
     parts = [torch.empty_like(mine) for _ in range(ctx.tensor_size)]
     ctx.checks.partial(own.total)
-    dist.all_gather(parts, mine, group=ctx.tensor_group)
+    with ctx.clock.phase(WAIT):
+        dist.all_gather(parts, mine, group=ctx.tensor_group)
     gathered = torch.stack(parts)
     peaks, totals = gathered[:, 0], gathered[:, 1]
     peak = peaks.amax(0)

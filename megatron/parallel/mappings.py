@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import LayoutError
 
 # torch 2.13 renamed these two; Habana's torch still has the old names
@@ -26,14 +27,17 @@ def all_reduce(x: Tensor, ctx: ParallelContext) -> Tensor:
     """Sum over the tensor-parallel ranks; a new tensor, no autograd."""
     ctx.checks.partial(x)
     x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=ctx.tensor_group)
+    with ctx.clock.phase(WAIT):
+        dist.all_reduce(x, group=ctx.tensor_group)
     return x
 
 
 def all_gather_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
     """[S/tp, ...] of each rank -> [S, ...]; no autograd."""
     full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
-    all_gather_into(full, x.contiguous(), group=ctx.tensor_group)
+    x = x.contiguous()
+    with ctx.clock.phase(WAIT):
+        all_gather_into(full, x, group=ctx.tensor_group)
     return full
 
 
@@ -43,7 +47,9 @@ def reduce_scatter_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
         raise LayoutError(f"{x.shape[0]} rows cannot be split over {ctx.tensor_size} tensor-parallel ranks")
     ctx.checks.partial(x)
     own = x.new_empty((x.shape[0] // ctx.tensor_size, *x.shape[1:]))
-    reduce_scatter_into(own, x.contiguous(), group=ctx.tensor_group)
+    x = x.contiguous()
+    with ctx.clock.phase(WAIT):
+        reduce_scatter_into(own, x, group=ctx.tensor_group)
     return own
 
 

@@ -30,6 +30,8 @@ class TensorRanks(Protocol):
     def sequence_parallel(self) -> bool: ...
     @property
     def checks(self) -> Any: ...
+    @property
+    def clock(self) -> Any: ...
 
 
 class DeclaresShards(Protocol):
@@ -273,10 +275,13 @@ def _summed(gradient: Tensor, ctx: TensorRanks) -> Tensor:
     import torch
     import torch.distributed as dist
 
+    from megatron.parallel.phase_clock import WAIT
+
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
     ctx.checks.partial(total.view(-1))
-    dist.all_reduce(total, group=ctx.tensor_group)
+    with ctx.clock.phase(WAIT):
+        dist.all_reduce(total, group=ctx.tensor_group)
     return total.to(gradient.dtype)
 
 

@@ -138,6 +138,18 @@ def _best_cuts(
     return found[len(holds)]
 
 
+def stage_work(config: Config) -> list[tuple[float, float]]:
+    """Return the FLOPs of forward and backward for one token, for each stage: all its chunks and tensor ranks."""
+    flops = layer_flops(config)
+    return [
+        (
+            float(sum(layer.forward for start, stop in ranges for layer in flops[start:stop])),
+            float(sum(layer.backward for start, stop in ranges for layer in flops[start:stop])),
+        )
+        for ranges in stage_ranges(config, declared_layers(config))
+    ]
+
+
 def cost_shares(config: Config, bounds: Sequence[int]) -> list[float]:
     """Return the share of each range in the FLOPs of a microbatch: `layer_flops`."""
     flops = [layer.total for layer in layer_flops(config)]

@@ -52,18 +52,15 @@ class FaultOrigin:
         return f"{self.names}: {self.kind}: {self.what}" if self.names else self.what
 
 
-def find_origin(records: Sequence[StepRecord], num_stages: int, *, sees_gradients: bool = True) -> FaultOrigin:
-    """Return the origin of a step whose loss or gradient is not finite, from the records of all ranks.
-
-    `sees_gradients` False: DeepSpeed sums the gradients, and no rank has seen its own.
-    """
+def find_origin(records: Sequence[StepRecord], num_stages: int) -> FaultOrigin:
+    """Return the origin of a step whose loss or gradient is not finite, from the records of all ranks."""
     if damaged := [record for record in records if record.bad_weights]:
         return _bad_weights(damaged, records)
     places = {(record.stage, record.grad_rank, record.tensor_rank): record for record in records}
     bad = [record for record in records if record.first is not None]
     origins = [record for record in bad if not _follows(record, records, places, num_stages)]
     if not origins:
-        return _unseen(sees_gradients)
+        return FaultOrigin(LINK, (), "", "what each rank computed was finite; their sum is not: a link, or an overflow")
     kinds = {record.rank: _kind(record) for record in origins}
     # a device's fault is rarer than bad data, and says more
     kind, what = min(kinds.values(), key=lambda found: (LINK, DEVICE, DATA, UNKNOWN).index(found[0]))
@@ -117,12 +114,6 @@ def _bad_weights(damaged: Sequence[StepRecord], records: Sequence[StepRecord]) -
     if len(copies) > 1 and all(record in holders for record in copies):
         return _named(WEIGHTS, holders, f"{name} is not finite on all its ranks, since an earlier step or a load")
     return _named(DEVICE, holders, f"its weights are not finite ({', '.join(damaged[0].bad_weights)})")
-
-
-def _unseen(sees_gradients: bool) -> FaultOrigin:
-    if sees_gradients:
-        return FaultOrigin(LINK, (), "", "what each rank computed was finite; their sum is not: a link, or an overflow")
-    return FaultOrigin(UNKNOWN, (), "", "the losses are finite; ZeRO-2, ZeRO-3 and offload hide whose gradient is not")
 
 
 def _named(kind: str, records: Sequence[StepRecord], what: str) -> FaultOrigin:

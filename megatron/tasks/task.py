@@ -47,6 +47,12 @@ class Microbatch:
     beside: Microbatch | None = None
     """Another one, over which `Task.before_step` has forward passes made."""
 
+    @property
+    def num_positions(self) -> int:
+        """Rows times length of the input."""
+        tensor = self.inputs[0] if isinstance(self.inputs, tuple) else self.inputs
+        return int(tensor.shape[:2].numel())
+
 
 class LabelPlace(NamedTuple):
     """Labels of one sample in a microbatch."""

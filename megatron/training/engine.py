@@ -111,11 +111,6 @@ class Engine(ABC):
         return self.deepspeed.module  # type: ignore[no-any-return]
 
     @property
-    @abstractmethod
-    def called_module(self) -> nn.Module:
-        """The module whose call is the forward pass of one microbatch on this rank."""
-
-    @property
     def reads_data(self) -> bool:
         """This rank feeds inputs or targets: inner stages do not."""
         return self.ctx.is_first_stage or self.ctx.is_last_stage

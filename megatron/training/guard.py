@@ -142,8 +142,7 @@ class Guard:
         suspect = max((suspect for suspect, _ in found if suspect is not None), key=_badness, default=None)
         if result.is_finite:
             return suspect, None
-        sees_gradients = hasattr(self._engine.deepspeed.optimizer, "buffers") or ctx.grad_size == 1
-        origin = find_origin([record for _, record in found], ctx.num_stages, sees_gradients=sees_gradients)
+        origin = find_origin([record for _, record in found], ctx.num_stages)
         return (None if suspect is None or math.isfinite(suspect.loss) else suspect), origin
 
     def _documents_of(self, suspect: Suspect | None) -> list[dict[str, Any]]:

@@ -26,12 +26,16 @@ from torch import Tensor, nn
 
 from megatron.config.options import Config
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
+from megatron.parallel.phase_clock import WAIT
 from megatron.planning.zero import reduce_bucket_size, zero_settings
 from megatron.training.optimizer import clip_divisor
 from megatron.training.reduction import GradientBuffers, ReductionOptions
 
 Group = tuple[Tensor, list[tuple[nn.Parameter, int]]]
 """A flat buffer, and its parameters with the index of their first number."""
+ZERO_3_REDUCTION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+"""Method of ZeRO-3's optimizer that sums a bucket of gradients, by the name that Python gives it."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -92,6 +96,7 @@ def lean(engine: Any, config: Config, ctx: ParallelContext) -> None:
         return
     if stage >= 2 or config.optimizer.offload_optimizer:
         optimizer.unscale_and_clip_grads = partial(_clip_in_update, optimizer)
+        _check_before_reduction(optimizer, ctx)
         _grow_scale_after_update(optimizer)
         return
     if stage == 0:
@@ -164,6 +169,26 @@ def _reduce_through(engine: Any, buffers: GradientBuffers | None, *, is_bare: bo
         engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceGrads: finish}
         if buffers is not None:
             engine._INSTRUCTION_MAP |= {ReduceTiedGrads: lambda _: buffers.sum_tied()}
+
+
+def _check_before_reduction(optimizer: Any, ctx: ParallelContext) -> None:
+    """Check this rank's own gradients before DeepSpeed sums them, and count the sum as a wait for other ranks."""
+    name = ZERO_3_REDUCTION if hasattr(optimizer, ZERO_3_REDUCTION) else "average_tensor"
+    reduce = getattr(optimizer, name)
+
+    def call(*arguments: Any) -> None:
+        if name == ZERO_3_REDUCTION:
+            # by dtype, which DeepSpeed 0.16 does not distinguish
+            bucket = optimizer.ipg_buckets[arguments[0]].params if arguments else optimizer.params_in_ipg_bucket
+            own = [parameter.grad for parameter in bucket]
+        else:
+            own = [arguments[0]]
+        for gradients in own:
+            ctx.checks.whole(gradients, GRADIENT, PassPlace(UPDATE))
+        with ctx.clock.phase(WAIT):
+            reduce(*arguments)
+
+    setattr(optimizer, name, call)
 
 
 def _grow_scale_after_update(optimizer: Any) -> None:

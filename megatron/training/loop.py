@@ -22,6 +22,8 @@ from megatron.observability.profiling import Profile
 from megatron.observability.step_metrics import StepMetrics
 from megatron.observability.straggler import Straggler
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.phase_clock import DATA
+from megatron.parallel.shards import named_parameters
 from megatron.planning.progress import Progress
 from megatron.planning.schedule import Schedule
 from megatron.resilience.errors import TrainingAborted
@@ -149,7 +151,10 @@ class Loop:
             from megatron.training.task_evaluation import TaskEvaluation
 
             self._interludes.append(TaskEvaluation(*parts))
-        self._straggler = Straggler(ctx, self.engine.called_module) if config.logging.log_straggler else None
+        self._straggler = Straggler(ctx, config, self._num_trained()) if config.logging.log_straggler else None
+
+    def _num_trained(self) -> int:
+        return sum(p.numel() for _, p in named_parameters(self.engine.module) if p.requires_grad)
 
     def _error(self) -> str | None:
         """Return what on this rank is to end the run: the error of a callback, or saves that fail."""
@@ -243,20 +248,21 @@ class Loop:
         if progress.leaves_out(begin, begin + size):
             self._batches.seek(begin + size)
         else:
-            with engine.timers.on_host("batch-generator"):
-                microbatches = self._next_batch() if engine.reads_data else []
-                num_microbatches = len(microbatches) if engine.reads_data else len(self._plan(begin)[1])
-            self.watchdog.phase("train", step)
-            result = engine.train_step(
-                microbatches,
-                num_microbatches=num_microbatches,
-                consumed_samples=begin,
-                lr=lr,
-                weight_decay=self.schedule.weight_decay(begin),
-            )
+            with engine.ctx.clock.step():
+                with engine.timers.on_host("batch-generator"), engine.ctx.clock.phase(DATA):
+                    microbatches = self._next_batch() if engine.reads_data else []
+                    num_microbatches = len(microbatches) if engine.reads_data else len(self._plan(begin)[1])
+                self.watchdog.phase("train", step)
+                result = engine.train_step(
+                    microbatches,
+                    num_microbatches=num_microbatches,
+                    consumed_samples=begin,
+                    lr=lr,
+                    weight_decay=self.schedule.weight_decay(begin),
+                )
             accelerator.mark_step()
             if self._straggler is not None:
-                self._straggler.count_step()
+                self._straggler.count_step(sum(batch.num_positions for batch in microbatches))
         progress.iteration = step
         progress.consumed_samples += size
         progress.skipped_iterations += result is None or result.skipped
@@ -278,17 +284,13 @@ class Loop:
 
     def _next_batch(self) -> list[Microbatch]:
         """Return this rank's microbatches. Raises DataError where there are none: other ranks may have some."""
-        began_s = time.perf_counter()
         try:
-            microbatches = next(self._batches)
+            return next(self._batches)
         except StopIteration:
             raise DataError(
                 f"this rank has no data after {self._batches.consumed_samples} samples, though the run continues; "
                 "give every host the same files"
             ) from None
-        if self._straggler is not None:
-            self._straggler.add_data_wait(time.perf_counter() - began_s)
-        return microbatches
 
     def _log_step(self, result: StepResult | None, lr: float, size: int) -> None:
         """`result` None: the last step of the interval was left out."""

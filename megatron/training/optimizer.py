@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from megatron.config.options import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
+from megatron.parallel.phase_clock import OPTIMIZER, WAIT
 from megatron.parallel.shards import Shard, shard_of
 from megatron.training.losses import StepLosses
 from megatron.training.spikes import SpikeDetector
@@ -55,6 +57,7 @@ class UpdateGate:
     ) -> None:
         self._ctx, self._state, self._losses, self._detector = ctx, state, losses, detector
         self._facts: _Facts | None = None
+        self.clock = ctx.clock
         self.observation: Observation | None = None
         """The one of this step; None until the optimizer steps."""
         self.sees_stop: Callable[[], bool] = lambda: False
@@ -72,13 +75,14 @@ class UpdateGate:
         `counted`: this rank's gradients, `scale` times too large, each number of the model's on one rank alone;
         `uncounted`: copies of what other ranks count. Collective over all ranks; waits for nothing.
         """
-        squares = torch.zeros((), dtype=torch.float32, device=self._ctx.device)
-        if counted:
-            norms = torch._foreach_norm(counted, dtype=torch.float32)
-            squares = torch.stack(norms).square().sum() / scale**2
-        if self._ctx.grad_size == 1:  # this rank's own gradient: otherwise it was checked before the sum
-            self._ctx.checks.whole(squares, GRADIENT, PassPlace(UPDATE))
-        self._facts = self._reduce(squares, uncounted)
+        with self.clock.phase(OPTIMIZER):
+            squares = torch.zeros((), dtype=torch.float32, device=self._ctx.device)
+            if counted:
+                norms = torch._foreach_norm(counted, dtype=torch.float32)
+                squares = torch.stack(norms).square().sum() / scale**2
+            if self._ctx.grad_size == 1:  # this rank's own gradient: otherwise it was checked before the sum
+                self._ctx.checks.whole(squares, GRADIENT, PassPlace(UPDATE))
+            self._facts = self._reduce(squares, uncounted)
         return self._facts.sums[1].sqrt_().clone()
 
     def is_norm_finite(self) -> bool:
@@ -137,7 +141,8 @@ class UpdateGate:
             seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
         sums[2] = (~torch.isfinite(torch.cat(seen))).any()
         if ctx.world_size > 1:
-            dist.all_reduce(sums)
+            with ctx.clock.phase(WAIT):
+                dist.all_reduce(sums)
         return _Facts(sums)
 
 
@@ -276,13 +281,14 @@ def _gated(cls: Any) -> Any:
             divisor, self.divisor = self.divisor, None
             if self.gate is not None and not self.gate.is_open():
                 return None
-            if divisor is not None and not self.defaults.get("fused"):
-                torch._foreach_div_(
-                    [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None], divisor
-                )
-                divisor = None
-            self.grad_scale = divisor  # torch's fused kernels divide by it while they read the gradient
-            return super().step(closure)
+            with contextlib.nullcontext() if self.gate is None else self.gate.clock.phase(OPTIMIZER):
+                if divisor is not None and not self.defaults.get("fused"):
+                    torch._foreach_div_(
+                        [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None], divisor
+                    )
+                    divisor = None
+                self.grad_scale = divisor  # torch's fused kernels divide by it while they read the gradient
+                return super().step(closure)
 
     return _named_as(Gated, cls)
 

@@ -46,10 +46,6 @@ class PipelineEngine(Engine):
                 kind: self.trace.recorded(kind.__name__, method) for kind, method in engine._INSTRUCTION_MAP.items()
             }
 
-    @property
-    def called_module(self) -> nn.Module:
-        return self.module  # the pipeline engine calls it itself
-
     def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         table = self.deepspeed._INSTRUCTION_MAP
         last = WeightPass if self.config.parallel.schedule == "zero-bubble" else BackwardPass

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.distributed_waits import wait_for
 from megatron.parallel.finite_checks import GRADIENT, TIED, UPDATE, PassPlace
+from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import shard_of
 from megatron.parallel.weight_gradient import GradientSum
 
@@ -198,7 +199,8 @@ class GradientBuffers:
             if slot.tied_group is not None:
                 self._zero_missing(slot)
                 self._ctx.checks.whole(slot.view, TIED, PassPlace(UPDATE))
-                dist.all_reduce(slot.view, group=slot.tied_group)
+                with self._ctx.clock.phase(WAIT):
+                    dist.all_reduce(slot.view, group=slot.tied_group)
                 self._complete(slot)
 
     @torch.no_grad()
@@ -211,7 +213,8 @@ class GradientBuffers:
             self._start(bucket)
         self._next = len(self._buckets)
         for bucket in self._buckets:
-            wait_for([bucket.work])
+            with self._ctx.clock.phase(WAIT):
+                wait_for([bucket.work])
             if bucket.sent is not None and bucket.owner in (None, self._ctx.grad_rank):
                 bucket.sums.copy_(bucket.sent)
             bucket.work = bucket.sent = None
@@ -242,11 +245,12 @@ class GradientBuffers:
             tensor = bucket.sent = tensor.to(options.dtype)
         if options.scale_before != 1.0:
             tensor.mul_(options.scale_before)
-        if bucket.owner is None:
-            bucket.work = dist.all_reduce(tensor, group=group, async_op=True)
-        else:
-            owner = dist.get_global_rank(group, bucket.owner)
-            bucket.work = dist.reduce(tensor, owner, group=group, async_op=True)
+        with self._ctx.clock.phase(WAIT):
+            if bucket.owner is None:
+                bucket.work = dist.all_reduce(tensor, group=group, async_op=True)
+            else:
+                owner = dist.get_global_rank(group, bucket.owner)
+                bucket.work = dist.reduce(tensor, owner, group=group, async_op=True)
 
     @staticmethod
     def _zero_missing(slot: _Slot) -> None:

@@ -34,10 +34,6 @@ class SequentialEngine(Engine):
         backward = self.passes.counted("BackwardPass", marked(engine.backward))
         self._backward = self.trace.recorded("BackwardPass", backward)
 
-    @property
-    def called_module(self) -> nn.Module:
-        return self.deepspeed  # type: ignore[no-any-return]  # called itself
-
     def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         self._forward = around(self._forward, before=before_forward)
         self._backward = around(self._backward, after=after_backward)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import BACKWARD, FORWARD, RECEIVED, SENT, PassPlace
+from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import named_parameters
 from megatron.resilience.attribution import StepRecord
 
@@ -23,7 +24,7 @@ class PassCounter:
     """Counts the passes and messages of a step: every schedule runs the microbatches of a chunk in order."""
 
     def __init__(self, ctx: ParallelContext) -> None:
-        self._checks = ctx.checks
+        self._checks, self._clock = ctx.checks, ctx.clock
         self._counts: Counter[tuple[str, int]] = Counter()
 
     def begin_step(self) -> None:
@@ -39,7 +40,8 @@ class PassCounter:
 
         def call(*arguments: Any, **options: Any) -> Any:
             self._checks.place = self.place(name, DIRECTIONS[name], options.get("chunk", 0))
-            return function(*arguments, **options)
+            with self._clock.phase(DIRECTIONS[name]):
+                return function(*arguments, **options)
 
         return call
 
@@ -51,7 +53,8 @@ class PassCounter:
             if name in SENDS:
                 place = self.place(name, SENDS[name], chunk)
                 self._checks.whole(_message(engine, name, buffer_id, chunk), SENT, place)
-            function(engine, buffer_id, **options)
+            with self._clock.phase(WAIT):
+                function(engine, buffer_id, **options)
             if name in RECEIPTS:
                 place = self.place(name, RECEIPTS[name], chunk)
                 self._checks.whole(_message(engine, name, buffer_id, chunk), RECEIVED, place)

@@ -418,7 +418,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "compiled straggler": (
         "--log-straggler --torch-compile --tensor-model-parallel-size 2",
         2,
-        "tensor_model_parallel_size=2 is above 1, which it cannot",
+        "tensor_model_parallel_size=2 brings, which it cannot see",
         "turn one of the two off",
     ),
 }

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from megatron.observability.lines import step_columns
-from megatron.observability.rank_times import RankTimes, straggler_stats
+from megatron.observability.rank_times import straggler_stats
 from megatron.observability.step_metrics import Speed
 from tests.observability.test_metrics import STEP
+from tests.observability.test_rank_times import rank_times
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEED = Speed(128.0, 16384.0, 4096.0, 0.0123, None)
@@ -156,7 +157,6 @@ def test_compact_rows_in_a_pipe_have_no_bar(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [20, 60, 79, 99])
 def test_columns_of_a_step_fit_the_width_or_are_left_out(width: int) -> None:
-    times = [RankTimes(0, "a", 1.0, 0.0), RankTimes(0, "b", 3.0, 0.5)]
     step = dataclasses.replace(
         STEP,
         iteration=123456,
@@ -164,7 +164,7 @@ def test_columns_of_a_step_fit_the_width_or_are_left_out(width: int) -> None:
         skipped_iterations=3,
         grad_norm=math.inf,
         lm_loss=math.nan,
-        straggler=straggler_stats(times),
+        straggler=straggler_stats([rank_times(0, 1.0), rank_times(1, 3.0)]),
     )
     columns = step_columns(step, SPEED, 500000, width)
     assert [column.name for column in columns][:2] == ["iteration", "loss"]

@@ -20,9 +20,10 @@ import pytest
 from megatron.config.options import Config, LoggingConfig, TrainingConfig
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_stats import RankStats
-from megatron.observability.rank_times import RankTimes, straggler_stats
+from megatron.observability.rank_times import straggler_stats
 from megatron.observability.step_metrics import Speed, StepMetrics
 from megatron.planning.flops import flops_per_token
+from tests.observability.test_rank_times import rank_times
 
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
 STEP = StepMetrics(
@@ -493,12 +494,13 @@ def test_the_graphs_that_hpu_compiled_are_in_line_and_row(tmp_path: Path, capsys
 
 
 def test_the_spread_over_the_ranks_is_in_line_and_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    times = [RankTimes(0, "a", 1.0, 0.0), RankTimes(0, "b", 1.1, 0.5), RankTimes(1, "c", 3.0, 0.0)]
-    times.append(RankTimes(1, "d", 3.9, 0.0))
+    times = [rank_times(0, 1.0), rank_times(1, 0.7, data_s=0.4), rank_times(2, 3.0, stage=1)]
+    times.append(rank_times(3, 3.9, stage=1))
     with open_log(config_for(tmp_path)) as log:
         log.log_step(at(1, straggler=straggler_stats(times)))
     # rank 3 is slow for its stage, the second one of which all have more to do
-    told = "own time (ms): min 1000.0, median 2050.0, max 3900.0 | slowest: rank 3 on d, 1.13 x its stage"
+    told = "own time (ms): min 1000.0, median 2050.0, max 3900.0 | slowest: rank 3 on node3, 1.30 x as expected"
     assert told in capsys.readouterr().out
     [row] = rows(tmp_path)
     assert (row["slowest_rank"], row["own_time_max_s"], row["data_wait_rank"]) == (3, 3.9, 1)
+    assert row["straggler_ranks"] == []

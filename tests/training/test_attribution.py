@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.parallel.finite_checks import BACKWARD, FORWARD, GRADIENT, RECEIVED, SENT, UPDATE, FirstBad, PassPlace
-from megatron.resilience.attribution import DATA, DEVICE, LINK, UNKNOWN, WEIGHTS, StepRecord, find_origin
+from megatron.resilience.attribution import DATA, DEVICE, LINK, WEIGHTS, StepRecord, find_origin
 from tests.ranks import RankPools
 from tests.training import layouts, planted
 
@@ -15,6 +15,11 @@ SLOW = pytest.mark.slow
 LAYOUTS = [
     pytest.param("", 2, id="DP2"),
     pytest.param("--zero-stage 1 --bf16", 2, id="DP2 ZeRO-1", marks=SLOW),
+    pytest.param("--zero-stage 2", 2, id="DP2 ZeRO-2"),
+    pytest.param("--zero-stage 3", 2, id="DP2 ZeRO-3"),
+    pytest.param("--zero-stage 2 --bf16 --offload-optimizer", 2, id="DP2 ZeRO-2 offload", marks=SLOW),
+    pytest.param("--zero-stage 1 --offload-optimizer", 2, id="DP2 ZeRO-1 offload", marks=SLOW),
+    pytest.param("--zero-stage 3 --bf16 --offload-optimizer", 2, id="DP2 ZeRO-3 offload", marks=SLOW),
     pytest.param(TP, 2, id="TP2"),
     pytest.param(f"{TP} --sequence-parallel", 2, id="TP2 SP", marks=SLOW),
     pytest.param(PP, 2, id="PP2", marks=SLOW),
@@ -67,9 +72,8 @@ def test_weights_are_the_devices_unless_all_copies_are_bad() -> None:
 
 
 def test_a_sum_that_no_rank_explains_names_none() -> None:
-    assert find_origin([record(0, None), record(1, None, replica=1)], 1).kind == LINK
-    hidden = find_origin([record(0, None), record(1, None, replica=1)], 1, sees_gradients=False)
-    assert (hidden.kind, hidden.ranks) == (UNKNOWN, ())
+    found = find_origin([record(0, None), record(1, None, replica=1)], 1)
+    assert (found.kind, found.ranks) == (LINK, ())
 
 
 def test_a_loss_that_is_bad_from_good_activations_is_the_datas(ranks: RankPools) -> None:

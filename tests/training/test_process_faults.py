@@ -83,12 +83,8 @@ CASES = {
 }
 
 
-# how a rank is slowed down, and in which layout: each is measured in another way
-SLOW = {
-    "pipeline engine": ("slow layer", ""),
-    "sequential engine": ("slow layer", "--zero-stage 2"),
-    "tensor parallel": ("slow attention", "--tensor-model-parallel-size 2"),
-}
+# tests/training/test_stragglers.py has the layouts and the phases
+SLOW = {"sequential engine": ("slow layer", "--zero-stage 2")}
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +178,9 @@ def test_a_slow_rank_is_named_though_all_ranks_step_alike(
     assert len(logged) == 2
     for row in logged:
         assert row["slowest_rank"] == 1
-        assert row["slowest_ratio"] > 1.2
         assert row["own_time_min_s"] < row["own_time_max_s"]
-    assert "slowest: rank 1 on " in run.told
+    assert logged[-1]["straggler_ranks"] == [1]
+    assert re.search(r"\| straggler: rank 1 on \S+ \(cpu\): forward \+", run.told), run.told
 
 
 def test_the_table_of_the_docs_and_the_cases_have_the_same_rows() -> None:
