@@ -17,7 +17,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -358,6 +358,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return REFUSED
         return 0
     request, script = parse_command_line(arguments)
+    return run_request(request, (lambda faults: legend(faults, script)) if script is not None else (lambda faults: ""))
+
+
+def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) -> int:
+    """Validate a request and launch it, or print its plan; return the exit status.
+
+    `names_in` returns which of the user's own names set the options that faults name, or "".
+    """
     print_config = "--print-config" in request.train_flags
     request.train_flags = [word for word in request.train_flags if word != "--print-config"]
     try:
@@ -366,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = "1 fault" if len(refused.faults) == 1 else f"{len(refused.faults)} faults"
         lines = [f"refused, {count}; nothing was started or written:", *(f"  - {fault}" for fault in refused.faults)]
         lines += [f"  - warning: {warning}" for warning in refused.warnings]
-        if script is not None and (names := legend(refused.faults, script)):
+        if names := names_in(refused.faults):
             lines.append(f"  ({names})")
         print("\n".join(lines), file=sys.stderr)
         return REFUSED
