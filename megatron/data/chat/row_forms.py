@@ -4,7 +4,8 @@
     sharegpt           {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
     prompt_completion  {"prompt": "...", "completion": "..."}, or lists of messages; `response` for `completion` too
     alpaca             {"instruction": "...", "input": "...", "output": "..."}; Dolly's `context` and `response` too
-    question_answer    {"question": "...", "answer": "..."}; `response` for `answer` too
+    question_answer    {"question": "...", "answer": "..."}; `response` for `answer` too, and stack-exchange-paired's
+                       `response_j`, the preferred one
     text               {"text": "..."}: no prompt, all of it is trained
     template           any columns: a template with {column} gives the prompt, and one column the answer
 
@@ -52,6 +53,7 @@ _PAIRS = (
     ("alpaca", "instruction", "response"),
     ("question_answer", "question", "answer"),
     ("question_answer", "question", "response"),
+    ("question_answer", "question", "response_j"),
 )
 """Form, key of the prompt and key of the answer."""
 _FURTHER = ("input", "context")

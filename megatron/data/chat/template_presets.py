@@ -123,6 +123,17 @@ _VICUNA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'ASSISTANT:' }}{% endif %}"""
 
+_QUESTION_ANSWER = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'system' %}{{- message.content + '\\n\\n' }}
+{%- elif message.role == 'user' %}{{- 'Question: ' + message.content + '\\n\\n' }}
+{%- elif message.role == 'assistant' %}{{- 'Answer: ' + message.content + eos_token }}
+{%- else %}{{ raise_exception('question_answer has no role ' + message.role) }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Answer: ' }}{% endif %}"""
+
 _PLAIN = "{%- for message in messages %}{{- message.content }}{%- endfor %}"
 
 PRESETS: dict[str, Preset] = {
@@ -135,6 +146,7 @@ PRESETS: dict[str, Preset] = {
     "mistral": Preset(_MISTRAL, ("[INST]", "[/INST]")),
     "phi3": Preset(_PHI3, ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")),
     "plain": Preset(_PLAIN, ()),
+    "question_answer": Preset(_QUESTION_ANSWER, ()),
     "vicuna": Preset(_VICUNA, ()),
     "zephyr": Preset(_ZEPHYR, ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")),
 }

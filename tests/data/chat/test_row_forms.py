@@ -77,6 +77,11 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "question_answer of GSM8K": (
         {"question": "a", "answer": "b #### 72"}, chatml("user: a", "assistant: b #### 72"), "b #### 72<|im_end|>",
     ),
+    "question_answer of stack-exchange-paired": (
+        {"qid": 1, "question": "a", "date": "2020", "metadata": ["url"], "response_j": "b", "response_k": "worse"},
+        chatml("user: a", "assistant: b"),
+        "b<|im_end|>",
+    ),
     "question_answer of OpenOrca": (
         {"id": "niv.1", "system_prompt": "S", "question": "a", "response": "b"},
         chatml("system: S", "user: a", "assistant: b"),
