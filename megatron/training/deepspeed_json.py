@@ -161,6 +161,7 @@ def _options(config: Config, data_parallel_size: int) -> dict[str, Agreed]:
         "gradient_allreduce_op": Agreed(("mean",)),
         "managed_gradient_accumulation": Agreed((True,)),
         "wall_clock_breakdown": Agreed((False,), "timing_log_level"),
+        "timers.throughput.enabled": Agreed((False, True)),  # the log line has the throughput, by our own timers
         "bf16.enabled": Agreed((training.bf16,), "bf16"),
         "bf16.bf16_master_weights_and_grads": off,
         "bf16.bf16_optimizer_states": off,

@@ -255,6 +255,9 @@ def test_an_agreement_in_the_options_words_is_not_refused(check: Check) -> None:
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     found = check(offload, "--zero-stage", "1", "--offload-optimizer", "--device", "cpu")["zero_optimization"]
     assert found["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    # as optimum-habana's files have it
+    timers = check({"timers": {"throughput": {"enabled": True, "synchronized": False}}})["timers"]
+    assert timers["throughput"]["enabled"] is False
 
 
 @pytest.mark.parametrize(
