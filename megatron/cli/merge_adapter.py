@@ -40,10 +40,11 @@ def weighted(text: str) -> tuple[Path, float]:
 
 
 def newest_export(folder: Path) -> Path:
-    """Return the newest export in a run's folder of them, such as hf_format/samples_4096; any other folder itself."""
+    """Return the newest export of a run's folder, or of hf_format in it: samples_4096; any other folder itself."""
     if not folder.is_dir() or os.path.lexists(folder / "adapter_config.json"):
         return folder
-    exports = [path for path in folder.iterdir() if EXPORT.fullmatch(path.name)]
+    places = [place for place in (folder, folder / "hf_format") if place.is_dir()]
+    exports = [path for place in places for path in place.iterdir() if EXPORT.fullmatch(path.name)]
     return max(exports, key=lambda path: int(path.name.removeprefix("samples_")), default=folder)
 
 
@@ -79,8 +80,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=weighted,
         metavar="FOLDER[=WEIGHT]",
-        help="adapters of PEFT, or a run's hf_format, whose newest are taken; a weight multiplies what they change "
-        "(default: 1)",
+        help="adapters of PEFT, or a run's folder or its hf_format, whose newest are taken; a weight multiplies what "
+        "they change (default: 1)",
     )
     parser.add_argument(
         "--save", required=True, type=Path, metavar="FOLDER", help="folder to write; must be new or empty"

@@ -120,11 +120,13 @@ def test_the_newest_export_of_a_run_is_merged(tmp_path: Path, capsys: pytest.Cap
     exports = [tmp_path / "run" / "hf_format" / f"samples_{samples}" for samples in (90, 471)]
     for folder in exports:
         write_adapter(folder, weights(tmp_path / "base"), {})
-    for name, given in {"newest": exports[0].parent, "named": exports[1]}.items():
+    folders = {"newest": exports[0].parent, "of_run": tmp_path / "run", "named": exports[1]}
+    for name, given in folders.items():
         assert merge(tmp_path / "base", tmp_path / name, given) == 0
-    same(weights(tmp_path / "newest"), weights(tmp_path / "named"))
+    for name in ("newest", "of_run"):
+        same(weights(tmp_path / name), weights(tmp_path / "named"))
     printed = capsys.readouterr().out
-    assert printed.count(f"adapter: {exports[1]}, the newest export") == 1
+    assert printed.count(f"adapter: {exports[1]}, the newest export") == 2
     assert "warning" not in printed
     assert merge(tmp_path / "base", tmp_path / "both", *exports) == 0
     assert f"warning: 2 adapters are exports of one run, {exports[0].parent}" in capsys.readouterr().out
