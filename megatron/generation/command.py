@@ -117,6 +117,7 @@ OTHER_NAMES = {
     "--use-cuda-graphs": "--use-graphs",
     "--peft-model": "--load",
     "--tokenizer-name": "--tokenizer-model",
+    "--use-chat-template": "--as-chat",
 }
 """Flags of transformers' and optimum-habana's run_generation.py by the names here."""
 WITHOUT_EFFECT = {
@@ -124,6 +125,14 @@ WITHOUT_EFFECT = {
     "--reuse-cache": "the cache is always allocated once and written in place",
     "--trim-logits": "the logits of the last token alone are always computed",
     "--bucket-internal": "lengths of the cache are always rounded up within a batch",
+    "--use-flash-attention": "attention never holds a matrix of all positions",
+    "--flash-attention-recompute": "nothing is kept for a backward pass",
+    "--flash-attention-causal-mask": "attention is always causal",
+    "--limit-hpu-graphs": "only the pass of a token is captured",
+    "--clear-hpu-graphs-cache": "the graphs are freed with the process",
+    "--reduce-recompile": "shapes are always fixed within a batch",
+    "--verbose-workers": "rank 0 prints, and errors name their rank",
+    "--local-rank": "the launcher numbers the ranks",
 }
 REFUSED = {
     "--bucket-size": "lengths are rounded up by a rule of this project; leave it out",
@@ -134,6 +143,17 @@ REFUSED = {
     "--output-dir": "give a file as --output",
     "--penalty-alpha": "contrastive search is not part of this project",
     "--attn-softmax-bf16": "the softmax is computed in float32",
+    "--flash-attention-fast-softmax": "the softmax is computed in float32",
+    "--parallel-strategy": "--tensor-model-parallel-size shares each layer, --pipeline-model-parallel-size the layers",
+    "--max-input-tokens": "prompts are read whole; shorten them",
+    "--trust-remote-code": "code that comes with a model is never run",
+    "--token": "nothing is downloaded; use hf download",
+    "--model-revision": "nothing is downloaded; use hf download --revision",
+    "--quantize-with-bnb": "--quantize-base nf4 holds weights in 4 bits",
+    "--bad-words": "tokens cannot be forbidden; leave it out",
+    "--force-words": "tokens cannot be required; leave it out",
+    "--profiling-steps": "use --benchmark",
+    "--show-graphs-count": "--benchmark prints the graphs' effect; leave it out",
     "--assistant-model": "speculative decoding is not part of this project",
     "--fp8": "text is generated in 16 bits; --quantize-base nf4 holds weights in 4 bits",
     "--no-repeat-ngram-size": "use --repetition-penalty, --frequency-penalty or --presence-penalty",
