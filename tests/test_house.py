@@ -49,6 +49,7 @@ FLOORS = {
     "instructlab": 15,
     "api": 16,
     "cli": 17,
+    "gaudi_spawn": 18,
 }
 
 # The files that answer before anything heavy is loaded.

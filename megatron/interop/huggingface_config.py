@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -219,10 +219,9 @@ def find_model(model: str, option: str) -> Path:
         return folder
     if folder.exists():
         raise ConfigError([f"{option}={model} is a file; give the folder that transformers wrote"])
-    if model.count("/") == 1 and not model.startswith(("/", ".", "~")):
-        with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
-            hub = importlib.import_module("huggingface_hub")
-            return Path(hub.snapshot_download(model, local_files_only=True))
+    if _is_hub_name(model):
+        if (found := find_hub_folder(model, "model")) is not None:
+            return found
         raise ConfigError(
             [
                 f"{option}={model} is not a folder, and no model of this name has been downloaded; download it "
@@ -230,6 +229,19 @@ def find_model(model: str, option: str) -> Path:
             ]
         )
     raise ConfigError([f"{option}={model} does not exist; give the folder of a model that transformers wrote"])
+
+
+def find_hub_folder(name: str, kind: Literal["model", "dataset"]) -> Path | None:
+    """Return the folder in huggingface_hub's cache of what was downloaded under a name, if it was."""
+    if _is_hub_name(name):
+        with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
+            hub = importlib.import_module("huggingface_hub")
+            return Path(hub.snapshot_download(name, repo_type=kind, local_files_only=True))
+    return None
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
 
 
 def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:

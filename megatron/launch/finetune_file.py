@@ -95,7 +95,8 @@ def read_finetune_file(name: str) -> FinetuneFile | None:
     if "data_path" in values:
         _data(values["data_path"], values.get("split"), found)
     found.notes += [f"{key}={values[key]} has no effect: {why}" for key, why in NEEDLESS.items() if key in values]
-    _deepspeed(Path(name).parent / DEEPSPEED_FILE, found)
+    beside = Path(name).parent / DEEPSPEED_FILE
+    found.flags += deepspeed_flags(beside) if beside.is_file() else []
     found.faults = [f"{name}: {fault}" for fault in found.faults]
     found.notes = [f"{name}: {note}" for note in found.notes]
     return found
@@ -174,19 +175,18 @@ def _file(path: Path, split: object, found: FinetuneFile) -> str:
     return str(path)
 
 
-def _deepspeed(path: Path, found: FinetuneFile) -> None:
-    """Add the flags of the DeepSpeed JSON beside the file: what options of ours set too, and the rest as it stands."""
-    if not path.is_file():
-        return
-    found.flags += ["--deepspeed-config", str(path)]
+def deepspeed_flags(path: Path) -> list[str]:
+    """Return the flags of a DeepSpeed JSON: what options of ours set too, and the rest as it stands."""
+    flags = ["--deepspeed-config", str(path)]
     try:
         zero = read_settings(str(path)).get("zero_optimization")
     except ConfigError:
-        return  # checked with the other options, which reports it
+        return flags  # checked with the other options, which reports it
     if not isinstance(zero, dict):
-        return
+        return flags
     if isinstance(zero.get("stage"), int):
-        found.flags += ["--zero-stage", str(zero["stage"])]
+        flags += ["--zero-stage", str(zero["stage"])]
     for key in ("offload_optimizer", "offload_param"):
         device = zero[key].get("device") if isinstance(zero.get(key), dict) else None
-        found.flags += [f"--{key.replace('_', '-')}"] if device == "cpu" else []
+        flags += [f"--{key.replace('_', '-')}"] if device == "cpu" else []
+    return flags

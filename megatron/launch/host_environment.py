@@ -8,7 +8,19 @@ from pathlib import Path
 
 from megatron.accelerator import VISIBLE, count_devices
 
-PREFIXES = ("CUBLAS_", "CUDA_", "FI_", "GLOO_", "HABANA_", "HCCL_", "NCCL_", "PT_", "TORCH_", "TORCHINDUCTOR_")
+PREFIXES = (
+    "CUBLAS_",
+    "CUDA_",
+    "DEEPSPEED_HPU_",
+    "FI_",
+    "GLOO_",
+    "HABANA_",
+    "HCCL_",
+    "NCCL_",
+    "PT_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+)
 """Settings of communication libraries and devices."""
 NAMES = ("ENABLE_CONSOLE", "GC_KERNEL_PATH", "LD_LIBRARY_PATH", "LOG_LEVEL_ALL", "MEGATRON_VERBOSE")
 

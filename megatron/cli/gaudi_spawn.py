@@ -1,0 +1,232 @@
+"""Commands of optimum-habana's gaudi_spawn.py: the same flags and scripts, run by this project.
+
+    python -m megatron.gaudi_spawn --world_size 8 --use_deepspeed sft.py --model_name_or_path models/llama ...
+    python -m megatron.gaudi_spawn merge_peft_adapter.py --base_model_name models/llama --adapter_model_name sft ...
+    python -m megatron.gaudi_spawn --world_size 8 run_generation.py --model_name_or_path merged --prompt "..."
+    python -m megatron.gaudi_spawn --world_size 7 --use_deepspeed finetune.py --config-name=finetune_lora.yaml
+
+The scripts need not be there: their names choose what runs. docs/from_optimum_habana.md lists every flag.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.cli import merge_peft_adapter
+from megatron.cli.command import command
+from megatron.cli.generate import GENERATE
+from megatron.cli.launch import run_request
+from megatron.exit_codes import DONE
+from megatron.launch.hl_requests import legend
+from megatron.launch.hostsfile import parse_hostsfile
+from megatron.launch.inference import refused
+from megatron.launch.spawn_flags import TABLES
+from megatron.launch.spawn_requests import Kind, Ranks, finetune_request, named, script_request
+
+MARK_STEPS = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED"
+SCRIPTS = {
+    "sft": "fine-tune on chats or questions and answers, with adapters (LoRA) unless --use_peft False",
+    "dpo": "train adapters on pairs of answers (DPO)",
+    "merge_peft_adapter": "merge an adapter into its base, in one process",
+    "run_generation": "continue prompts; all ranks share each layer (tensor parallel)",
+    "finetune": "fine-tune as a finetune_lora.yaml says",
+}
+OTHERS = {
+    "run_lora_clm": "sft.py, with its flags",
+    "run_clm": "scripts/run_llama.sh, on an indexed dataset",
+    "run_lm_eval": "scripts/evaluate.sh",
+}
+"""Further scripts of optimum-habana, and what is used instead."""
+OWN = {
+    "--world_size": ("N", "ranks, on all hosts together (default: 1, with a hostfile all of its slots)"),
+    "--hostfile": ("F", "hosts, one `<host> slots=<n>` a line; needs --use_deepspeed"),
+    "--use_deepspeed": ("", "accepted: DeepSpeed is always the engine"),
+    "--use_mpi": ("", "start the ranks as HL_LAUNCHER_TYPE=mpirun does; not with --use_deepspeed"),
+    "--master_port": ("P", "port of rank 0 (default: 29500 over several hosts, else a free one)"),
+}
+
+
+@dataclass
+class SpawnLine:
+    """A command line: the launcher's own flags, the script, and the script's words."""
+
+    given: dict[str, str] = field(default_factory=dict)
+    script: str | None = None
+    words: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name of the script, without folder and ending."""
+        return Path(self.script or "").name.removesuffix(".py")
+
+
+def read_line(arguments: Sequence[str]) -> SpawnLine:
+    """Read the launcher's own flags up to the script's name."""
+    line, rest = SpawnLine(), list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            line.script, line.words = word, rest
+            break
+        name = name.replace("-", "_").replace("__", "--", 1)
+        if name not in OWN:
+            near = difflib.get_close_matches(name, OWN, n=1)
+            line.faults.append(f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+        elif not OWN[name][0]:
+            line.given[name] = "1"
+        elif equals or rest:
+            line.given[name] = value if equals else rest.pop(0)
+        else:
+            line.faults.append(f"{name} needs a value")
+    if line.script is None:
+        line.faults.append(f"no script is given; give {', '.join(f'{name}.py' for name in SCRIPTS)}")
+    elif line.name not in SCRIPTS:
+        line.faults.append(_unknown_script(line))
+    return line
+
+
+def _unknown_script(line: SpawnLine) -> str:
+    if line.name in OTHERS:
+        return f"{line.script} is not run here; use {OTHERS[line.name]}"
+    near = difflib.get_close_matches(line.name, SCRIPTS, n=1)
+    hint = f"did you mean {near[0]}.py? " if near else ""
+    names = ", ".join(f"{name}.py" for name in SCRIPTS)
+    return f"{line.script} is not one of the scripts; {hint}they are {names}. For code of your own use torchrun"
+
+
+def ranks_of(line: SpawnLine) -> Ranks:
+    """Return the ranks that the launcher's own flags request, with every fault."""
+    given, ranks = line.given, Ranks(faults=list(line.faults))
+    numbers = {name: _whole(name, given[name], ranks) for name in ("--world_size", "--master_port") if name in given}
+    ranks.world_size, ranks.master_port = numbers.get("--world_size") or 1, numbers.get("--master_port")
+    if "--use_mpi" in given and "--use_deepspeed" in given:
+        ranks.faults.append("--use_mpi and --use_deepspeed exclude each other; give one of them")
+    elif "--use_mpi" in given:
+        ranks.variables["HL_LAUNCHER_TYPE"] = "mpirun"
+    if (hostfile := given.get("--hostfile")) is not None:
+        ranks.hostsfile = hostfile
+        if "--use_deepspeed" not in given:
+            ranks.faults.append(f"--hostfile {hostfile} needs --use_deepspeed; add it")
+        _count_slots(ranks, hostfile, is_given="--world_size" in given)
+    if value := os.environ.get(MARK_STEPS):
+        ranks.notes.append(
+            f"{MARK_STEPS}={value} goes to every rank: only Habana's DeepSpeed reads it, on HPUs with ZeRO stage 3"
+        )
+    return ranks
+
+
+def _whole(name: str, text: str, ranks: Ranks) -> int | None:
+    if re.fullmatch(r"\d+", text) and int(text) > 0:
+        return int(text)
+    ranks.faults.append(f"{name}={text!r} must be a whole number, 1 or more")
+    return None
+
+
+def _count_slots(ranks: Ranks, hostfile: str, *, is_given: bool) -> None:
+    """Set the ranks to all slots of the hosts, which must have equally many; a file that is wrong is refused later."""
+    try:
+        hosts, faults = parse_hostsfile(Path(hostfile).read_text(encoding="utf-8"), hostfile)
+    except (OSError, UnicodeDecodeError):
+        return
+    if faults or not hosts:
+        return
+    slots = {host.slots for host in hosts}
+    if len(slots) > 1:
+        ranks.faults.append(
+            f"--hostfile {hostfile}: the hosts have {' and '.join(map(str, sorted(slots)))} slots; give each the same "
+            "number"
+        )
+        return
+    total = len(hosts) * slots.pop()
+    if is_given and ranks.world_size != total:
+        ranks.notes.append(f"--world_size {ranks.world_size}: the {total} slots of {hostfile} count")
+    ranks.nodes, ranks.world_size = len(hosts), total
+
+
+def help_text(name: str | None) -> str:
+    """Return the help of the launcher, or of a script's flags, in at most 100 columns."""
+    if name in TABLES:
+        lines = [f"flags of {name}.py, and what becomes of each (docs/from_optimum_habana.md)", ""]
+        for entry in TABLES[name or ""]:
+            default = f" (default: {entry.default})" if entry.default is not None else ""
+            text = re.sub(r"\]\([^)]*\)", "", entry.text).replace("`", "").replace("[", "")
+            lines.append(_entry(entry.name, f"{entry.outcome}: {text}{default}", 36))
+        return "\n".join(lines) + "\n"
+    lines = [
+        "usage: python -m megatron.gaudi_spawn [--world_size N] [--use_deepspeed | --use_mpi] [--hostfile F]",
+        "           [--master_port P] SCRIPT [FLAGS OF THE SCRIPT] [-- FLAGS OF megatron.train]",
+        "",
+        "Run a command of optimum-habana's gaudi_spawn.py. HL_* variables of scripts/run_sft.sh, run_dpo.sh",
+        "and generate.sh count where the command says nothing: HL_TP=2 shares each layer over two ranks,",
+        "HL_DRY_RUN=1 prints the plan.",
+        "",
+        "options:",
+        *(_entry(f"{name} {value}".rstrip(), text, 22) for name, (value, text) in OWN.items()),
+        "",
+        "scripts, which need not be there (only finetune.py's folder counts, where its file is looked for):",
+        *(_entry(f"{name}.py", text, 26) for name, text in SCRIPTS.items()),
+        "",
+        "SCRIPT --help lists the flags of a script. docs/from_optimum_habana.md has examples.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(name: str, text: str, width: int) -> str:
+    first = f"  {name}".ljust(width)
+    return textwrap.fill(
+        first + ("" if first.endswith(" ") else "  ") + text,
+        100,
+        subsequent_indent=" " * width,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _generate(line: SpawnLine, ranks: Ranks) -> int:
+    """Generate on all ranks, which share each layer unless HL_TP, HL_PP or HL_DP divides them."""
+    flags = ["--variables", "generate"]
+    if ranks.nodes > 1 or any(os.environ.get(name) for name in ("HL_TP", "HL_PP", "HL_DP")):
+        flags += ["--nodes", str(ranks.nodes), "--devices-per-node", str(ranks.world_size // ranks.nodes)]
+    if not any(os.environ.get(name) for name in ("HL_TP", "HL_PP", "HL_DP")):
+        flags += ["--tensor-model-parallel-size", str(ranks.world_size)]
+    for name, value in (("--hostsfile", ranks.hostsfile), ("--master-port", ranks.master_port)):
+        flags += [name, str(value)] if value is not None else []
+    if ranks.variables:
+        ranks.notes.append("--use_mpi has no effect on run_generation.py: an agent of this project's starts the ranks")
+    for note in ranks.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return GENERATE.run([*flags, *line.words])
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    line = read_line([word for word in arguments if word not in ("--help", "-h")])
+    asks_for_help = {"--help", "-h"} & set(arguments)
+    if asks_for_help and (line.name in TABLES or line.name not in SCRIPTS):
+        sys.stdout.write(help_text(line.name))
+        return DONE
+    if asks_for_help:
+        line.words.append("--help")
+    ranks = ranks_of(line)
+    if line.name == "finetune":
+        request = finetune_request(line.script or "", line.words, os.environ, ranks)
+        return run_request(request, lambda faults: legend(faults, "sft"))
+    if line.name in TABLES:
+        kind: Kind = "sft" if line.name == "sft" else "dpo"
+        request, sources = script_request(kind, line.words, os.environ, ranks)
+        return run_request(request, lambda faults: named(legend(faults, kind), sources))
+    if ranks.faults:
+        return refused(ranks.faults)
+    if line.name == "run_generation":
+        return _generate(line, ranks)
+    return merge_peft_adapter.main(line.words)

@@ -1,0 +1,318 @@
+"""python -m megatron.gaudi_spawn: the published commands are plans, each flag has an outcome, wrong ones are named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.cli import gaudi_spawn
+from megatron.config.flags import flag
+from megatron.config.options import options
+from megatron.launch.hl_variables import VARIABLES
+from megatron.launch.plan import LaunchPlan
+from megatron.launch.preflight import preflight
+from megatron.launch.spawn_flags import TABLES
+from megatron.launch.spawn_requests import finetune_request, script_request
+from tests.finetuning_files import write_chats, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "from_optimum_habana.md").read_text(encoding="utf-8")
+FLAGS_PAGE = (ROOT / "docs" / "gaudi_spawn_flags.md").read_text(encoding="utf-8")
+LLAMA, PAIRED = "meta-llama/Llama-2-70b-hf", "lvwerra/stack-exchange-paired"
+# llama2_ds_zero3_config.json of optimum-habana's examples
+ZERO3: dict[str, Any] = {
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+    "steps_per_print": 64,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "contiguous_gradients": False,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "timers": {"throughput": {"enabled": True, "synchronized": False}},
+}
+FINETUNE = (
+    f"model_id: {LLAMA}\nmodel_family: llama2-7b\ngaudi_config_name: Habana/llama\n"
+    "LoRA: {r: 8, alpha: 32, dropout: 0.05}\n"
+    "data_path: chats.jsonl\nsplit: full\nbatch_size: 4\ngradient_accumulation_steps: 1\nnum_epochs: 10\n"
+    "save_dir: save_dir\nlr: 1e-4\nweight_decay: 0\nseed: 42\n"
+)
+
+
+@pytest.fixture
+def trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the guides' commands are typed, with tiny models and data under their names."""
+    folder = tmp_path / "trl"
+    for name in (LLAMA, "sft/final_merged_checkpoint", "stack-llama-2"):
+        path = write_config(folder / name) / "config.json"
+        config = json.loads(path.read_text()) | {"num_attention_heads": 8, "num_key_value_heads": 8}
+        path.write_text(json.dumps(config))
+    for number in range(2):
+        for part in ("finetune", "rl"):
+            path = folder / PAIRED / "data" / part / f"train-0000{number}-of-00002.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text('{"question": "a", "response_j": "b", "response_k": "c"}\n')
+    (tmp_path / "language-modeling").mkdir()
+    (tmp_path / "language-modeling" / "llama2_ds_zero3_config.json").write_text(json.dumps(ZERO3))
+    write_chats(folder / "chats.jsonl")
+    (folder / "config").mkdir()
+    (folder / "config" / "finetune_lora.yaml").write_text(FINETUNE)
+    zero = {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}
+    (folder / "config" / "ds_config.json").write_text(json.dumps({"zero_optimization": zero}))
+    monkeypatch.chdir(folder)
+    for name, value in {"HL_DRY_RUN": "1", "HL_DEVICE": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    return folder
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command in the bash blocks of a page, from the launcher's own flags or the script's name on."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    start = r".*?\bpython (?:-m megatron\.gaudi_spawn |\S*gaudi_spawn\.py |(?=merge_peft_adapter|finetune))"
+    return [shlex.split(re.sub(start, "", line, count=1)) for line in lines if re.match(start, line)]
+
+
+def planned(words: list[str] | str, **environment: str) -> LaunchPlan:
+    """The plan of a command, with the variables of a dry run."""
+    line = gaudi_spawn.read_line(words.split() if isinstance(words, str) else words)
+    ranks, variables = gaudi_spawn.ranks_of(line), {"HL_DRY_RUN": "1", "HL_DEVICE": "cpu"} | environment
+    if line.name == "finetune":
+        return preflight(finetune_request(line.script or "", line.words, variables, ranks))
+    return preflight(script_request("sft" if line.name == "sft" else "dpo", line.words, variables, ranks)[0])
+
+
+def test_each_command_of_the_page_is_a_plan(trl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = commands(PAGE)
+    assert len(found) == 7
+    for words in found:
+        if "merge_peft_adapter.py" not in words:  # which has no dry run
+            assert gaudi_spawn.main(words) == 0, capsys.readouterr().err
+    assert "ranks of megatron.generate" in capsys.readouterr().out
+
+
+def test_each_published_command_is_a_plan_or_names_mixtral(
+    trl: Path, test_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds = sorted((test_data.parent / "seeds").glob("00[24]_*"))
+    if len(seeds) != 2:
+        pytest.skip("needs the two published guides beside MEGATRON_TEST_DATA")
+    (trl.parent / "trl" / "stack-llama-2" / "tokenizer.json").touch()
+    found = [words for seed in seeds for words in commands(seed.read_text(encoding="utf-8"))]
+    named = [next(word for word in words if word.endswith(".py")) for words in found]
+    assert sorted(named) == sorted(
+        [*["sft.py"] * 3, "dpo.py", *["merge_peft_adapter.py"] * 2, "run_generation.py", *["finetune.py"] * 2]
+    )
+    for words in found:
+        if "merge_peft_adapter.py" in words:
+            continue
+        status, shown = gaudi_spawn.main(words), capsys.readouterr()
+        if any("Mixtral" in word for word in words):
+            assert status == 2
+            assert "Mixtral is a mixture of experts" in shown.err
+        else:
+            assert status == 0, shown.err
+    # and every flag of theirs is in the tables
+    flags = {word.split("=")[0] for words in found for word in words if word.startswith("--")}
+    assert len(flags) > 40
+    assert [name for name in sorted(flags) if not re.search(rf"^\| `{name}\b", FLAGS_PAGE, re.M)] == []
+
+
+def test_sft_py_trains_what_its_flags_and_defaults_say(trl: Path) -> None:
+    plan = planned(commands(PAGE)[0])
+    training, optimizer, lora = plan.config.training, plan.config.optimizer, plan.config.lora
+    assert plan.devices_per_node == 8
+    assert (training.train_iters, training.num_epochs, training.global_batch_size) == (500, None, 16)
+    assert (training.seq_length, plan.config.sft.max_batch_len) == (1024, 1024)
+    assert (optimizer.lr, optimizer.lr_decay_style, optimizer.lr_warmup_iters) == (1e-4, "cosine", 100)
+    assert (optimizer.weight_decay, optimizer.zero_stage, optimizer.lr_warmup_fraction) == (0.05, 3, None)
+    assert (optimizer.adam_beta2, optimizer.adam_eps, training.seed) == (0.999, 1e-6, 42)
+    assert (lora.lora_rank, lora.lora_alpha, lora.lora_dropout) == (8, 16, 0.05)
+    assert plan.fine_tuning is not None
+    assert plan.fine_tuning.chat_template == "question_answer"
+    assert plan.fine_tuning.files == [f"{PAIRED}/data/finetune/train-0000{number}-of-00002.jsonl" for number in (0, 1)]
+    # what is left out has transformers' defaults
+    short = planned(f"sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl")
+    training, optimizer = short.config.training, short.config.optimizer
+    assert (training.num_epochs, training.global_batch_size, optimizer.lr) == (3, 8, 5e-5)
+    assert (optimizer.lr_decay_style, optimizer.lr_warmup_fraction, optimizer.weight_decay) == ("linear", None, 0)
+    assert short.fine_tuning is not None
+    assert short.fine_tuning.chat_template is None
+    whole = planned(f"sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl --use_peft False")
+    assert whole.config.lora.lora_rank is None
+
+
+def test_dpo_py_trains_what_its_flags_and_defaults_say(trl: Path) -> None:
+    plan = planned(commands(PAGE)[2])
+    training, lora, preference = plan.config.training, plan.config.lora, plan.config.preference
+    assert (training.task, training.train_iters, training.num_epochs, training.seq_length) == (
+        *("preference", 1000),
+        *(None, 511),
+    )
+    assert (training.global_batch_size, plan.config.sft.max_batch_len, training.seed) == (32, 1022, 0)
+    optimizer = plan.config.optimizer
+    assert (optimizer.lr, optimizer.lr_warmup_iters, optimizer.weight_decay) == (5e-4, 100, 0.05)
+    assert (optimizer.zero_stage, optimizer.optimizer) == (3, "paged_adamw_32bit")
+    assert (lora.lora_rank, lora.lora_alpha, lora.lora_dropout) == (8, 16, 0.05)
+    assert (preference.beta, preference.max_prompt_length, preference.preference_loss) == (0.1, 256, "sigmoid")
+    unmatched = re.findall(r"lora_target_modules=(\w+) matches no", " ".join(plan.warnings))
+    assert unmatched == ["out_proj", "fc_in", "fc_out", "wte"]
+    assert plan.fine_tuning is not None
+    assert plan.fine_tuning.files[0].startswith(f"{PAIRED}/data/rl/")
+    by_epochs = planned("dpo.py --model_name_or_path stack-llama-2 --max_steps -1").config.training
+    assert (by_epochs.train_iters, by_epochs.num_epochs) == (None, 3)
+
+
+def test_finetune_py_finds_its_file_as_hydra_does(trl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("--world_size 7 --use_deepspeed finetune.py --config-name=finetune_lora.yaml")
+    assert (plan.devices_per_node, plan.config.training.global_batch_size, plan.config.optimizer.zero_stage) == (
+        7,
+        28,
+        1,
+    )
+    assert plan.train_flags == planned("--world_size 7 finetune.py -cn finetune_lora").train_flags
+    assert planned("finetune.py --config-name=finetune_lora.yaml").devices_per_node == 1
+    (trl / "config").rename(trl / "other")
+    assert planned("finetune.py --config-path other --config-name finetune_lora").config.training.num_epochs == 10
+
+
+def test_variables_count_where_the_command_says_nothing(trl: Path) -> None:
+    command = f"--world_size 4 sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
+    plan = planned(command, HL_TP="2", HL_GBS="12", HL_SEQ_LEN="256", HL_TRAIN_ITERS="7")
+    training = plan.config.training
+    assert plan.config.parallel.tensor_model_parallel_size == 2
+    assert (training.global_batch_size, training.seq_length, training.train_iters) == (12, 256, 7)
+    plan = planned(f"{command} --per_device_train_batch_size 3 --max_seq_length 512", HL_TP="2", HL_SEQ_LEN="256")
+    assert (plan.config.training.global_batch_size, plan.config.training.seq_length) == (6, 512)
+    plan = planned(f"{command} -- --eval-interval 5 --global-batch-size 20")
+    assert plan.config.data.eval_interval == 5
+    assert plan.config.training.global_batch_size == 20
+
+
+def test_a_hostfile_gives_the_ranks(trl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gaudi_spawn.MARK_STEPS, "1")
+    (trl / "hosts").write_text("10.0.0.1 slots=4\n10.0.0.2 slots=4\n")
+    command = f"--hostfile hosts --use_deepspeed sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
+    plan = planned(command)
+    assert (plan.nodes, plan.devices_per_node, plan.config.training.global_batch_size) == (2, 4, 64)
+    assert plan.environment[gaudi_spawn.MARK_STEPS] == "1"
+    assert any(note.startswith(f"{gaudi_spawn.MARK_STEPS}=1 goes to every rank") for note in plan.notes)
+    noted = planned(f"--world_size 3 {command}").notes
+    assert "--world_size 3: the 8 slots of hosts count" in noted
+
+
+def test_a_dataset_is_found_where_hf_download_puts_it(trl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(trl / "hub"))
+    cached = trl / "hub" / "datasets--org--chats"
+    files = [cached / "snapshots" / "0a1b" / "data" / f"{split}-00000-of-00001.jsonl" for split in ("test", "train")]
+    (cached / "blobs").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0a1b")
+    files[0].parent.mkdir(parents=True)
+    for number, path in enumerate(files):
+        write_chats(cached / "blobs" / f"{number}")
+        path.symlink_to(f"../../../blobs/{number}")
+    plan = planned(f"sft.py --model_name_or_path {LLAMA} --dataset_name org/chats --subset data/ --streaming False")
+    assert plan.fine_tuning is not None
+    assert plan.fine_tuning.files == [str(files[1])]
+
+
+SFT = f"sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--world_size 2", "no script is given; give sft.py, dpo.py"),
+        ("--world_size two sft.py", "--world_size='two' must be a whole number, 1 or more"),
+        ("--wrld_size 2 sft.py", "unknown flag --wrld_size; did you mean --world_size?"),
+        ("--use_mpi --use_deepspeed sft.py", "--use_mpi and --use_deepspeed exclude each other"),
+        (f"--hostfile hosts {SFT}", "--hostfile hosts needs --use_deepspeed; add it"),
+        ("run_lora_clm.py", "run_lora_clm.py is not run here; use sft.py, with its flags"),
+        ("examples/trl/dp0.py", "examples/trl/dp0.py is not one of the scripts; did you mean dpo.py?"),
+        (f"{SFT} --max_step 5", "unknown flag --max_step of sft.py; did you mean --max_steps?"),
+        (f"{SFT} --max_steps many", "--max_steps='many' must be a whole number"),
+        (f"{SFT} --learning_rate fast", "optimizer.lr='fast'"),
+        (f"{SFT} --learning_rate fast", "(--learning_rate sets lr)"),
+        (f"{SFT} --logging_steps 0", "--logging_steps='0' must be a whole number, 1 or more"),
+        (f"{SFT} --per_device_train_batch_size 0", "--per_device_train_batch_size='0' must be a whole number"),
+        (f"{SFT} --optim adafactor", "--optim='adafactor' must be paged_adamw_32bit, adamw_torch"),
+        (f"{SFT} --bf16 maybe", "--bf16='maybe' must be True or False"),
+        (f"{SFT} --bf16 True False", "'False' does not follow a flag"),
+        (f"{SFT} --output_dir", "--output_dir needs a value"),
+        (f"{SFT} --fp16", "--fp16=True is not supported: Gaudi trains in bfloat16; use --bf16"),
+        (f"{SFT} --do_eval", "a validation needs its part of the data"),
+        (f"{SFT} --report_to mlflow", "has mlflow, which is not supported; use none, tensorboard or wandb"),
+        (f"{SFT} --use_peft False --lora_r 4", "--use_peft False trains no adapters; leave --lora_r out"),
+        (f"{SFT} --deepspeed none.json", "deepspeed_config='none.json' cannot be read"),
+        ("sft.py --dataset_name chats.jsonl", "--model_name_or_path=meta-llama/Llama-2-7b-hf is not a folder"),
+        (f"sft.py --model_name_or_path {LLAMA}", "--dataset_name is not given"),
+        (
+            f"sft.py --model_name_or_path {LLAMA} --dataset_name org/none",
+            "--dataset_name=org/none is neither a file nor",
+        ),
+        (f"sft.py --model_name_or_path {LLAMA} --dataset_name {PAIRED} --subset no", f"{PAIRED} has no folder no"),
+        (f"sft.py --model_name_or_path {LLAMA} --dataset_name {PAIRED} --split test", "--split test: no file of"),
+        ("dpo.py --model_name_or_path stack-llama-2 --loss_type bco_pair", "preference_loss='bco_pair'"),
+        ("dpo.py --model_name_or_path stack-llama-2 --max_length 1", "--max_length='1' must be a whole number, 2"),
+        ("finetune.py", "--config-name is not given"),
+        ("finetune.py --config-name=none.yaml", "there is no file config/none.yaml or none.yaml"),
+        ("finetune.py --config-name=finetune_lora.yaml lr=1", "'lr=1': values of the file are not overridden"),
+        ("finetune.py --config-nam=finetune_lora.yaml", "did you mean --config-name?"),
+        (
+            "run_generation.py --model_name_or_path stack-llama-2 --prompt a --max_input_tokens 5",
+            "prompts are read whole",
+        ),
+    ],
+)
+def test_a_wrong_command_is_refused_under_the_names_that_were_written(
+    trl: Path, line: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trl / "hosts").write_text("10.0.0.1 slots=4\n10.0.0.2 slots=4\n")
+    before = sorted(trl.rglob("*"))
+    assert gaudi_spawn.main(line.split()) == 2
+    shown = capsys.readouterr()
+    assert expected in shown.err
+    assert "Traceback" not in shown.err
+    assert sorted(trl.rglob("*")) == before
+
+
+def test_the_page_of_flags_is_what_the_tool_prints() -> None:
+    tool = [sys.executable, str(ROOT / "tools" / "document_gaudi_spawn.py")]
+    printed = subprocess.run(tool, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert printed == FLAGS_PAGE, "run `python tools/document_gaudi_spawn.py > docs/gaudi_spawn_flags.md`"
+
+
+@pytest.mark.parametrize("script", TABLES)
+def test_every_flag_has_one_row_whose_targets_exist(script: str) -> None:
+    names = [entry.name for entry in TABLES[script]]
+    assert len(names) == len(set(names))
+    text = " ".join(entry.text for entry in TABLES[script])
+    variables = set(re.findall(r"HL_[A-Z0-9_]+(?<!_)", text)) - {"HL_LORA"}
+    assert variables <= {variable.name for variable in VARIABLES}
+    flags = set(re.findall(r"`(--[a-z-]+)[` ]", text)) - {"--packing", "--deepspeed", "--"}
+    assert flags <= {flag(name) for name in options()} | set(names)
+    for entry in TABLES[script]:
+        targets = {target for target, _ in entry.settings(entry.default)} if entry.default is not None else set()
+        named = {target for target in targets if target.startswith("HL_")}
+        assert named <= {variable.name for variable in VARIABLES}
+        assert {target for target in targets if target.startswith("--")} <= {flag(name) for name in options()}
+
+
+def test_help_fits_into_100_columns_and_names_every_flag() -> None:
+    shown = [gaudi_spawn.help_text(name) for name in (None, "sft", "dpo")]
+    assert max(len(line) for text in shown for line in text.splitlines()) <= 100
+    for name in gaudi_spawn.SCRIPTS:
+        assert f"{name}.py" in shown[0]
+    for text, script in zip(shown[1:], ("sft", "dpo"), strict=True):
+        assert all(f"  {entry.name} " in text for entry in TABLES[script])

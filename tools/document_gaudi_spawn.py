@@ -1,0 +1,97 @@
+"""Print docs/gaudi_spawn_flags.md from the tables of the flags of optimum-habana's scripts.
+
+python tools/document_gaudi_spawn.py > docs/gaudi_spawn_flags.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.cli.gaudi_spawn import OWN
+from megatron.generation.command import OTHER_NAMES, REFUSED, WITHOUT_EFFECT
+from megatron.launch.spawn_flags import TABLES
+
+HEADER = """# Flags of optimum-habana's scripts
+
+<!-- Written by tools/document_gaudi_spawn.py from the tables of megatron/: change those, not this page. -->
+
+What becomes of each flag in `python -m megatron.gaudi_spawn`; [from optimum-habana to here](from_optimum_habana.md)
+begins with the commands.
+
+| outcome | meaning |
+|---|---|
+| sets | it sets this variable of [the scripts](launching.md), or this [flag of megatron.train](configuration.md) |
+| honoured | what it requests always holds here |
+| no effect | it is accepted, and a note gives the reason |
+| refused | the command ends before anything starts, with the remedy |
+
+A default is the script's own, which counts here too where the flag is left out. Any other flag is refused, with the
+nearest name. `SCRIPT --help` prints the same in a terminal.
+"""
+SAME = (
+    *("--prompt", "--max_new_tokens", "--batch_size", "--num_beams", "--temperature", "--top_k", "--top_p", "--seed"),
+    *("--repetition_penalty", "--length_penalty", "--ignore_eos", "--device"),
+)
+"""Flags of run_generation.py that have the same name here."""
+
+
+def table(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """Return a table of flags, outcomes, texts and defaults."""
+    lines = ["| flag | outcome | here | default |", "|---|---|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| `{name}` | {outcome} | {text} | {default} |" for name, outcome, text, default in rows)]
+    )
+
+
+def generation_rows() -> Iterable[tuple[str, str, str, str]]:
+    """Yield the rows of run_generation.py."""
+    yield from ((name, "sets", f"`{name.replace('_', '-')}`", "") for name in SAME)
+    yield "--bf16", "sets", "`--precision bf16`", ""
+    yield "--do_sample", "sets", "`--temperature 1`, unless a temperature is given", ""
+    for outcome, flags in (("sets", OTHER_NAMES), ("honoured", WITHOUT_EFFECT), ("refused", REFUSED)):
+        for name, text in flags.items():
+            shown = f"`{text}`" if outcome == "sets" else text
+            yield name.replace("-", "_").replace("__", "--", 1), outcome, shown, ""
+
+
+def document() -> str:
+    """Return the whole page."""
+    own = [
+        (f"{name} {value}".rstrip(), "sets" if value else "honoured", text, "") for name, (value, text) in OWN.items()
+    ]
+    parts = [HEADER, "## gaudi_spawn.py", "", table(own), ""]
+    for script, flags in TABLES.items():
+        rows = [(flag.name, flag.outcome, flag.text, f"`{flag.default}`" if flag.default else "") for flag in flags]
+        parts += [f"## {script}.py", "", table(rows), ""]
+    merging = [
+        ("--base_model_name", "sets", "folder of the Hugging Face model", ""),
+        ("--adapter_model_name", "sets", "folder of the adapter, or of a run, whose newest export is taken", ""),
+        ("--output_name", "sets", "folder to write, new or empty; nothing is uploaded", ""),
+    ]
+    parts += [
+        "## merge_peft_adapter.py",
+        "",
+        table(merging),
+        "",
+        "## run_generation.py",
+        "",
+        table(generation_rows()),
+        "",
+    ]
+    hydra = [
+        ("--config-name", "sets", "the YAML file, in the folder config beside the script, or beside it", ""),
+        ("--config-path", "sets", "another folder than config, from the script's own", ""),
+        ("--config-dir", "sets", "another folder, from the current one", ""),
+        ("key=value", "refused", "write it into the file", ""),
+    ]
+    parts += ["## finetune.py", "", table(hydra), ""]
+    parts += ["Keys of the file: [fine-tuning](finetuning.md#run-a-finetune_lorayaml)."]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())
