@@ -11,7 +11,7 @@ from megatron.config.types import STRICT, NonNegative, Positive
 
 @dataclass(frozen=True, config=STRICT)
 class Fp8Config:
-    """Matrix products of the transformer layers in fp8, by Gaudi's transformer engine with delayed scaling."""
+    """Matrix products of the transformer layers in fp8, on Gaudi."""
 
     fp8_format: Literal["none", "hybrid", "e5m2"] = "none"
     """Format of the operands in training, on HPU. `hybrid`: e4m3 in the forward and e5m2 in the backward pass. `e5m2`:
@@ -19,10 +19,10 @@ class Fp8Config:
     fp8_margin: NonNegative = 0
     """Scales are smaller by 2 to this power than the largest that fits."""
     fp8_interval: Positive | None = None
-    """Microbatches between two updates of the scales. Unset: those of a global batch."""
+    """Microbatches between two updates of the scales. Unset: those of a global batch, if their number is fixed."""
     fp8_amax_history_len: Positive | None = None
-    """Last microbatches of an interval whose largest absolute values are kept. Unset: a sixteenth of a global
-    batch's."""
+    """Last microbatches of an interval whose largest absolute values are kept. Unset: a sixteenth of
+    the interval."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """Value of the history that the scale follows."""
     fp8_amax_reduce: bool = True

@@ -20,7 +20,7 @@ def scaling(config: Config, data_parallel_size: int) -> tuple[int, int]:
     """
     microbatches, fp8 = num_microbatches(config, data_parallel_size), config.fp8
     interval = fp8.fp8_interval or microbatches
-    return interval, fp8.fp8_amax_history_len or min(interval, -(-microbatches // 16))
+    return interval, fp8.fp8_amax_history_len or -(-min(interval, microbatches) // 16)
 
 
 def check_fp8(config: Config) -> Iterator[str]:
@@ -44,6 +44,10 @@ def check_fp8(config: Config) -> Iterator[str]:
         yield f"{given} needs whole weights on each rank, but zero_stage=3; use 2 or less"
     if config.parallel.schedule != "1f1b":
         yield f"{given} runs under pipeline_schedule=1f1b, not {config.parallel.schedule}; use that"
+    packs = training.task == "sft" and config.sft.packing == "step"
+    if fp8.fp8_interval is None and (packs or training.rampup_batch_size is not None):
+        varied = "packing=step" if packs else "rampup_batch_size"
+        yield f"{given} needs fp8_interval, since {varied} varies the microbatches of a step; give their least number"
     # the largest values are those of the last microbatches of an interval
     interval, history = fp8.fp8_interval, fp8.fp8_amax_history_len
     if interval and history and history > interval:
