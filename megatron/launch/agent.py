@@ -37,7 +37,8 @@ from megatron.launch import rank
 from megatron.launch.agent_messages import announce
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
 from megatron.launch.cores import CoresError, own_sockets, ranges, rank_cores
-from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
+from megatron.launch.modules import ModulesError, require_modules
+from megatron.launch.ownership import END_AT_ONCE, adopted_orphans, end_processes, owned, processes_below
 from megatron.launch.rendezvous import (
     DifferentCodeError,
     Membership,
@@ -400,6 +401,8 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             elif start_method == "spawn":
                 resource_tracker.ensure_running()
         try:
+            if options.ends_with_connection:  # the launcher has not checked this machine
+                require_modules(options.ranks_per_node)
             if options.nodes > 1:
                 with interruptible(received):
                     find_secret(options.secret_file)
@@ -409,8 +412,11 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             return int(interrupted.code or DONE)
         except NotNeededError:
             return DONE
-        except (MissingSecretError, DifferentCodeError, CoresError) as error:
-            report(f"{socket.gethostname()}: {error}" if isinstance(error, CoresError) else str(error))
+        except (CoresError, ModulesError) as error:
+            report(f"{socket.gethostname()}: {error}")
+            return REFUSED
+        except (MissingSecretError, DifferentCodeError) as error:
+            report(str(error))
             return REFUSED
         except RendezvousFailedError as error:
             report(str(error))
@@ -480,7 +486,8 @@ def main(arguments: Sequence[str]) -> int:
     def run_announced() -> int:
         announce("ready")  # the owner handles signals
         status = run_agent(options, train_flags)
-        announce(f"ended {status}")
+        if status != shell_status(-END_AT_ONCE):  # its owner was killed, whose status mpirun knows
+            announce(f"ended {status}")
         return status
 
     return owned(run_announced, outputs)

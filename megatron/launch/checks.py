@@ -20,6 +20,7 @@ from megatron.generation.load_options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.cores import CoresError, own_sockets, rank_cores
 from megatron.launch.host_environment import deepspeed_env_lines
+from megatron.launch.modules import check_modules
 from megatron.launch.plan import LaunchRequest
 from megatron.parallel.shards import declared_shards
 from megatron.planning.sizes import declared_layers
@@ -201,6 +202,8 @@ def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
             f"{devices_per_node} {device} devices are needed, but this machine has {available}; set HL_NGPU_PER_NODE "
             f"(--devices-per-node) and the layout to {available} at most, or HL_DEVICE=cpu"
         )
+    elif device == "hpu":
+        yield from check_modules(devices_per_node)
 
 
 def check_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int) -> Iterator[str]:

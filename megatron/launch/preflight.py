@@ -21,6 +21,7 @@ from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.host_environment import check_variables, sent_variables
 from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
+from megatron.launch.modules import warn_of_modules
 from megatron.launch.mpirun import check_mpirun
 from megatron.launch.plan import Host, LaunchPlan, LaunchRequest, RefusedError
 from megatron.planning.pipeline import partition_warnings
@@ -92,7 +93,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
         master_port=request.master_port,
         activate_dir=request.activate_dir,
         environment=(sent_variables(os.environ) if hosts else {}) | _rank_environment(request, layout, lazy=lazy),
-        warnings=(*warnings, *idle(layout.config), *partition_warnings(layout.config)),
+        warnings=(*warnings, *idle(layout.config), *partition_warnings(layout.config), *_warn_of_devices(layout)),
         notes=tuple(notes),
         run_id=run_id(request, flags),
         launcher=request.launcher,
@@ -264,6 +265,11 @@ def _notes_of_device(given: Config, config: Config, *, lazy: bool | None) -> Ite
         compiled = "layers are compiled" if config.training.torch_compile else "nothing is compiled"
         mode = f"lazy mode ({LAZY_MODE}=1)" if lazy else f"eager mode ({LAZY_MODE}=0), {compiled}"
         yield f"HPU in {mode}; HL_USE_LAZY_MODE and HL_USE_TORCH_COMPILE (--torch-compile) choose"
+
+
+def _warn_of_devices(layout: Layout) -> Iterator[str]:
+    if layout.config.parallel.device == "hpu":
+        yield from warn_of_modules(layout.devices_per_node)
 
 
 def _check_folders(request: LaunchRequest, config: Config) -> Iterator[str]:

@@ -189,10 +189,12 @@ def test_a_missing_mpirun_is_named_and_a_dry_run_needs_none(tmp_path: Path, monk
 def test_values_and_secrets_are_not_in_the_command(tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "a secret that this test knows")
     monkeypatch.setenv("FI_PROVIDER", "a value that this test knows")
-    plan = preflight(request(tmp_path, "10.0.0.1 10.0.0.2", device="cpu"))
+    nic = {"HCCL_OVER_OFI": "1"}  # as HL_HNIC sets it
+    plan = preflight(request(tmp_path, "10.0.0.1 10.0.0.2", device="cpu", environment=nic))
     command = mpirun.mpirun_command(plan, sorted(plan.environment), "file")
     assert command[0] == str(fake)
-    assert command[command.index("FI_PROVIDER") - 1] == "-x"
+    for name in ("FI_PROVIDER", "HCCL_OVER_OFI"):
+        assert command[command.index(name) - 1] == "-x"
     assert not [word for word in command if "this test knows" in word or word == SECRET]
     assert ("--allow-run-as-root" in command) == (os.geteuid() == 0)
     assert " -n 2 --map-by ppr:1:node --bind-to none " in " ".join(command)

@@ -1,0 +1,136 @@
+"""Runs under Open MPI itself: on this machine, and over hosts in namespaces.
+
+`MEGATRON_MPIRUN` names its mpirun where none is in PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.launch.mpirun import mpirun_fault
+from tests import runs
+from tests.hosts import Hosts, send_signal, why_not
+from tests.runs import TINY
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MPIRUN = os.environ.get("MEGATRON_MPIRUN") or shutil.which("mpirun") or ""
+TIMEOUT_S = 300.0
+
+
+@pytest.fixture(autouse=True)
+def _open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(MPIRUN).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("MPI_ROOT", raising=False)
+    if not MPIRUN or mpirun_fault():
+        pytest.skip("needs Open MPI 4 or 5: its mpirun in PATH, or MEGATRON_MPIRUN")
+
+
+def variables(folder: Path, **options: str) -> dict[str, str]:
+    runs.write_dataset(folder / "text")
+    return {
+        "PYTHON": sys.executable,
+        "PATH": os.environ["PATH"],
+        "HL_LAUNCHER_TYPE": "mpirun",
+        "HL_CONFIG": "tiny_bloom",
+        "HL_DEVICE": "cpu",
+        "HL_DATA_DIR_ROOT": str(folder),
+        "HL_DATA_FILE_PREFIX": "text",
+        "HL_RESULTS_DIR": str(folder / "results"),
+    } | options
+
+
+def command(*flags: str) -> list[str]:
+    return [str(ROOT / "scripts" / "run_bloom13b.sh"), *TINY.split(), "--train-samples", "16000", *flags]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"HL_TP": "2"}, {"HL_PP": "2", "HL_DP": "2", "HL_PE": "1"}])
+def test_ranks_on_one_machine_train_to_the_end(layout: dict[str, str], tmp_path: Path) -> None:
+    ranks = 2 if len(layout) == 1 else 4
+    if (os.cpu_count() or 1) < ranks:
+        layout = {name: value for name, value in layout.items() if name != "HL_PE"}
+    ran = subprocess.run(
+        command("--exit-interval", "3"),
+        env=os.environ | variables(tmp_path, **layout),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert (tmp_path / "results" / "checkpoints" / "latest").read_text().startswith("global_step3\n")
+    assert "\x1e" not in ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("end", ["kill switch", "signal", "rank", "agent", "launcher"])
+def test_a_run_over_two_hosts_ends_on_both(end: str, tmp_path: Path) -> None:
+    """By the kill switch, a signal to the launcher, a dead rank or agent on the second host, or a dead launcher."""
+    with Hosts(2, tmp_path / "hosts") as hosts:
+        given = {"HL_PP": "2", "HL_DP": "2", "HL_TP": "1", "HL_NGPU_PER_NODE": "2", "HL_NUM_NODES": "2"}
+        given |= {"HL_HOSTSFILE": hosts.hostsfile(slots=2), "HL_KILL_SWITCH": str(tmp_path / "stop")}
+        given |= {"MEGATRON_RUN_SECRET": "a secret that this test knows"}
+        log = tmp_path / "log"
+        with log.open("wb") as out:
+            process = hosts.login.start(
+                *command(), folder=tmp_path, variables=variables(tmp_path, **given), stdout=out, stderr=out
+            )
+        metrics = tmp_path / "results" / "metrics.jsonl"
+
+        def wait_until(is_so: Callable[[], bool]) -> None:
+            deadline_s = time.monotonic() + TIMEOUT_S
+            while not is_so():
+                assert time.monotonic() < deadline_s, log.read_text(errors="replace")
+                assert process.poll() is None, log.read_text(errors="replace")
+                time.sleep(0.1)
+
+        wait_until(lambda: metrics.exists() and '"iteration":2,' in metrics.read_text())
+        seen = hosts[1].run("sh", "-c", "cat /proc/[0-9]*/cmdline").stdout
+        assert "megatron.launch.agent" in seen
+        assert "this test knows" not in seen
+        hosts_file = re.search(r"--hostfile\0([^\0]+)", hosts.login.run("sh", "-c", "cat /proc/[0-9]*/cmdline").stdout)
+        assert hosts_file is not None
+        assert Path(hosts_file[1]).exists()
+        statuses = {"kill switch": 0, "signal": 0, "rank": 137, "agent": 137, "launcher": 137}
+        if end == "kill switch":
+            (tmp_path / "stop").touch()
+        elif end in ("signal", "launcher"):
+            send_signal(process, signal.SIGTERM if end == "signal" else signal.SIGKILL)
+        else:
+            pattern = "multiprocessing.forkserver" if end == "rank" else "megatron.launch.agent"
+            found = hosts[1].run("pgrep", "-f", pattern).stdout.split()
+            victim = hosts[1].run("pgrep", "-P", found[0]).stdout.split()[0] if end == "rank" else found[0]
+            hosts[1].run("kill", "-KILL", victim)
+        try:
+            status = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(log.read_text(errors="replace"))
+        said = log.read_text(errors="replace")
+        assert status in (statuses[end], -9), said
+        if statuses[end] == 0:
+            assert (tmp_path / "results" / "checkpoints" / "latest").exists(), said
+        if end == "rank":
+            assert re.search(r"rank \d on node2 was killed by SIGKILL", said)
+        deadline_s = time.monotonic() + 20.0
+        left = ["?"]
+        while left and time.monotonic() < deadline_s:  # a launcher that was killed waits for nothing
+            left = [
+                host.name
+                for host in (*hosts, hosts.login)
+                if host.run("pgrep", "-f", "megatron.launch.agent|multiprocessing|orted|prted|mpirun").stdout
+            ]
+            time.sleep(0.2)
+        assert left == [], said
+        assert not Path(hosts_file[1]).exists()
