@@ -38,7 +38,7 @@ from megatron.launch.agent_messages import announce
 from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
 from megatron.launch.cores import CoresError, own_sockets, ranges, rank_cores
 from megatron.launch.modules import ModulesError, require_modules
-from megatron.launch.ownership import END_AT_ONCE, adopted_orphans, end_processes, owned, processes_below
+from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
 from megatron.launch.rendezvous import (
     DifferentCodeError,
     Membership,
@@ -486,8 +486,7 @@ def main(arguments: Sequence[str]) -> int:
     def run_announced() -> int:
         announce("ready")  # the owner handles signals
         status = run_agent(options, train_flags)
-        if status != shell_status(-END_AT_ONCE):  # its owner was killed, whose status mpirun knows
-            announce(f"ended {status}")
+        announce(f"ended {status}")
         return status
 
     return owned(run_announced, outputs)

@@ -175,7 +175,10 @@ def _run(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPla
         finally:
             kill_tree(mpirun.pid)
             mpirun.wait()
-    status = shell_status(mpirun.returncode) if output.failed is None else output.failed[1]
+    # mpirun ends with the status of the agent that failed first, also of one that was killed and sent no message
+    status = shell_status(mpirun.returncode)
+    if mpirun.returncode <= 0 and output.failed is not None:  # it had to be killed
+        status = output.failed[1]
     # a second signal ends the ranks by the one that mpirun has passed on, or a start by no signal of its own
     if requested is not None and (status == 128 + _passed_on(requested) or (status and output.ready < plan.nodes)):
         return shell_status(-requested)
