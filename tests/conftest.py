@@ -36,7 +36,8 @@ LONG_FIRST = (
     "training/test_answers launch/test_launch data/chat/test_conversation launch/test_run_sft training/test_schedules "
     "models/test_attention data/tokenizers/test_tokenizers cli/test_preprocess_faults checkpoint/test_saver "
     "tasks/test_preference launch/test_run_scripts training/test_huggingface_start planning/test_memory "
-    "launch/test_run_dpo data/test_sources interop/test_deepspeed_checkpoint test_api_callbacks training/test_exports "
+    "launch/test_run_dpo cli/test_gaudi_spawn_runs cli/test_gaudi_spawn data/test_sources "
+    "interop/test_deepspeed_checkpoint test_api_callbacks training/test_exports "
     "data/chat/test_tool_chats test_extending training/test_adapters planning/test_fit test_finetuning "
     "generation/test_generator test_distillation"
 ).split()

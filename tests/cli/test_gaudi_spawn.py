@@ -198,6 +198,13 @@ def test_variables_count_where_the_command_says_nothing(trl: Path) -> None:
     assert plan.config.training.global_batch_size == 20
 
 
+def test_use_mpi_chooses_the_launcher_unless_a_variable_does(trl: Path) -> None:
+    command = f"--world_size 2 --use_mpi sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
+    assert planned(command).launcher == "mpirun"
+    assert planned(command, HL_LAUNCHER_TYPE="pdsh").launcher == "pdsh"
+    assert planned(command.replace("mpi", "deepspeed")).launcher == "pdsh"
+
+
 def test_a_hostfile_gives_the_ranks(trl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(gaudi_spawn.MARK_STEPS, "1")
     (trl / "hosts").write_text("10.0.0.1 slots=4\n10.0.0.2 slots=4\n")
