@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from megatron.config.command_line import load_config
-from megatron.config.options import ConfigError, ParallelConfig
+from megatron.config.options import ConfigError, ParallelConfig, on_device
 from megatron.data.indexed import DataError
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
@@ -39,12 +39,12 @@ def write_dataset(prefix: Path, documents: int = 60, vocabulary: int = 128, seed
     return prefix
 
 
-def train(arguments: str) -> str:
+def train(arguments: str, device: str = "cpu") -> str:
     """One run; the fault that ended it, or ''."""
     try:
         config = load_config([*TINY.split(), *arguments.split()])
         check_deepspeed(config)
-        run(config, ParallelContext.build(config.parallel, "cpu"))
+        run(on_device(config, device, lazy=True), ParallelContext.build(config.parallel, device))
     except ConfigError as error:
         return str(error)
     except Exception as error:

@@ -51,11 +51,11 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def generate(arguments: list[str]) -> tuple[str, str]:
+def generate(arguments: list[str], device: str = "cpu") -> tuple[str, str]:
     """Run a command in this rank; return what it prints on stdout and stderr."""
-    command, _ = read_command([*arguments, "--device", "cpu"])
+    command, _ = read_command([*arguments, "--device", device])
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        ctx = ParallelContext.build(parallel_options(command.load), "cpu")
+        ctx = ParallelContext.build(parallel_options(command.load), device)
         run(command, load_model(command.load, ctx))
     return out.getvalue(), errors.getvalue()

@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from habana_frameworks.torch import stand_in
+from habana_frameworks.torch.hpu import random as random
+from habana_frameworks.torch.hpu.events import Event as Event
 from habana_frameworks.torch.utils.internal import is_lazy
 
 if is_lazy():
     from habana_frameworks.torch.hpu.graphs import HPUGraph as HPUGraph
     from habana_frameworks.torch.hpu.graphs import graph as graph
+
+
+def _lazy_init() -> None:
+    """torch's generic code calls it before it uses the device."""
 
 
 def is_available() -> bool:
@@ -28,6 +34,10 @@ def get_device_name(device: Any = None) -> str:
 
 def current_device() -> int:
     return 0
+
+
+def set_device(device: Any) -> None:
+    """One device a process: which of the node's it is, the process's environment says."""
 
 
 def synchronize() -> None:
@@ -48,6 +58,14 @@ def max_memory_allocated(device: Any = None) -> int:
 
 def memory_reserved(device: Any = None) -> int:
     return int(memory_stats(device)["Limit"])
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    return memory_reserved(device)
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    stand_in.memory["MaxInUse"] = stand_in.memory["InUse"]
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -82,6 +100,10 @@ _STREAM = Stream()
 
 
 def current_stream(device: Any = None) -> Stream:
+    return _STREAM
+
+
+def default_stream(device: Any = None) -> Stream:
     return _STREAM
 
 
