@@ -103,7 +103,7 @@ def keep_recipes(device: str, results_dir: str | None) -> None:
     One folder a host: ranks of several hosts would lock files over the network. No effect on other devices, nor where
     the user has set PT_HPU_RECIPE_CACHE_CONFIG. Call it before `choose_device`, which loads what reads the variable.
     """
-    if results_dir is None or device not in ("hpu", "auto") or not _has_plugin():
+    if results_dir is None or device not in ("hpu", "auto") or not has_gaudi_plugin():
         return
     variable = "PT_HPU_RECIPE_CACHE_CONFIG"
     folder = Path(results_dir).resolve() / "hpu_recipes" / socket.gethostname()
@@ -128,7 +128,7 @@ def _missing_hpu() -> str:
             return f"habana_frameworks.torch does not load: {error}"
         return (
             "habana_frameworks.torch is not installed; it comes with the image or the installer of the Gaudi software, "
-            "never by pip from the public index (docs/launching.md, Gaudi)"
+            "never by pip from the public index (docs/gaudi.md)"
         )
     # it asserts that torch's release is the one it is built for, and in lazy mode that torch is Habana's build; of a
     # version without a local part, as that of a stock torch, it reads an attribute that is not there
@@ -136,7 +136,7 @@ def _missing_hpu() -> str:
         return (
             f"habana_frameworks.torch {_plugin_version()} does not load beside torch {metadata.version('torch')}: "
             f"{error}; its release is built for one release of torch, and lazy mode needs Habana's build of it "
-            "(docs/launching.md, Gaudi)"
+            "(docs/gaudi.md)"
         )
     if not hpu.is_available() or hpu.device_count() == 0:
         return "habana_frameworks sees no Gaudi; hl-smi shows which are there and who holds them"
@@ -176,12 +176,12 @@ _MISSING = {"hpu": _missing_hpu, "cuda": _missing_cuda, "cpu": lambda: ""}
 
 def detect_device(*, allow_hpu: bool = True) -> str:
     """Return the first available one of hpu, cuda and cpu by device files and installed packages, without torch."""
-    if allow_hpu and count_devices("hpu") and _has_plugin():
+    if allow_hpu and count_devices("hpu") and has_gaudi_plugin():
         return "hpu"
     return "cuda" if count_devices("cuda") and _torch_has_cuda() else "cpu"
 
 
-def _has_plugin() -> bool:
+def has_gaudi_plugin() -> bool:
     try:
         return importlib.util.find_spec("habana_frameworks.torch") is not None
     except ModuleNotFoundError:

@@ -47,6 +47,7 @@ FLOORS = {
     "evaluate": 13,
     "launch": 14,
     "instructlab": 15,
+    "acceptance": 15,
     "api": 16,
     "cli": 17,
     "gaudi_spawn": 18,

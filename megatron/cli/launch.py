@@ -433,3 +433,7 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
     if vocab_size > plan.config.model.vocab_size:
         added += ["--vocab-size", str(vocab_size)]
     return dataclasses.replace(plan, train_flags=(*plan.train_flags, *added))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The acceptance test of Gaudi cards, on the stand-in of tests/habana: it passes, and a wrong kernel fails by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.acceptance import kernels, report, software
+from megatron.acceptance.report import Check, Group
+from megatron.acceptance.runs import CardLayout
+from megatron.cli.gaudi_acceptance import main
+from tests.habana import stand_in_packages
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_script(folder: Path, *flags: str, cards: str = "0,1", **variables: str) -> tuple[int, str, dict[str, Any]]:
+    """Run the script on the stand-in of a released software -> status, text and JSON of the report."""
+    packages = folder.parent / "packages"
+    for name, version in (("habana_torch_plugin", "1.24.1.482"), ("torch", "2.11.0a0+git123")):
+        info = packages / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    found = os.pathsep.join([str(packages), str(ROOT / "tests" / "habana")])
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "gaudi_acceptance.sh"), "--output", str(folder), *flags],
+        env=os.environ
+        | {"PYTHON": sys.executable, "PYTHONPATH": found, "HABANA_STAND_IN": "1", "HABANA_VISIBLE_MODULES": cards}
+        | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert (folder / "report.txt").is_file(), done.stderr
+    text, _, content = (folder / "report.txt").read_text().partition(report.JSON_BEGINS)
+    assert text in done.stdout
+    return done.returncode, text, json.loads(content)
+
+
+def failed(content: dict[str, Any]) -> list[str]:
+    return [check["name"] for group in content["groups"] for check in group["checks"] if not check["passed"]]
+
+
+def test_the_script_passes_on_two_cards(tmp_path: Path) -> None:
+    flags = "--parts kernels losses --modes lazy --models llama --steps 3".split()
+    status, text, content = run_script(tmp_path / "out", *flags)
+    assert (status, failed(content)) == (0, []), text
+    assert text.splitlines()[-1] == "passed"
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    titles = [group["title"] for group in content["groups"]]
+    assert [title.split(",")[0] for title in titles[1:]] == [
+        "kernels in lazy mode on one card",
+        "3 steps of a tiny llama",
+    ]
+    facts = content["groups"][2]["facts"]
+    assert facts["memory of rank 0 in GB: in use, peak, total"] == "1.50, 2.00, 96.00"
+    assert facts["graphs compiled by rank 0"] == "17"
+    assert content["groups"][0]["facts"]["habana-torch-plugin"] == "1.24.1.482"
+    assert str(tmp_path.parent.parent) not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cards", ["0", "0,1,2,3,4,5,6,7"])
+def test_every_part_passes_in_both_modes(tmp_path: Path, cards: str) -> None:
+    status, text, content = run_script(tmp_path / "out", "--throughput-preset", "tiny_llama", cards=cards)
+    assert (status, failed(content)) == (0, []), text
+    assert len(content["groups"]) == 1 + 2 * 4
+
+
+def test_a_wrong_kernel_fails_the_script_by_its_name(tmp_path: Path) -> None:
+    flags = "--parts kernels --modes eager".split()
+    status, text, content = run_script(
+        tmp_path / "out", *flags, HABANA_STAND_IN_WRONG="hpex.normalization:FusedRMSNorm"
+    )
+    assert status == 1
+    assert failed(content) == ["FusedRMSNorm, float32", "FusedRMSNorm, bfloat16"]
+    assert text.splitlines()[-3:] == ["FAILED:", "  FusedRMSNorm, float32", "  FusedRMSNorm, bfloat16"]
+
+
+@pytest.fixture
+def on_hpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with stand_in_packages(monkeypatch), import_module("habana_frameworks.torch.on_cpu").known():
+        yield
+
+
+WRONG = [  # module, kernel, attribute, what the right result is multiplied with, beginnings of the checks that fail
+    ("hpex.kernels", "FusedSDPA", "apply", "FusedSDPA"),
+    ("hpex.kernels", "RotaryPosEmbeddingHelperV1", "apply", "rotary embedding"),
+    ("hpex.normalization", "FusedRMSNorm", "apply", "FusedRMSNorm"),
+    ("hpex.normalization", "FusedClipNorm", "clip_norm", "FusedClipNorm"),
+]
+
+
+@pytest.mark.parametrize(("module", "kernel", "function", "named"), WRONG)
+def test_each_wrong_kernel_is_named(
+    monkeypatch: pytest.MonkeyPatch, on_hpu: None, tmp_path: Path, module: str, kernel: str, function: str, named: str
+) -> None:
+    cls = getattr(import_module(f"habana_frameworks.torch.{module}"), kernel)
+    right = getattr(cls, function)
+
+    def wrong(*args: Any) -> Any:
+        return right(*args) * 1.05
+
+    monkeypatch.setattr(cls, function, staticmethod(wrong) if function == "apply" else wrong)
+    kernels.run_all(tmp_path / "checks")
+    checks = kernels.read_checks(tmp_path / "checks", "")
+    assert {check.name.startswith(named) for check in checks if not check.passed} == {True}
+    assert {check.passed for check in checks if check.name.startswith(named)} == {False}
+
+
+def test_an_optimizer_that_forgets_the_weight_decay_is_named(
+    monkeypatch: pytest.MonkeyPatch, on_hpu: None, tmp_path: Path
+) -> None:
+    optimizers = import_module("habana_frameworks.torch.hpex.optimizers")
+    right = optimizers.FusedAdamW.__init__
+    monkeypatch.setattr(
+        optimizers.FusedAdamW, "__init__", lambda *args, **options: right(*args, **options | {"weight_decay": 0.0})
+    )
+    kernels.run_all(tmp_path / "checks")
+    assert [c.name for c in kernels.read_checks(tmp_path / "checks", "") if not c.passed] == [
+        "FusedAdamW, 5 updates, float32"
+    ]
+
+
+def test_kernels_that_a_process_did_not_reach_fail_with_how_it_ended(tmp_path: Path) -> None:
+    file = tmp_path / "checks"
+    lines = [{"names": {"a": 0.1, "b": 0.2}}, {"name": "a", "value": 0.05, "tolerance": 0.1, "detail": ""}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert kernels.read_checks(file, "ended with status -11") == [
+        Check("a", 0.05, 0.1),
+        Check("b", None, 0.2, "ended with status -11"),
+    ]
+    assert not any(check.passed for check in kernels.read_checks(tmp_path / "none", "gone"))
+
+
+@pytest.mark.parametrize("value", [None, 0.2, float("nan"), float("inf")])
+def test_a_number_that_is_missing_too_large_or_not_finite_fails(value: float | None) -> None:
+    assert not Check("a", value, 0.1).passed
+
+
+def test_a_report_names_neither_host_nor_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "gaudi-07")
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
+    detail = "gaudi-07: ada at 10.1.2.3: /home/ada/run failed; not gaudi-071"
+    groups = [Group("kernels", [Check("a", float("nan"), 0.1, detail)], {"software": "1.24.1.482"})]
+    for identifies in (False, True):
+        report.write_report(tmp_path / "report.txt", "test", groups, identifies=identifies)
+        text = (tmp_path / "report.txt").read_text()
+        assert (detail in text) == identifies
+        assert ("gaudi-07:" in text) == ("10.1.2.3" in text) == identifies
+        assert "1.24.1.482" in text
+        assert json.loads(text.partition(report.JSON_BEGINS)[2])["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("plugin", "torch", "passed"),
+    [
+        ("1.24.1.482", "2.11.0a0+git1", True),
+        ("1.24.2.481", "2.11.0", True),  # a patch that no recipe names
+        ("1.24.0.1007", "2.10.0+hpu", True),
+        ("1.24.0.1007", "2.11.0", False),
+        ("1.20.0.1", "2.5.1", False),
+        ("none", "2.13.0", False),
+    ],
+)
+def test_versions_that_do_not_belong_together_fail(
+    monkeypatch: pytest.MonkeyPatch, plugin: str, torch: str, passed: bool
+) -> None:
+    versions = {"habana-torch-plugin": plugin, "torch": torch}
+    monkeypatch.setattr(software, "installed", lambda package: versions.get(package, "none"))
+    (check,) = software.check_software(1).checks
+    assert check.passed == passed
+    assert passed or plugin in check.detail or torch in check.detail
+
+
+@pytest.mark.parametrize(("devices", "layout"), [(1, (1, 1, 1)), (2, (2, 1, 1)), (3, (1, 1, 3)), (8, (2, 2, 2))])
+def test_the_layout_has_every_parallelism_that_fits(devices: int, layout: tuple[int, int, int]) -> None:
+    assert CardLayout.of(devices) == CardLayout(*layout)
+
+
+def test_faults_are_refused_together_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", "0,1")
+    with contextlib.chdir(tmp_path) if sys.version_info >= (3, 11) else contextlib.nullcontext():
+        assert main(["--devices", "3", "--steps", "1", "--output", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    for part in ("habana_frameworks.torch is not installed", "shows 2 cards", "--steps 1 must be", "exists"):
+        assert part in printed
+    assert list(tmp_path.iterdir()) == []
