@@ -1,7 +1,9 @@
-"""Cost of failures: ranks are killed at random, and the effective training time is compared with the elapsed time.
+"""Cost of failures: ranks fail at random, and the effective training time is compared with the elapsed time.
 
-    python benchmarks/chaos.py [--kills 4] [--every-s 30] [--seed 0]
+    python benchmarks/chaos.py [--kills 4] [--every-s 30] [--seed 0] [--faults SIGKILL SIGSTOP SIGSEGV passing]
     python benchmarks/chaos.py --kills 100 --every-s 2        the same as a stress test
+
+`passing` is an error of a file system or a network, which a restart may not see again.
 
 A tiny model on 4 CPU ranks (TP 2, PP 2), saved in the background every 5 steps. The effective time is that of the
 steps whose results were kept, over the time from the first step to the last; beside it, where the rest went: until a
@@ -12,6 +14,7 @@ compared bit by bit with those of an undisturbed run of the same length.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import random
 import signal
@@ -20,9 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,8 +35,10 @@ import orjson
 import psutil
 import torch
 
+from benchmarks import faulty_task
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 
+T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parent.parent
 RANKS = 4
 MODEL = (
@@ -41,6 +47,12 @@ MODEL = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --eval-iters 0 --split 1,0,0 --log-interval 1"
 ).split()
 SAVE_INTERVAL = 5
+PASSING = "passing"
+FAULTS = ("SIGKILL", "SIGSTOP", "SIGSEGV", PASSING)
+PASSING_ERRORS = (errno.EIO, errno.ENETUNREACH, errno.ENOMEM, errno.EMFILE, errno.EREMOTEIO, errno.ECONNRESET)
+TASK = "benchmarks.faulty_task:FaultyTask"
+QUICK = ["--watchdog-timeout-s", "4", "--distributed-timeout-minutes", "0.25"]
+"""Flags for a rank that is stopped, which the others wait for so long: before the first step, and after it."""
 ENDLESS = 100_000
 """Steps."""
 TIMEOUT_S = 600.0
@@ -49,7 +61,7 @@ TIMEOUT_S = 600.0
 
 @dataclass
 class Failure:
-    """A kill, and what followed, in seconds of one clock; 0: it was not seen."""
+    """A fault, and what followed, in seconds of one clock; 0: it was not seen."""
 
     rank_pid: int
     killed_s: float
@@ -77,9 +89,9 @@ def session_leaders(pid: int) -> list[int]:
 
 
 class Disturbed:
-    """A supervised run, whose ranks can be found and killed."""
+    """A supervised run, whose ranks can be found and made to fail."""
 
-    def __init__(self, train_flags: Sequence[str], max_restarts: int) -> None:
+    def __init__(self, train_flags: Sequence[str], max_restarts: int, faults_folder: Path) -> None:
         command = [sys.executable, "-u", str(REPOSITORY / "tools" / "launch.py"), "--max-restarts", str(max_restarts)]
         command += ["--device", "cpu", "--devices-per-node", str(RANKS), "--", *train_flags]
         self.process = subprocess.Popen(
@@ -87,10 +99,12 @@ class Disturbed:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", faulty_task.FOLDER: str(faults_folder)},
         )
         self.failures: list[Failure] = []
         self.lines: list[str] = []
+        self.saves = 0
+        self._faults_folder = faults_folder
         self.heard_s = time.monotonic()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -101,6 +115,7 @@ class Disturbed:
         for line in self.process.stdout:
             now_s = self.heard_s = time.monotonic()
             self.lines.append(line)
+            self.saves += line.startswith("saved ")
             if not self.failures:
                 continue
             last = self.failures[-1]
@@ -124,13 +139,17 @@ class Disturbed:
             time.sleep(0.005)
         return []
 
-    def kill(self, pid: int) -> bool:
-        """Return False if the rank had ended already: the run may be about to finish."""
+    def fail(self, pid: int, fault: str, generator: random.Random) -> bool:
+        """Make a rank fail; return False if it had ended already: the run may be about to finish."""
         ranks, killed_s = self.ranks(), time.monotonic()
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, 0 if fault == PASSING else signal.Signals[fault])
         except ProcessLookupError:
             return False
+        if fault == PASSING:
+            path = self._faults_folder / str(pid)
+            path.with_suffix(".new").write_text(str(generator.choice(PASSING_ERRORS)))
+            path.with_suffix(".new").rename(path)
         self._old |= set(ranks)
         self.failures.append(Failure(pid, killed_s))
         return True
@@ -155,34 +174,45 @@ def disturb(
     seed: int,
     max_restarts: int = 1000,
     stop: bool = False,
+    faults: Sequence[str] = ("SIGKILL",),
 ) -> Outcome:
-    """Run, and kill a random rank at each of the moments: functions that return True when it has come.
+    """Run, and make a rank fail at each of the moments: functions that return True when it has come.
 
-    A moment is looked for from the instant at which all ranks of a try are there. `stop`: when the run has recovered
+    The ranks fail in turn, in random order: the same one at the same step again and again is a crash loop. So do the
+    `faults`; SIGSTOP and `passing` need QUICK and FaultyTask. A moment is looked for from the instant at which all
+    ranks of a try are there. `stop`: when the run has recovered
     from the last, make it stop and save, rather than wait for its end.
     """
     generator = random.Random(seed)
-    run = Disturbed(train_flags, max_restarts)
-    try:
-        for moment in moments:
-            ranks = run.await_ranks()
-            while ranks and not moment(run) and run.process.poll() is None:
-                run.check()
-                time.sleep(0.002)
-            while ranks and run.process.poll() is None and not run.kill(generator.choice(ranks)):
-                ranks = run.await_ranks()
-            if not ranks or run.process.poll() is not None:
-                break
-        if stop:
-            while run.process.poll() is None and not (run.failures and run.failures[-1].stepped_s):
-                run.check()
-                time.sleep(0.02)
-            run.process.terminate()
-        return run.finish()
-    finally:
-        if run.process.poll() is None:
-            run.process.terminate()
-            run.process.wait()
+    places, kinds = in_turn(range(RANKS), generator), in_turn(faults, generator)
+    with tempfile.TemporaryDirectory() as faults_folder:
+        run = Disturbed(train_flags, max_restarts, Path(faults_folder))
+        try:
+            for moment in moments:
+                ranks, place, fault = run.await_ranks(), next(places), next(kinds)
+                while ranks and not moment(run) and run.process.poll() is None:
+                    run.check()
+                    time.sleep(0.002)
+                while ranks and run.process.poll() is None and not run.fail(ranks[place], fault, generator):
+                    ranks = run.await_ranks()
+                if not ranks or run.process.poll() is not None:
+                    break
+            if stop:
+                while run.process.poll() is None and not (run.failures and run.failures[-1].stepped_s):
+                    run.check()
+                    time.sleep(0.02)
+                run.process.terminate()
+            return run.finish()
+        finally:
+            if run.process.poll() is None:
+                run.process.terminate()
+                run.process.wait()
+
+
+def in_turn(what: Sequence[T], generator: random.Random) -> Iterator[T]:
+    """Yield each of these once, in random order, then again in another, without an end."""
+    while True:
+        yield from generator.sample(what, len(what))
 
 
 def after(seconds: float) -> Callable[[Disturbed], bool]:
@@ -192,6 +222,18 @@ def after(seconds: float) -> Callable[[Disturbed], bool]:
     def has_come(run: Disturbed) -> bool:
         began_s.append(time.monotonic())
         return began_s[-1] - began_s[0] >= seconds
+
+    return has_come
+
+
+def after_save(seconds: float) -> Callable[[Disturbed], bool]:
+    """The moment that many seconds after the next checkpoint."""
+    saves: list[int] = []
+    saved = after(seconds)
+
+    def has_come(run: Disturbed) -> bool:
+        saves.append(run.saves)
+        return run.saves > saves[0] and saved(run)
 
     return has_come
 
@@ -266,22 +308,23 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--every-s", type=float, default=30.0, help="mean time between two kills (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["SIGKILL"], help="in random order")
     options = parser.parse_args()
     generator = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = write_dataset(folder / "data")
         moments = [after(generator.uniform(0.5, 1.5) * options.every_s) for _ in range(options.kills)]
-        outcome = disturb(
-            flags_of(data, folder / "disturbed", ENDLESS, SAVE_INTERVAL), moments, options.seed, stop=True
-        )
+        flags = [*QUICK, "--task", TASK]
+        disturbed = [*flags_of(data, folder / "disturbed", ENDLESS, SAVE_INTERVAL), *flags]
+        outcome = disturb(disturbed, moments, options.seed, stop=True, faults=options.faults)
         print(f"seed {options.seed}")
         if outcome.status:
             print(outcome.text)
             return outcome.status
         steps = steps_of(folder / "disturbed" / "results")
         print(report(outcome, steps), end="")
-        flags = flags_of(data, folder / "undisturbed", ENDLESS, SAVE_INTERVAL)
+        flags += flags_of(data, folder / "undisturbed", ENDLESS, SAVE_INTERVAL)
         undisturbed = disturb([*flags, "--exit-interval", str(len(steps))], [], options.seed)
         print(report(undisturbed, steps_of(folder / "undisturbed" / "results")), end="")
         different = differing(folder / "disturbed" / "saved", folder / "undisturbed" / "saved")

@@ -7,7 +7,10 @@ FAILED = 1
 REFUSED = 2
 """Invalid options, data or environment, reported on stderr. A restart would fail in the same way."""
 ABORTED = 3
-"""The guard aborted training: too many steps in a row were skipped, or the ranks' copies of a parameter differ."""
+"""The guard aborted training: too many steps in a row were skipped, or the ranks' copies of a parameter differ.
+
+So does the agent in a crash loop: one rank failed three times in the same step by the same error.
+"""
 HUNG = 4
 """The watchdog saw no progress. A restart may succeed."""
 

@@ -284,7 +284,11 @@ def open_checkpoints(
     if config.checkpoint.save is None:
         return contextlib.nullcontext()
     source = None if start.checkpoint is None else start.checkpoint.metadata.get("source")
-    return Checkpoints(config, ctx, partial(watchdog.beat_of, "save"), source, start.run)
+    checkpoints = Checkpoints(config, ctx, partial(watchdog.beat_of, "save"), source, start.run)
+    checkpoints.on_complete = watchdog.saved
+    if start.checkpoint is not None:
+        watchdog.saved(start.progress.iteration)  # the attempt that saved it may have ended before it could
+    return checkpoints
 
 
 def open_log(

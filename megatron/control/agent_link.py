@@ -67,6 +67,10 @@ class RankLink:
         """The rank's last report: the fields of `megatron.resilience.rank_reports.Report`."""
         self.watchdogs: Mapping[str, Any] = {}
         """The watchdogs that collect reports (`send_endings`); empty until the ranks have joined each other."""
+        self.step = 0
+        """The last step that the rank began, which it sends at once; 0: none."""
+        self.saved: int | None = None
+        """Iteration of the newest complete checkpoint that the rank knows."""
 
     def fileno(self) -> int:
         return self._connection.socket.fileno()
@@ -77,6 +81,8 @@ class RankLink:
             for message in self._connection.receive():
                 self.report = message.get("report", self.report)
                 self.watchdogs = message.get("watchdogs", self.watchdogs)
+                self.step = message.get("step", self.step)
+                self.saved = message.get("saved", self.saved)
         except (OSError, EOFError, ValueError):
             self.close()
 

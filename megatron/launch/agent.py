@@ -20,13 +20,12 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import send_handle
-from types import FrameType
 from typing import Any
 
 from megatron.control.agent_link import RankLink, send_endings
@@ -35,7 +34,13 @@ from megatron.descriptors import raise_limit
 from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.launch import rank
 from megatron.launch.agent_messages import announce
-from megatron.launch.child_processes import blocked_signals, handled_signals, noted_signals, python_path
+from megatron.launch.child_processes import (
+    InterruptedBySignal,
+    blocked_signals,
+    interruptible,
+    noted_signals,
+    python_path,
+)
 from megatron.launch.cores import CoresError, own_sockets, ranges, rank_cores
 from megatron.launch.modules import ModulesError, require_modules
 from megatron.launch.ownership import adopted_orphans, end_processes, owned, processes_below
@@ -46,7 +51,9 @@ from megatron.launch.rendezvous import (
     NotNeededError,
     Rendezvous,
     RendezvousFailedError,
+    RunEndedError,
 )
+from megatron.launch.restart_policy import Failure, ending
 from megatron.mpi_variables import leave_mpi
 from megatron.resilience import job
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
@@ -60,8 +67,8 @@ HUNG_GRACE_S = 1.5
 """The same after a watchdog has ended a rank: the others end by themselves, unless they are stopped or stuck."""
 KILL_S = 1.0
 """Time for the ranks to end after a second signal."""
-FAILING = 2
-"""Failures of this node's own ranks after which a spare host takes its place."""
+STOP_S = 2.0
+"""Time to hear from another node why it has ended the run."""
 JOIN_SAVE_S = 120
 """Time for healthy ranks to save before they restart because a node joins."""
 
@@ -116,30 +123,6 @@ class NodesChangedError(Exception):
     """Nodes wait to join; the ranks restart with them."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """First rank that failed."""
-
-    rank: int
-    returncode: int
-    report: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Its last report: the fields of `megatron.resilience.rank_reports.Report`; empty where it sent none."""
-
-    @property
-    def is_own(self) -> bool:
-        """True if this node is at fault, rather than one that its ranks have lost.
-
-        Libraries abort a rank that has lost another, so SIGABRT alone says nothing.
-        """
-        return self.report.get("state") == "failed" or (self.returncode < 0 and self.returncode != -signal.SIGABRT)
-
-    def __str__(self) -> str:
-        text = f"rank {self.rank} on {socket.gethostname()} {ending(self.returncode)}"
-        if self.report.get("state") == "failed":  # by an error of its own
-            text += f" in step {self.report['step']}, {self.report['phase']}: {self.report['fault']}"
-        return text
-
-
 class Agent:
     """Ranks of this node, from their start to the end of the run."""
 
@@ -158,50 +141,78 @@ class Agent:
         self._cores = bound_cores(options)
         """Those of each local rank; none: the ranks are not bound."""
         self._spared = processes_below(os.getpid())  # such as the fork server
-        self._restarts = 0
         self._began_s = time.monotonic()
-        self._own_failures = 0
+        self._failures: list[Failure] = []
+        """Those that ended the last attempt."""
+        self._saved: int | None = None
+        """Iteration of the newest complete checkpoint that the ranks know."""
         self._stop_requested_s: float | None = None
         self._kill_s: float | None = None
 
     def run(self) -> int:
         """Run the ranks to the end; return 0, or the exit status of the rank that failed first in the last attempt.
 
-        Raises RendezvousFailedError, NotNeededError, and SystemExit for a signal before the ranks run.
+        A crash loop ends with ABORTED. Raises RendezvousFailedError, NotNeededError, and SystemExit for a signal before
+        the ranks first run.
         """
         try:
             while True:
-                self._start_ranks()
+                try:
+                    self._start_ranks()
+                except InterruptedBySignal as interrupted:
+                    if self._membership is None:
+                        raise
+                    return self._stop_between(interrupted.number)
+                except RunEndedError as ended:
+                    return ended.status
+                self._failures = []
                 try:
                     failure = self._watch()
                 except NodesChangedError:
                     self._let_ranks_save()
-                    continue
+                    if self._stop_requested_s is None:
+                        continue
+                    self._rendezvous.close(DONE)
+                    return DONE
                 if failure is None:
                     self._rendezvous.finish()
-                elif self._may_restart(failure):
-                    # after a kill the others only wait for the dead rank
-                    self._wait_for_ranks(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
-                    self._end_ranks()
-                    if self._received:
-                        name = signal.Signals(self._received[0]).name
-                        report(f"{failure}; {name}: the run stops here, with the checkpoints that it has saved")
-                        self._rendezvous.close()
-                        return DONE
-                    self._restarts += 1
-                    self._own_failures += failure.is_own
-                    report(f"{failure}; restart {self._restarts} of {self._options.max_restarts}")
-                    continue
-                else:
-                    self._end_after(failure)
-                self._rendezvous.close()
-                return DONE if failure is None else shell_status(failure.returncode)
+                    self._rendezvous.close()
+                    return DONE
+                if not self._may_restart(failure):
+                    return self._end_after(failure)
+                # after a kill the others only wait for the dead rank
+                self._wait_for_ranks(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
+                self._note_failures(failure)
+                self._end_ranks()
         finally:
             self._end_ranks()
             self._rendezvous.leave()
 
+    def _stop_between(self, number: int) -> int:
+        """End the run on all nodes at a signal that came between two attempts; return the exit status."""
+        failure = f"{self._failures[0]}; " if self._failures else ""
+        name = signal.Signals(number).name
+        report(f"{failure}{name}: the run stops here, with the checkpoints that it has saved")
+        self._end_ranks()
+        self._rendezvous.close(DONE)
+        return DONE
+
+    def _note_failures(self, first: Failure) -> None:
+        """Keep how the ranks failed, the first first, and the newest checkpoint that they know."""
+        codes = {place: process.exitcode for place, process in enumerate(self._processes)}
+        others = [self._failure(place, code) for place, code in codes.items() if code]
+        self._failures = [first, *(other for other in others if other.rank != first.rank)]
+        if self._options.nodes > 1 and first.is_own:
+            report(str(first))  # the first node reports what follows
+
     def _start_ranks(self) -> None:
-        """Start the processes, agree with the other nodes, then give each process its environment."""
+        """Start the processes, agree with the other nodes, then give each process its environment.
+
+        Raises InterruptedBySignal, except before the first attempt of a single node, whose ranks handle a signal.
+        """
+        previous = self._membership
+        if self._options.nodes == 1:  # no rank waits for its end while a restart is delayed
+            self._join()
         environments: list[Connection] = []
         self._processes = []
         with blocked_signals(SIGNALS), without_main_module():
@@ -214,12 +225,9 @@ class Agent:
                 receiver.close()
                 self._processes.append(process)
                 environments.append(sender)
-        # the ranks of one node handle a signal themselves; a node that waits for others may have to end without
-        with interruptible(self._received) if self._options.nodes > 1 else contextlib.nullcontext():
-            previous, self._membership = (
-                self._membership,
-                self._rendezvous.join(is_failing=self._own_failures >= FAILING),
-            )
+        if self._options.nodes > 1:  # meanwhile the ranks import
+            self._join()
+        assert self._membership is not None
         self._report_size(previous, self._membership)
         for local_rank, sender in enumerate(environments):
             with contextlib.suppress(OSError):  # it has ended, which _watch reports
@@ -231,6 +239,11 @@ class Agent:
         if self._membership.store_socket is not None:
             self._membership.store_socket.close()
 
+    def _join(self) -> None:
+        is_interruptible = self._options.nodes > 1 or self._membership is not None
+        with interruptible(SIGNALS, self._received) if is_interruptible else contextlib.nullcontext():
+            self._membership = self._rendezvous.join(self._failures, self._saved)
+
     def _environment(self, membership: Membership, local_rank: int) -> dict[str, str]:
         per_node = self._options.ranks_per_node
         values = {
@@ -239,7 +252,7 @@ class Agent:
             "LOCAL_WORLD_SIZE": per_node,
             "MASTER_ADDR": membership.master_addr,
             "MASTER_PORT": membership.master_port,
-            job.RESTARTS: self._restarts,
+            job.RESTARTS: membership.restarts,
             job.BEGAN: self._began_s,
             job.COMMAND: json.dumps(sys.orig_argv),
         }
@@ -268,18 +281,21 @@ class Agent:
                 self._send_endings({first_rank + place: ending(code) for place, code in enumerate(codes) if code})
             # where several failed since the last look, one killed from outside is the likelier cause
             if failed := min(((code, place) for place, code in enumerate(codes) if code), default=None):
-                return Failure(first_rank + failed[1], failed[0], self._last_report(failed[1]))
+                return self._failure(failed[1], failed[0])
             if all(code == 0 for code in codes):
                 return None
             if self._rendezvous.nodes_waiting():
                 raise NodesChangedError
 
-    def _last_report(self, local_rank: int) -> Mapping[str, Any]:
-        """Return what a rank that has ended reported last."""
-        link = self._links.get(local_rank)
-        if link is not None and link.is_open:
+    def _failure(self, local_rank: int, returncode: int) -> Failure:
+        """Return the failure of a rank that has ended, with what it reported last."""
+        assert self._membership is not None
+        number = self._membership.node * self._options.ranks_per_node + local_rank
+        if (link := self._links.get(local_rank)) is None:
+            return Failure(number, socket.gethostname(), returncode)
+        if link.is_open:
             link.receive()
-        return link.report if link is not None else {}
+        return Failure.of(number, socket.gethostname(), returncode, link.step, link.report)
 
     def _send_endings(self, endings: dict[int, str]) -> None:
         """Inform the watchdogs of the other ranks, which only lose these."""
@@ -287,21 +303,27 @@ class Agent:
             send_endings(watchdogs, endings)
 
     def _may_restart(self, failure: Failure) -> bool:
+        """Return whether the policy of restarts is to decide."""
         is_final = failure.returncode in (REFUSED, ABORTED) or self._stop_requested_s is not None
-        return not is_final and self._restarts < self._options.max_restarts
+        return not is_final and self._options.max_restarts > 0
 
-    def _end_after(self, failure: Failure) -> None:
-        """End the ranks after the last failure, and report it unless the failed rank has done so itself."""
-        limit = self._options.max_restarts
+    def _end_after(self, failure: Failure) -> int:
+        """End the ranks after a failure that is final, and return the exit status.
+
+        The failure is reported unless the failed rank has done so itself.
+        """
+        status = shell_status(failure.returncode)
         if self._stop_requested_s is not None:
+            if not failure.is_own and self._rendezvous.end_status(STOP_S) == DONE:
+                return DONE  # another node stopped between two attempts
             report(f"{failure} after a stop was requested")
-        elif limit and failure.returncode not in (REFUSED, ABORTED):
-            report(f"{failure}; all {limit} restarts are used up")
         elif failure.returncode < 0:
             report(str(failure))
         if not self._wait_for_ranks(HUNG_GRACE_S if failure.returncode == HUNG else FAILED_GRACE_S):
             report(f"{failure}; ending the ranks that still run")
         self._end_ranks()
+        self._rendezvous.close(status)
+        return status
 
     def _let_ranks_save(self) -> None:
         """Have the ranks end, because the nodes have changed: healthy ones save before."""
@@ -332,6 +354,10 @@ class Agent:
         for process in self._processes:
             process.join(KILL_S)  # its threads may still end
         for link in self._links.values():
+            if link.is_open:
+                link.receive()
+            if link.saved is not None:
+                self._saved = max(link.saved, self._saved or 0)
             link.close()
         self._processes, self._links = [], {}
 
@@ -404,7 +430,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             if options.ends_with_connection:  # the launcher has not checked this machine
                 require_modules(options.ranks_per_node)
             if options.nodes > 1:
-                with interruptible(received):
+                with interruptible(SIGNALS, received):
                     find_secret(options.secret_file)
             with adopted_orphans():
                 return Agent(options, start_method, train_flags, received).run()
@@ -440,29 +466,6 @@ def without_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-@contextlib.contextmanager
-def interruptible(received: deque[int]) -> Iterator[None]:
-    """Raise SystemExit for a signal that requests a stop, also for one received before."""
-
-    def interrupt(number: int, frame: FrameType | None = None) -> None:
-        raise SystemExit(shell_status(-number))
-
-    if received:
-        interrupt(received[0])
-    with handled_signals(SIGNALS, interrupt):
-        yield
-
-
-def ending(returncode: int) -> str:
-    """Describe how a process ended."""
-    if returncode >= 0:
-        return f"ended with status {returncode}"
-    try:
-        return f"was killed by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"was killed by signal {-returncode}"
 
 
 def send(process: BaseProcess, number: int) -> None:

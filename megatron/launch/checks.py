@@ -99,6 +99,15 @@ def warn_of_rendezvous(request: LaunchRequest) -> Iterator[str]:
         )
 
 
+def warn_of_spare_hosts(request: LaunchRequest) -> Iterator[str]:
+    """Yield a warning if a run ends before a host can have failed twice."""
+    if request.spare_hosts and request.max_restarts == 1:
+        yield (
+            f"spare_hosts={request.spare_hosts} with max_restarts=1: a spare host takes the place of one that is lost, "
+            "but not of one that fails, which needs two restarts; set HL_MAX_RESTARTS (--max-restarts) to 2 or more"
+        )
+
+
 def check_layout(
     request: LaunchRequest, parallel: ParallelConfig | LoadOptions, devices_per_node: int
 ) -> Iterator[str]:

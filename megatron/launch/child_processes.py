@@ -12,7 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
+from megatron.exit_codes import shell_status
 from megatron.files import IMPORT_ROOT
+
+
+class InterruptedBySignal(SystemExit):
+    """A signal requests a stop. `number`: of the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(shell_status(-number))
+        self.number = number
 
 
 @contextlib.contextmanager
@@ -47,6 +56,19 @@ def handled_signals(
         for number, former in previous.items():
             # None: a handler that C code installed, which Python cannot restore
             signal.signal(number, signal.SIG_DFL if former is None else former)
+
+
+@contextlib.contextmanager
+def interruptible(numbers: Iterable[signal.Signals], received: deque[int]) -> Iterator[None]:
+    """Raise InterruptedBySignal for one of these signals, which request a stop, also for one received before."""
+
+    def interrupt(number: int, frame: FrameType | None = None) -> None:
+        raise InterruptedBySignal(number)
+
+    if received:
+        interrupt(received[0])
+    with handled_signals(numbers, interrupt):
+        yield
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.control.messages import Connection
@@ -30,8 +30,10 @@ from megatron.launch.rendezvous import (
     NotNeededError,
     Rendezvous,
     RendezvousFailedError,
+    RunEndedError,
 )
 from megatron.launch.rendezvous_server import LOST_BEATS
+from megatron.launch.restart_policy import MOST_FAILURES, Failure
 from megatron.network import address_towards, bound_socket, is_loopback, listen_address, listening_socket, resolve
 
 JOIN_TIMEOUT_S = 600
@@ -62,14 +64,15 @@ class NodesRendezvous(Rendezvous):
         self._host, self._port = split_endpoint(options.rendezvous or "")
         self._address = ""
 
-    def join(self, *, is_failing: bool = False) -> Membership:
+    def join(self, failures: Sequence[Failure] = (), saved: int | None = None) -> Membership:
         number = self._options.node_order if self._options.node_rank is None else self._options.node_rank
         number = rendezvous_server.UNNUMBERED if number is None else number
         try:
             self._client = self._client or self._connected()
             own = listen_address(self._host) if self._server is not None else self._address
-            order = [self._server is None, is_failing, number, self._address, os.getpid()]
-            membership = self._place(order, bound_socket(own, 0))
+            order = [self._server is None, number, self._address, os.getpid()]
+            failed = [failure.to_json() for failure in failures[:MOST_FAILURES]]
+            membership = self._place(bound_socket(own, 0), order=order, failures=failed, saved=saved)
         except OSError as error:
             raise RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
         except SystemExit:  # a signal
@@ -81,12 +84,12 @@ class NodesRendezvous(Rendezvous):
             self._client = None
         return membership
 
-    def _place(self, order: list[Any], held: socket.socket) -> Membership:
+    def _place(self, held: socket.socket, **mine: Any) -> Membership:
         """Return this node's place; the first keeps the socket for rank 0. As Client.place."""
         assert self._client is not None
         with contextlib.ExitStack() as unless_first:
             unless_first.enter_context(held)
-            membership = self._client.place(order=order, address=self._address, port=held.getsockname()[1])
+            membership = self._client.place(address=self._address, port=held.getsockname()[1], **mine)
             if membership.node != 0:
                 return membership
             unless_first.pop_all()
@@ -102,11 +105,14 @@ class NodesRendezvous(Rendezvous):
         if self._client is not None:
             self._client.finish()
 
-    def close(self) -> None:
+    def close(self, status: int | None = None) -> None:
         if self._client is not None:
-            self._client.close()
+            self._client.close(status)
         if self._server is not None:
             self._server.stop(rendezvous_server.LINGER_S)
+
+    def end_status(self, timeout_s: float) -> int | None:
+        return self._client.wait_for_end(timeout_s) if self._client is not None else None
 
     def leave(self) -> None:
         if self._client is not None:
@@ -154,7 +160,7 @@ class NodesRendezvous(Rendezvous):
             self._secret,
             min_nodes=options.min_nodes or options.nodes,
             max_nodes=options.nodes,
-            may_change=options.max_restarts > 0,
+            max_restarts=options.max_restarts,
             code=code_digest(),
         )
         self._server.start()
@@ -189,6 +195,8 @@ class Client(threading.Thread):
         """The ranks of another node have ended or are lost, so those of this one cannot save."""
         self.is_spare = False
         """The run is complete without this node, which waits for a place without a limit."""
+        self.end_status: int | None = None
+        """Exit status by which another node, or the policy of restarts, has ended the run; None: neither has."""
         self._fault: str | None = None
         self._refused: str | None = None
         """Host whose code is another one than the first node's."""
@@ -198,7 +206,7 @@ class Client(threading.Thread):
     def place(self, **mine: Any) -> Membership:
         """Join, and wait for this node's number.
 
-        Raises RendezvousFailedError, DifferentCodeError, and NotNeededError on a spare host.
+        Raises RendezvousFailedError, DifferentCodeError, RunEndedError, and NotNeededError on a spare host.
         """
         self._membership, self._waiting = None, 0
         self._is_done = self.is_spare = False
@@ -215,6 +223,8 @@ class Client(threading.Thread):
         while self._membership is None:
             if self._is_closed and self.is_spare:
                 raise NotNeededError
+            if self.end_status is not None:
+                raise RunEndedError(self.end_status)
             if self._is_closed:
                 raise RendezvousFailedError("the run has ended on the other nodes")
             self._check()
@@ -240,9 +250,16 @@ class Client(threading.Thread):
                 return
             time.sleep(POLL_S)
 
-    def close(self) -> None:
-        """End the rendezvous for all nodes, and leave it."""
-        self._request = {"kind": "close"}
+    def wait_for_end(self, timeout_s: float) -> int | None:
+        """Return the exit status by which another node ends the run within this time; None: it does not."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (self._is_closed or self._fault) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        return self.end_status
+
+    def close(self, status: int | None = None) -> None:
+        """End the rendezvous for all nodes, and leave it. `status`: of those that would restart; None: an error."""
+        self._request = {"kind": "close", "status": status}
         self._send_request()
         self.stop()
 
@@ -318,6 +335,8 @@ class Client(threading.Thread):
         elif kind == "spare" and not self.is_spare:
             self.is_spare = True
             _report("waits as a spare host: the run is complete without it")
+        elif kind == "closed":
+            self.end_status = message["status"]
         self._is_done |= kind == "done"
         self._is_closed |= kind == "closed"
 

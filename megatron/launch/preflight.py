@@ -61,6 +61,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     lazy, faults_of_mode = _lazy_mode(request, command.config, device)
     layouts = [layout for config in command.configs for layout in _layouts(request, config, device, lazy=lazy)]
     faults, warnings = [*request.faults, *command.faults, *faults_of_mode], list(checks.warn_of_rendezvous(request))
+    warnings += checks.warn_of_spare_hosts(request)
     if _lacks_data(command, request) and request.dry_run:
         warnings.append("no dataset is given; the run itself will need --data-path")
     faults += faults_in_all(_check_layout(request, layout) for layout in layouts)

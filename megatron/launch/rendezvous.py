@@ -6,9 +6,13 @@ One node needs no agreement, and so no open port here. nodes_rendezvous.py has t
 from __future__ import annotations
 
 import socket
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.launch.addresses import split_endpoint
+from megatron.launch.restart_policy import Failure, RestartPolicy
 from megatron.network import LOOPBACK, bound_socket
 
 
@@ -18,6 +22,14 @@ class RendezvousFailedError(RuntimeError):
 
 class DifferentCodeError(Exception):
     """A node has other code than the first one."""
+
+
+class RunEndedError(Exception):
+    """The run ends, on all nodes, instead of a restart. `status`: its exit status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 class NotNeededError(Exception):
@@ -55,6 +67,8 @@ class Membership:
     master_port: int
     store_socket: socket.socket | None = None
     """On the first node: what holds `master_port` until rank 0, which takes it over, listens."""
+    restarts: int = 0
+    """Those of the run so far."""
 
 
 class Rendezvous:
@@ -62,18 +76,28 @@ class Rendezvous:
 
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
+        self._policy = RestartPolicy(options.max_restarts)
 
-    def join(self, *, is_failing: bool = False) -> Membership:
-        """Wait until enough nodes are there. `is_failing`: let a spare host go first, if there is one.
+    def join(self, failures: Sequence[Failure] = (), saved: int | None = None) -> Membership:
+        """Wait until enough nodes are there, after a failure until the policy of restarts lets them start.
 
-        Raises RendezvousFailedError, DifferentCodeError, and NotNeededError if the run ends without this node.
+        `failures`: those of this node's ranks that made it join again, the first seen first. `saved`: iteration of the
+        newest complete checkpoint that its ranks know. Raises RendezvousFailedError, DifferentCodeError, RunEndedError,
+        and NotNeededError if the run ends without this node.
         """
+        self._policy.note_saved(saved)
+        if failures:
+            decision = self._policy.after(failures)
+            print(decision.text, file=sys.stderr, flush=True)
+            if not decision.restarts:
+                raise RunEndedError(decision.status)
+            time.sleep(decision.delay_s)
         endpoint = self._options.rendezvous
         try:
             held = bound_socket(LOOPBACK, split_endpoint(endpoint)[1] if endpoint else 0)
         except OSError as error:
             raise RendezvousFailedError(f"{error.strerror}; give another port, or none") from None
-        return Membership(0, 1, LOOPBACK, held.getsockname()[1], held)
+        return Membership(0, 1, LOOPBACK, held.getsockname()[1], held, self._policy.restarts)
 
     def nodes_waiting(self) -> bool:
         """Return whether nodes wait to join. Raises RendezvousFailedError when the first node is lost."""
@@ -86,8 +110,12 @@ class Rendezvous:
     def finish(self) -> None:
         """Wait a limited time for the ranks of the other nodes to end."""
 
-    def close(self) -> None:
-        """End the rendezvous: nodes that still wait to join end."""
+    def close(self, status: int | None = None) -> None:
+        """End the rendezvous: nodes that still wait to join end, by this exit status if there is one."""
+
+    def end_status(self, timeout_s: float) -> int | None:
+        """Return the exit status by which another node ends the run within this time; None: it does not."""
+        return None
 
     def leave(self) -> None:
         """Release sockets and threads, in whatever state."""

@@ -7,8 +7,11 @@ node have ended, `spare` where the run is complete without them, `refused` where
 its agent takes the place of the first at once: after `resume` the node stays what it was, unless others were placed
 without it since: `stale`.
 
-Where more nodes wait than the run needs, these come first: the first node, nodes that failed less than twice, lower
-numbers. Spare hosts have the numbers from the size of the run on.
+Where more nodes wait than the run needs, these come first: the first node, nodes that failed less than twice since the
+last new checkpoint, lower numbers. Spare hosts have the numbers from the size of the run on.
+
+A node says in `join` how its ranks failed. Once all nodes wait, the policy of restarts decides for them all, from the
+failures of all: a rank that lost another mostly comes first, and is not the cause.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import contextlib
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.control.messages import Connection
+from megatron.launch.restart_policy import Failure, RestartPolicy
 
 KEEP_ALIVE_S = 5.0
 """Interval of each node's heartbeat."""
@@ -38,6 +44,8 @@ RETURN_S = 5.0
 """Time for an agent whose connection broke to connect again."""
 LINGER_S = 2.0
 """Time for the nodes to read the last message."""
+FAILING = 2
+"""Failures of a node's own ranks, without progress between, after which a spare host takes its place."""
 POLL_S = 0.1
 UNNUMBERED = -1
 """Stands for the number of a node that was given none."""
@@ -49,7 +57,7 @@ class Node:
 
     heard_s: float
     order: list[Any] | None = None
-    """Key by which the nodes are sorted and numbered; None: it has not joined."""
+    """True for all but the first, then number, address and process; None: it has not joined."""
     address: str = ""
     port: int = 0
     agent: str = ""
@@ -59,10 +67,13 @@ class Node:
     is_member: bool = False
     """It has a number in the present round; not while it waits for the next one."""
     is_done: bool = False
+    failures: list[Failure] = field(default_factory=list)
+    """Those of its ranks that ended the present round."""
+    joined_s: float = 0.0
 
 
 class Server(threading.Thread):
-    """Serves the rendezvous on `listener` until `stop`, or without `may_change` until all nodes have their numbers."""
+    """Serves the rendezvous on `listener` until `stop`, or without restarts until all nodes have their numbers."""
 
     def __init__(
         self,
@@ -71,13 +82,18 @@ class Server(threading.Thread):
         *,
         min_nodes: int,
         max_nodes: int,
-        may_change: bool,
+        max_restarts: int,
         code: str = "",
     ) -> None:
         """`code`: what each node must have too."""
         super().__init__(name="rendezvous", daemon=True)
         self._listener, self._secret = listener, secret
-        self._min_nodes, self._max_nodes, self._may_change, self._code = min_nodes, max_nodes, may_change, code
+        self._min_nodes, self._max_nodes, self._max_restarts, self._code = min_nodes, max_nodes, max_restarts, code
+        self._policy = RestartPolicy(max_restarts)
+        self._own_failures: Counter[str] = Counter()
+        """Failures of each agent's own ranks, without progress between."""
+        self._start_s = 0.0
+        """The next round does not begin before."""
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -93,6 +109,7 @@ class Server(threading.Thread):
         self._said: tuple[int, bool, float] = (0, False, 0.0)
         self._end_s: float | None = None
         self._is_closed = False
+        self._end_status: int | None = None
 
     def stop(self, linger_s: float) -> None:
         """End once the nodes have left, at most `linger_s` from now."""
@@ -142,15 +159,19 @@ class Server(threading.Thread):
     def _take(self, connection: Connection, message: dict[str, Any]) -> None:
         node = self._nodes[connection]
         if message["kind"] == "join":
-            is_other, is_failing, node_rank, address, pid = message["order"]
+            is_other, node_rank, address, pid = message["order"]
+            saved = message["saved"]
+            self._policy.note_saved(None if saved is None else int(saved))
+            node.failures = [Failure.from_json(failure) for failure in message["failures"]]
+            node.joined_s = node.heard_s
             self._replace(connection, str(message["agent"]))
             self._has_lost_ranks |= (node.is_member or node.agent in self._missing) and not self._said[0]
             self._missing.pop(node.agent, None)
-            node.order = [bool(is_other), bool(is_failing), int(node_rank), str(address), int(pid)]
+            node.order = [bool(is_other), int(node_rank), str(address), int(pid)]
             node.address, node.port = str(message["address"]), int(message["port"])
             node.is_member = node.is_done = node.is_spare = False
             if self._is_closed:
-                connection.send(kind="closed")
+                connection.send(kind="closed", status=self._end_status)
             elif message["code"] != self._code:
                 # a node that comes late does not end the run of the others
                 refused = list(self._nodes) if self._is_first_round else [connection]
@@ -164,8 +185,12 @@ class Server(threading.Thread):
         elif message["kind"] == "done":
             node.is_done = True
         elif message["kind"] == "close":
-            self._is_closed = True
-            self._send_all(list(self._nodes), kind="closed")
+            status = message["status"]
+            self._close(None if status is None else int(status))
+
+    def _close(self, status: int | None) -> None:
+        self._is_closed, self._end_status = True, status
+        self._send_all(list(self._nodes), kind="closed", status=status)
 
     def _replace(self, connection: Connection, agent: str) -> None:
         """Drop older connections of the same agent, which may be half open and count as members until they are lost."""
@@ -177,7 +202,10 @@ class Server(threading.Thread):
     def _resume(self, connection: Connection, round_id: str) -> None:
         """Give a member of the present round that lost its connection its place again: its ranks still run."""
         if self._is_closed or round_id != self._round_id or self._nodes[connection].agent not in self._missing:
-            connection.send(kind="closed" if self._is_closed else "stale")
+            if self._is_closed:
+                connection.send(kind="closed", status=self._end_status)
+            else:
+                connection.send(kind="stale")
             return
         node, _ = self._missing.pop(self._nodes[connection].agent)
         node.heard_s = time.monotonic()
@@ -197,8 +225,10 @@ class Server(threading.Thread):
             self._last_call_s = None
         is_time = self._last_call_s is not None and now_s >= self._last_call_s
         if not members and not self._is_closed and (self._are_complete(waiting) or is_time):
-            self._place(waiting)
-            return
+            self._decide(now_s)
+            if now_s >= self._start_s and not self._is_closed:
+                self._place(self._waiting())
+                return
         returning = [since_s for _, since_s in self._missing.values() if now_s - since_s < RETURN_S]
         self._has_lost_ranks |= len(returning) < len(self._missing)
         left = [self._nodes[connection] for connection in self._round if connection in self._nodes]
@@ -219,16 +249,40 @@ class Server(threading.Thread):
         found: dict[Any, tuple[list[Any], Connection]] = {}
         for connection, node in self._nodes.items():
             if node.order and not node.is_member:
-                number = node.order[2]
-                found[connection if number == UNNUMBERED else number] = node.order, connection
+                number = node.order[1]
+                is_failing = self._own_failures[node.agent] >= FAILING
+                found[connection if number == UNNUMBERED else number] = (
+                    [node.order[0], is_failing, *node.order[1:]],
+                    connection,
+                )
         in_order = sorted(found.values(), key=lambda one: one[0])
         return [connection for _, connection in in_order][: self._max_nodes]
 
     def _are_complete(self, waiting: list[Connection]) -> bool:
         """Return whether all nodes are there. At first a spare host leaves others the last call to come."""
         orders = [self._nodes[connection].order or [] for connection in waiting]
-        spare = any(order[2] >= self._max_nodes for order in orders)
+        spare = any(order[1] >= self._max_nodes for order in orders)
         return len(waiting) == self._max_nodes and not (spare and self._is_first_round)
+
+    def _decide(self, now_s: float) -> None:
+        """Let the policy decide once what follows the failures that ended the round."""
+        nodes = sorted(self._nodes.values(), key=lambda node: node.joined_s)
+        failures = [failure for node in nodes for failure in node.failures]
+        failed = [node.agent for node in nodes if any(failure.is_own for failure in node.failures)]
+        for node in nodes:
+            node.failures = []
+        lost = next((f"the node at {node.address} was lost" for node, _ in self._missing.values()), "")
+        self._missing.clear()
+        if not failures and not lost:
+            return  # a node joins
+        decision = self._policy.after(failures, lost)
+        print(decision.text, file=sys.stderr, flush=True)
+        if decision.has_progressed:
+            self._own_failures.clear()
+        self._own_failures.update(failed)
+        self._start_s = now_s + decision.delay_s
+        if not decision.restarts:
+            self._close(decision.status)
 
     def _inform_spares(self) -> None:
         for connection, node in list(self._nodes.items()):
@@ -253,8 +307,9 @@ class Server(threading.Thread):
                 num_nodes=len(waiting),
                 master_addr=first.address,
                 master_port=first.port,
+                restarts=self._policy.restarts,
             )
-        if not self._may_change:
+        if not self._max_restarts:
             self._end_s = time.monotonic() + LINGER_S
 
     def _send_all(self, connections: list[Connection], **message: Any) -> None:

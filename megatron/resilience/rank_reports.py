@@ -48,6 +48,10 @@ class Report:
     """It waits for other ranks in a collective."""
     unreachable: Sequence[str] = ()
     """Hosts that this rank's host does not reach, once a rank has called (host_probe.py)."""
+    may_pass: bool = False
+    """Its error may not come again (errors.is_passing)."""
+    repeats_another: bool = False
+    """Its error only names the error of another rank (errors.OtherRankFailed)."""
 
     @property
     def name(self) -> str:

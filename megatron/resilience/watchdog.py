@@ -30,7 +30,7 @@ from megatron.descriptors import shortage
 from megatron.exit_codes import HUNG
 from megatron.network import LOOPBACK, address_towards
 from megatron.parallel.context import ParallelContext
-from megatron.resilience.errors import OtherRankFailed, PeerLostError, is_lost_peer
+from megatron.resilience.errors import OtherRankFailed, PeerLostError, is_lost_peer, is_passing
 from megatron.resilience.rank_reports import FAILED, LOST, RUNNING, STUCK, Channel, Report, verdict
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ TIMER_SLACK_S = 2.3
 class Watchdog:
     """Watches from entering to leaving this context. Without entering it, all methods do nothing.
 
-    `phase` and `beat` may be called from the main thread only, `beat_of` from any.
+    Without a timeout nothing watches, but the agent of the rank is informed all the same. `phase` and `beat` may be
+    called from the main thread only, `beat_of` from any.
     """
 
     def __init__(self, config: Config):
@@ -74,6 +75,7 @@ class Watchdog:
         self._folder: Path | None = None
         self._file: IO[str] | None = None
         self._state, self._fault = RUNNING, ""
+        self._may_pass = self._repeats_another = False
         self._has_verdict = threading.Event()
         self._phase: tuple[str, int, float] = ("start", 0, time.monotonic())
         self._beat_s = self._phase[2]
@@ -92,7 +94,14 @@ class Watchdog:
         """Begin a phase of a step (0: before the first)."""
         now_s = time.monotonic()
         self._beat_s = now_s
-        self._phase = (name, step, now_s)
+        is_new, self._phase = step > self._phase[1], (name, step, now_s)
+        if is_new and self._agent is not None:  # which has to know it also of a rank that is killed
+            self._agent.send(step=step)
+
+    def saved(self, iteration: int) -> None:
+        """Report a complete checkpoint to the agent, which counts restarts from there."""
+        if self._agent is not None:
+            self._agent.send(saved=iteration)
 
     def beat(self) -> None:
         """Report progress in the current phase."""
@@ -111,6 +120,7 @@ class Watchdog:
     # Start and end
 
     def __enter__(self) -> Watchdog:
+        self._agent = AgentLink()
         if self._timeout_s:
             faulthandler.enable()  # a segmentation fault prints its stacks too
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -119,14 +129,14 @@ class Watchdog:
 
     def connect(self, ctx: ParallelContext) -> None:
         """Connect to the other ranks. Collective."""
-        if self._thread is None:
+        if self._thread is None or self._agent is None:
             return
         address = address_towards(os.environ["MASTER_ADDR"]) or LOOPBACK
         channel = Channel(ctx, address)
         started = time.strftime("%Y%m%d-%H%M%S", time.localtime(ctx.broadcast(int(time.time()))))
         if self._results_dir is not None:
             self._folder = Path(self._results_dir) / FOLDER / started
-        self._channel, self._agent = channel, AgentLink()
+        self._channel = channel
         self._agent.send(watchdogs=channel.for_agent())
 
     def open(self) -> None:
@@ -177,7 +187,10 @@ class Watchdog:
         reason = (str(error).strip().splitlines() or [""])[0][:300]
         reason = reason if lost and reason else f"{type(error).__name__}: {reason}".removesuffix(": ")
         reported_s = time.monotonic()
+        self._may_pass, self._repeats_another = is_passing(error), isinstance(error, OtherRankFailed)
         if self._thread is None:
+            self._fault, self._state = reason, LOST if lost else FAILED
+            self._send(self._report())
             return PeerLostError(f"lost touch with another rank {self._report().at}: {reason}") if lost else error
         if self._state == STUCK or (self._channel is not None and self._channel.call == STUCK):
             time.sleep(GIVE_UP_S + TIMER_SLACK_S)  # the thread ends the process
@@ -237,8 +250,9 @@ class Watchdog:
 
     def _send(self, report: Report) -> None:
         """Send a report to the other ranks and to the agent."""
-        if self._channel is not None and self._agent is not None:
+        if self._channel is not None:
             self._channel.send(report)
+        if self._agent is not None:
             self._agent.send(report=dataclasses.asdict(report))
 
     @property
@@ -338,6 +352,8 @@ class Watchdog:
         return Report(
             *(self.rank, self._host, os.getpid(), name, step, since_s, self._state, self._fault, where[-200:], waits),
             unreachable,
+            self._may_pass,
+            self._repeats_another,
         )
 
 

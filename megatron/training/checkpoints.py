@@ -60,6 +60,8 @@ class Checkpoints:
         self._exports: Exports | None = None
         self.on_saved: Callable[[Path], None] = lambda folder: None
         """Called with the folder of each checkpoint and each export that is complete."""
+        self.on_complete: Callable[[int], None] = lambda iteration: None
+        """Called with the iteration of each checkpoint that is complete."""
         self._last_error: SaveError | None = None
         self._failing_since_s: float | None = None
         self.fault: str | None = None
@@ -178,6 +180,7 @@ class Checkpoints:
             self._failed_tags.discard(outcome.tag)
             self._failing_since_s = None
             self.on_saved(self._saver.folder / outcome.tag)
+            self.on_complete(int(outcome.tag.removeprefix(TAG)))
         return lines
 
     def _limit_failures(self) -> None:

@@ -59,7 +59,7 @@ def exchange(connection: Connection, awaited: str, **message: object) -> dict[st
 def served() -> Iterator[tuple[Server, tuple[str, int]]]:
     listener = listening_socket("127.0.0.1", 0)
     place = listener.getsockname()
-    server = Server(listener, SECRET, min_nodes=1, max_nodes=1, may_change=True)
+    server = Server(listener, SECRET, min_nodes=1, max_nodes=1, max_restarts=1)
     server.start()
     yield server, place
     server.stop(0.0)
@@ -86,10 +86,15 @@ def test_connections_of_strangers(count: int, tmp_path: Path) -> None:
                 held.pop(draw.randrange(300)).close()
             assert len(server._nodes) <= MOST_STRANGERS + 1
         member = connected(place)
-        order = [False, False, 0, "127.0.0.1", 1]
-        placed = exchange(
-            member, "placed", kind="join", order=order, agent="a", code="", host="a", address="127.0.0.1", port=1
-        )
+        mine = {
+            "order": [False, 0, "127.0.0.1", 1],
+            "agent": "a",
+            "code": "",
+            "host": "a",
+            "failures": [],
+            "saved": None,
+        }
+        placed = exchange(member, "placed", kind="join", address="127.0.0.1", port=1, **mine)
         assert (placed["node"], placed["num_nodes"], server.is_alive(), server._is_closed) == (0, 1, True, False)
         member.close()
         for stranger in held:

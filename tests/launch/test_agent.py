@@ -27,11 +27,12 @@ from megatron.cli import launch
 from megatron.control.agent_link import AgentLink
 from megatron.control.run_secret import SECRET
 from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
-from megatron.launch import agent, hosts, rank
+from megatron.launch import agent, hosts, rank, rendezvous, restart_policy
 from megatron.launch.agent import AgentOptions
 from megatron.launch.hl_requests import from_environment
 from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
+from megatron.launch.restart_policy import Failure
 from tests import runs
 from tests.ranks import free_port
 
@@ -117,6 +118,9 @@ def test_spare_hosts_are_the_lines_after_those_of_the_run(tmp_path: Path) -> Non
     text = launch.plan_text(plan, "")
     assert "  hosts: w0, w1\n  spare hosts: w2\n" in text
     assert "--spare-hosts 1" in text
+    assert not [line for line in plan.warnings if "spare_hosts" in line]
+    warnings = preflight(tiny("--save", "s", **{**options, "max_restarts": 1})).warnings
+    assert any("but not of one that fails, which needs two restarts; set HL_MAX_RESTARTS" in line for line in warnings)
     for wrong, said in [
         ({"max_restarts": 0}, "to take a host's place is a restart; set HL_MAX_RESTARTS"),
         ({"nodes": 1}, "the first host cannot be replaced, and the run has no other"),
@@ -140,7 +144,7 @@ def test_spare_hosts_are_the_lines_after_those_of_the_run(tmp_path: Path) -> Non
 def test_a_rank_that_only_lost_another_counts_for_no_spare_host(
     returncode: int, state: str | None, is_own: bool
 ) -> None:
-    assert agent.Failure(0, returncode, {"state": state} if state else {}).is_own is is_own
+    assert Failure.of(0, "node0", returncode, 0, {"state": state} if state else {}).is_own is is_own
 
 
 def test_a_hostsfile_and_a_rendezvous_exclude_each_other(tmp_path: Path) -> None:
@@ -271,8 +275,9 @@ def test_only_failures_that_may_pass_are_restarted(
     if restarts:
         assert f"restart 1 of {max_restarts}\n" in shown
     if restarts == max_restarts > 0:
-        assert f"all {max_restarts} restarts are used up" in shown
-    assert shown.count("; ending the ranks that still run") == 1
+        assert f"; all {max_restarts} restarts are used up without a new checkpoint\n" in shown
+    # the policy of restarts decides once they have ended
+    assert shown.count("; ending the ranks that still run") == (restarts < max_restarts or max_restarts == 0)
     assert "Traceback" not in shown
 
 
@@ -288,8 +293,93 @@ def test_a_restart_says_the_error_that_a_rank_reported(
             os._exit(FAILED)
         time.sleep(600)
 
-    assert run(monkeypatch, train, max_restarts=1) == FAILED
+    assert run(monkeypatch, train, max_restarts=1, grace_s=0.5) == FAILED
     assert "ended with status 1 in step 41, train: ValueError: boom; restart 1 of 1\n" in capfd.readouterr().err
+
+
+def reporting(attempts: list[dict[str, Any]], then: int = FAILED) -> Train:
+    """Ranks of which the second one sends its agent these messages, in its n-th attempt the n-th, then ends."""
+
+    def train(flags: Any) -> None:
+        if os.environ["RANK"] == "0":
+            time.sleep(600)
+        to_agent = AgentLink()
+        for name, value in attempts[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].items():
+            to_agent.send(**{name: value})
+        if then < 0:
+            os.kill(os.getpid(), -then)
+        os._exit(then)
+
+    return train
+
+
+def boom(step: int, fault: str = "ValueError: boom", **more: Any) -> dict[str, Any]:
+    return {"report": {"state": "failed", "step": step, "phase": "train", "fault": fault, **more}}
+
+
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart_policy, "FIRST_DELAY_S", 0.05)
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_crash_loop_ends_the_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    attempts = [boom(41, f"ValueError: boom at 0x{n}") for n in range(9)]
+    assert run(monkeypatch, reporting(attempts), max_restarts=8, grace_s=0.1) == ABORTED
+    shown = capfd.readouterr().err
+    assert shown.count("; restart ") == 2
+    assert " ended with status 1 in step 41, train: ValueError: boom at 0x2: the same error 3 times" in shown
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_crash_loop_of_kills_is_known_by_the_step(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    attempts = [{"report": {"state": "running", "step": 30 + n, "phase": "train"}, "step": 41} for n in range(9)]
+    assert run(monkeypatch, reporting(attempts, -signal.SIGKILL), max_restarts=8) == ABORTED
+    assert " was killed by SIGKILL in step 41, train: the same error 3 times" in capfd.readouterr().err
+    elsewhere = [{"step": step} for step in (41, 42, 43, 44)]
+    assert run(monkeypatch, reporting(elsewhere, -signal.SIGKILL), max_restarts=3) == 128 + signal.SIGKILL
+    assert "all 3 restarts are used up without a new checkpoint" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_soon")
+def test_restarts_count_from_the_last_new_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    attempts = [boom(41), boom(41), {"saved": 60, **boom(61)}, boom(61), {"saved": 60, **boom(65)}]
+    assert run(monkeypatch, reporting(attempts), max_restarts=2, grace_s=0.1) == FAILED
+    said = [line.partition("; ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert said[0] == "restart 1 of 2"
+    assert said[1].startswith("restart 2 of 2, in 0.0 s")
+    assert said[2] == "restart 1 of 2 since the checkpoint of iteration 60"
+    assert said[3].startswith("restart 2 of 2 since the checkpoint of iteration 60, in 0.")
+    assert said[4] == "all 2 restarts are used up without a new checkpoint"
+
+
+def test_a_signal_ends_the_wait_for_a_restart_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waits = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        time.sleep(seconds)
+
+    def request_stop() -> None:
+        assert waits.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(restart_policy, "FIRST_DELAY_S", 600.0)
+    monkeypatch.setattr(restart_policy, "LONGEST_DELAY_S", 600.0)
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=lambda seconds: sleep(seconds) if seconds else None))
+    requesting = threading.Thread(target=request_stop)
+    requesting.start()
+    assert run(monkeypatch, exit_with(FAILED), max_restarts=5, grace_s=0.1) == 0
+    requesting.join()
+    shown = capfd.readouterr().err
+    assert "; restart 2 of 5, in " in shown
+    assert shown.endswith("; SIGTERM: the run stops here, with the checkpoints that it has saved\n")
 
 
 def test_ranks_that_are_done_end_the_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -373,7 +463,7 @@ def test_a_signal_between_two_attempts_is_a_clean_stop(
             self._received.append(signal.SIGTERM)
 
     monkeypatch.setattr(agent.Agent, "_end_ranks", end_ranks)
-    assert run(monkeypatch, exit_with(FAILED), max_restarts=5) == 0
+    assert run(monkeypatch, exit_with(FAILED), max_restarts=5, grace_s=0.5) == 0
     shown = capfd.readouterr().err
     assert "SIGTERM: the run stops here, with the checkpoints that it has saved\n" in shown
     assert "; restart " not in shown
@@ -422,9 +512,9 @@ def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pyt
     failed_s: list[float] = []
     original = agent.Agent._end_after
 
-    def end_after(self: agent.Agent, failure: agent.Failure) -> None:
+    def end_after(self: agent.Agent, failure: Failure) -> int:
         failed_s.append(waited_s)
-        original(self, failure)
+        return original(self, failure)
 
     monkeypatch.setattr(agent.Agent, "_end_after", end_after)
     assert agent.run_agent(AgentOptions(ranks_per_node=2), [], "fork") == 128 + signal.SIGKILL

@@ -20,7 +20,8 @@ import pytest
 from megatron import network
 from megatron.control.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SIZE, Connection, StrangerError
 from megatron.control.run_secret import SECRET
-from megatron.launch import nodes_rendezvous, rendezvous_server
+from megatron.exit_codes import ABORTED, DONE
+from megatron.launch import nodes_rendezvous, rendezvous_server, restart_policy
 from megatron.launch.nodes_rendezvous import NodesRendezvous
 from megatron.launch.rendezvous import (
     DifferentCodeError,
@@ -28,11 +29,15 @@ from megatron.launch.rendezvous import (
     NodeOptions,
     NotNeededError,
     RendezvousFailedError,
+    RunEndedError,
     split_endpoint,
 )
+from megatron.launch.restart_policy import Failure
 from tests.ranks import free_port
 from tests.strangers import Bomb
 
+KILLED = Failure(rank=1, host="node1", returncode=-9)
+BOOM = Failure(1, "node1", 1, step=5, phase="train", state="failed", fault="ValueError: boom")
 SHARED = "a secret of the nodes of a test"
 
 
@@ -163,7 +168,8 @@ def test_a_spare_host_replaces_a_node_that_fails_twice_and_one_that_is_lost(
     make_nodes: Callable[..., Nodes], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous_server, "LAST_CALL_S", 60.0)  # no step below waits for it
-    nodes = make_nodes(3, 3)
+    monkeypatch.setattr(restart_policy, "FIRST_DELAY_S", 0.05)
+    nodes = make_nodes(3, 3, max_restarts=9)
     first, second, third, spare, other = (nodes.make(number) for number in (0, 1, 2, 3, 4))
     waiting = nodes.start(spare, other, first, second)
     server = nodes.server(first)
@@ -175,12 +181,12 @@ def test_a_spare_host_replaces_a_node_that_fails_twice_and_one_that_is_lost(
     until(lambda: spares(spare, other))
 
     # restarts in its place after its first failure
-    (again,) = nodes.start(second)
+    again = nodes.threads.submit(second.join, [KILLED])
     until(lambda: first.nodes_waiting() and third.nodes_waiting())
     assert [one.node for one in (*nodes.join(first, third), again.result(20))] == [0, 2, 1]
     assert not any(one.done() for one in waiting[:2])
 
-    failing = nodes.threads.submit(second.join, is_failing=True)
+    failing = nodes.threads.submit(second.join, [KILLED])
     until(lambda: first.nodes_waiting() and third.nodes_waiting())
     # numbered after those that stay
     assert [one.node for one in (*nodes.join(first, third), waiting[0].result(20))] == [0, 1, 2]
@@ -194,6 +200,61 @@ def test_a_spare_host_replaces_a_node_that_fails_twice_and_one_that_is_lost(
     said = capfd.readouterr().err
     assert said.count("waits as a spare host: the run is complete without it") == 3
     assert said.count("takes a place in the run") == 3
+
+
+def test_all_nodes_restart_by_the_decision_of_the_first_on_the_real_cause(
+    make_nodes: Callable[..., Nodes], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that lost another mostly fails first; the same error of the same rank three times ends all nodes."""
+    monkeypatch.setattr(restart_policy, "FIRST_DELAY_S", 2.4)  # in which heartbeats must go on
+    nodes = make_nodes(2, 2, max_restarts=9)
+    first, second = nodes.make(0), nodes.make(1)
+    nodes.join(first, second)
+    consequence = Failure(0, "node0", 1, step=5, state="lost", fault="Connection closed by peer")
+    for restarts, saved in ((1, 10), (2, 10), (3, 20), (4, 20)):
+        early = nodes.threads.submit(first.join, [consequence], saved)
+        until(lambda: second.nodes_waiting())
+        began_s = time.monotonic()
+        late = nodes.threads.submit(second.join, [BOOM])
+        assert [one.result(20).restarts for one in (early, late)] == [restarts] * 2
+        assert time.monotonic() - began_s > (0.0 if restarts % 2 else 1.2), "the delay is that of all nodes"
+    early = nodes.threads.submit(first.join, [consequence], 20)
+    until(lambda: second.nodes_waiting())
+    late = nodes.threads.submit(second.join, [BOOM])
+    for one in (early, late):
+        with pytest.raises(RunEndedError) as ended:
+            one.result(20)
+        assert ended.value.status == ABORTED
+    shown = capfd.readouterr().err.splitlines()
+    assert len(shown) == 5
+    assert all(line.startswith("rank 1 on node1 ended with status 1 in step 5, train: ValueError") for line in shown)
+    assert [line.partition("; ")[2][:14] for line in shown[:4]] == ["restart 1 of 9", "restart 2 of 9"] * 2
+
+
+def test_a_node_is_forgiven_its_failures_after_progress(make_nodes: Callable[..., Nodes]) -> None:
+    nodes = make_nodes(2, 2)
+    first, second, spare = (nodes.make(number) for number in range(3))
+    (waiting, *found) = nodes.start(spare, first, second)
+    assert [one.result(20).node for one in found] == [0, 1]
+    for saved in (1, 2, 3):
+        again = nodes.threads.submit(second.join, [KILLED])
+        until(first.nodes_waiting)
+        here = nodes.threads.submit(first.join, (), saved)
+        assert [one.result(20).node for one in (here, again)] == [0, 1]
+    assert not waiting.done()
+
+
+def test_a_node_that_stops_between_two_attempts_ends_the_others_cleanly(make_nodes: Callable[..., Nodes]) -> None:
+    nodes = make_nodes(2, 2)
+    first, second = nodes.make(0), nodes.make(1)
+    nodes.join(first, second)
+    (waiting,) = nodes.start(first)
+    until(second.nodes_waiting)
+    second.close(DONE)
+    with pytest.raises(RunEndedError) as ended:
+        waiting.result(20)
+    assert ended.value.status == DONE
+    assert first.end_status(0.0) == DONE
 
 
 @pytest.mark.parametrize("how", ["the run ends", "signal"])
@@ -392,7 +453,7 @@ def test_a_silent_node_is_lost_after_three_heartbeats_and_the_others_learn_of_it
     monkeypatch.setattr(rendezvous_server.time, "monotonic", lambda: now_s)
     now_s = 0.0
     server = rendezvous_server.Server(
-        socket.create_server(("127.0.0.1", 0)), b"known to both", min_nodes=2, max_nodes=2, may_change=True
+        socket.create_server(("127.0.0.1", 0)), b"known to both", min_nodes=2, max_nodes=2, max_restarts=1
     )
     ends = []
     for number in range(2):
@@ -401,8 +462,9 @@ def test_a_silent_node_is_lost_after_three_heartbeats_and_the_others_learn_of_it
         served = Connection(ours, b"known to both", is_server=True)
         server._nodes[served] = rendezvous_server.Node(now_s)
         ends[-1].receive()
-        order = [number > 0, False, number, "127.0.0.1", number]
+        order = [number > 0, number, "127.0.0.1", number]
         mine = {"agent": str(number), "code": "", "host": "a", "address": "127.0.0.1", "port": 1}
+        mine |= {"failures": [], "saved": None}
         ends[-1].send(kind="join", order=order, **mine)
         server._read(served)
     kept = next(iter(server._nodes))
