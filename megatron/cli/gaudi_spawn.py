@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.accelerator import detect_device
 from megatron.cli import merge_peft_adapter
 from megatron.cli.command import command
 from megatron.cli.generate import GENERATE
@@ -31,6 +32,7 @@ from megatron.launch.spawn_flags import TABLES
 from megatron.launch.spawn_requests import Kind, Ranks, finetune_request, named, script_request
 
 MARK_STEPS = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED"
+GRAPHS = "--use-hpu-graphs"
 SCRIPTS = {
     "sft": "fine-tune on chats or questions and answers, with adapters (LoRA) unless --use_peft False",
     "dpo": "train adapters on pairs of answers (DPO)",
@@ -202,6 +204,10 @@ def _generate(line: SpawnLine, ranks: Ranks) -> int:
         flags += [name, str(value)] if value is not None else []
     if ranks.variables:
         ranks.notes.append("--use_mpi has no effect on run_generation.py: an agent of this project's starts the ranks")
+    words = [word for word in line.words if word.replace("_", "-") != GRAPHS]
+    if words != line.words and ranks.hostsfile is None and (os.environ.get("HL_DEVICE") or detect_device()) == "cpu":
+        ranks.notes.append("--use_hpu_graphs has no effect on the CPU, which has no graphs")
+        line.words = words
     for note in ranks.notes:
         print(f"note: {note}", file=sys.stderr)
     return GENERATE.run([*flags, *line.words])
