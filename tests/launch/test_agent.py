@@ -561,6 +561,41 @@ def test_an_agent_that_waits_for_others_ends_at_a_signal(monkeypatch: pytest.Mon
     timer.join()
 
 
+WAITING_NODE = """
+import os, sys, time, types
+from megatron.launch import agent, rank, restart_policy
+sys.modules["megatron.launch.preload"] = types.ModuleType("preload")  # the ranks need no torch
+restart_policy.FIRST_DELAY_S = restart_policy.LONGEST_DELAY_S = 600.0
+rank.run_main = lambda main, flags: os._exit(1) if os.environ["RANK"] == "1" else time.sleep(600)
+options = agent.AgentOptions(nodes=2, node_rank=int(sys.argv[1]), rendezvous=sys.argv[2], max_restarts=5)
+sys.exit(agent.run_agent(options, [], "fork"))
+"""
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_node_that_waits_for_a_restart_stops_cleanly_with_the_others(stopped: int, tmp_path: Path) -> None:
+    endpoint, output = f"127.0.0.1:{free_port()}", tmp_path / "said"
+    with output.open("wb") as file:
+        nodes = [
+            subprocess.Popen(
+                [sys.executable, "-c", WAITING_NODE, str(number), endpoint],
+                stderr=file,
+                cwd=ROOT,
+                env=os.environ | {SECRET: "of the nodes of a test"},
+            )
+            for number in range(2)
+        ]
+    try:
+        wait_for(lambda: "; restart 2 of 5, in " in output.read_text(), output.read_text)
+        nodes[stopped].send_signal(signal.SIGTERM)
+        assert [node.wait(timeout=60) for node in nodes] == [0, 0], output.read_text()
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert "SIGTERM: the run stops here, with the checkpoints that it has saved" in output.read_text()
+
+
 AGENT = """
 import os, sys
 from megatron.launch import agent, ownership, rank
