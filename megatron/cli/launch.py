@@ -38,7 +38,7 @@ from megatron.launch.hl_requests import from_environment, legend
 from megatron.launch.hl_values import one_of
 from megatron.launch.hl_variables import ALL, Script
 from megatron.launch.hosts import launch
-from megatron.launch.plan import LAUNCHERS, FineTuning, LaunchPlan, LaunchRequest, RefusedError
+from megatron.launch.plan import LAUNCHERS, TRAIN_ON, FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.planning.describe import describe
 from megatron.planning.fit import memory_warning
@@ -60,6 +60,7 @@ VARIABLES_OF = {
     "--env": "HL_ENV_FLAGS",
     "--chats": "HL_DATA",
     "--chat-template": "HL_CHAT_TEMPLATE",
+    "--train-on": "HL_TRAIN_ON",
     "--dry-run": "HL_DRY_RUN=1",
 }
 """Variable that stands for a flag of the launcher where a script is used."""
@@ -130,6 +131,7 @@ def launch_command(plan: LaunchPlan) -> list[str]:
         "--activate": plan.activate_dir,
         "--chats": data and (data.data or data.folder),
         "--chat-template": data and data.chat_template,
+        "--train-on": data.train_on if data and data.train_on != "assistant" else None,
     }
     for name, setting in values.items():
         command += [name, str(setting)] if setting is not None else []
@@ -164,7 +166,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script 
             if value != default[name]
         ]
         return request, script
-    chats, template = options.pop("chats"), options.pop("chat_template")
+    chats, template, train_on = (options.pop(name) for name in ("chats", "chat_template", "train_on"))
     request = LaunchRequest(**options | {"environment": dict(options["environment"])}, train_flags=train_flags)
     request.faults, request.unread = faults, unread
     if chats is not None:
@@ -173,12 +175,14 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script 
             request.faults.append(f"--chats {chats} needs the model to fine-tune; give --load FOLDER after --")
         is_folder = Path(chats).is_dir()
         folder, file = (chats, None) if is_folder else (None, chats)
-        request.fine_tuning = FineTuning(model or "", file, template, folder)
+        request.fine_tuning = FineTuning(model or "", file, template, folder, train_on)
         try:
             _ = request.fine_tuning.files
         except ValueError as why:
             request.faults.append(f"--chats {chats!r} {why}")
             request.fine_tuning = None
+    if train_on != TRAIN_ON[0] and (chats is None or Path(chats).is_dir()):
+        request.faults.append(f"--train-on {train_on} needs --chats with a file, which is processed; leave it out")
     return request, None
 
 
@@ -280,6 +284,12 @@ def build_launch_parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="variable for the ranks on every host; repeatable",
     )
+    _add_chat_flags(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    return parser
+
+
+def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chats",
         metavar="PATH",
@@ -287,8 +297,13 @@ def build_launch_parser() -> argparse.ArgumentParser:
         "tokenized ones",
     )
     parser.add_argument("--chat-template", metavar="NAME", help="with --chats: a preset, or a .jinja or .py file")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    return parser
+    parser.add_argument(
+        "--train-on",
+        type=_trained,
+        default=TRAIN_ON[0],
+        metavar=f"{{{','.join(TRAIN_ON)}}}",
+        help=f"with --chats: the tokens to train (default: {TRAIN_ON[0]})",
+    )
 
 
 def _add_launcher_flags(parser: argparse.ArgumentParser) -> None:
@@ -324,6 +339,10 @@ def _device(text: str) -> str | _Wrong:
 
 def _launcher(text: str) -> str | _Wrong:
     return text if text in LAUNCHERS else _Wrong(text, f"must be {one_of(LAUNCHERS)}")
+
+
+def _trained(text: str) -> str | _Wrong:
+    return text if text in TRAIN_ON else _Wrong(text, f"must be {one_of(TRAIN_ON)}")
 
 
 def _whole(text: str, lowest: int, highest: int | None = None) -> int | _Wrong:
@@ -422,6 +441,7 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
                 max_seq_len=plan.config.training.seq_length,
                 model_path=given.model,
                 chat_tmpl_path=given.chat_template,
+                train_on=given.train_on,
             )
         print(f"{samples.num_samples} {samples.unit} in {samples.prefix}, {samples.longest} tokens at most")
         found.append(samples)

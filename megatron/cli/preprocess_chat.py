@@ -122,9 +122,9 @@ def add_sample_and_output_flags(parser: argparse.ArgumentParser) -> None:
     samples.add_argument("--min-length", type=int, default=1, metavar="N", help="drop shorter samples (default: 1)")
     samples.add_argument(
         "--train-on",
-        choices=("assistant", "all_but_system"),
+        choices=("assistant", "all_but_system", "all"),
         default="assistant",
-        help='turns to train on in rows without "unmask" (default: assistant)',
+        help='turns to train on in rows without "unmask"; all: every token, whatever a row says (default: assistant)',
     )
     samples.add_argument(
         "--turns",

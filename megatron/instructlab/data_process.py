@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config.data import parse_data_path
+from megatron.data.chat.encoder import TrainOn
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
 from megatron.data.chat.template import find_template
@@ -103,6 +104,7 @@ def process_data(
     model_path: str,
     num_cpu_procs: int = 16,
     chat_tmpl_path: str | None = None,
+    train_on: TrainOn = "assistant",
 ) -> Samples:
     """Tokenize the chats of a file as `main` does, and return the dataset."""
     folder, model = Path(data_output_path), Path(model_path)
@@ -115,7 +117,7 @@ def process_data(
         too_long="drop",
         min_length=min(SHORTEST_SAMPLE, max_seq_len),
         bad_rows="error",
-        train_on="assistant",
+        train_on=train_on,
         append_eos=True,
         add_special_tokens=chat_tmpl_path is not None,
         tokenizer_output=str(folder / "tokenizer"),
@@ -125,6 +127,8 @@ def process_data(
     made_of = _made_of(data_path, model, chats=True, max_seq_len=max_seq_len, min_length=job.min_length)
     if chat_tmpl_path is not None:
         made_of["chat_template"] = _content(Path(chat_tmpl_path)) or chat_tmpl_path
+    if train_on != "assistant":
+        made_of["train_on"] = train_on
 
     def make() -> dict[str, Any]:
         totals = preprocess_chats(job)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.command_line import ALTERNATIVES, UNSET, read_preset
@@ -29,7 +29,10 @@ from megatron.launch.hl_variables import (
     Variable,
     path_of,
 )
-from megatron.launch.plan import LAUNCHERS, FineTuning, LaunchRequest
+from megatron.launch.plan import LAUNCHERS, TRAIN_ON, FineTuning, LaunchRequest
+
+if TYPE_CHECKING:
+    from megatron.data.chat.encoder import TrainOn
 
 KNOWN = {variable.name: variable for variable in VARIABLES}
 
@@ -373,7 +376,7 @@ def _fine_tuning(given: Mapping[str, str], script: Script, reader: _VariableRead
     request = reader.request
     model, data, folder = given.get("HL_MODEL"), given.get("HL_DATA"), given.get("HL_DATA_OUTPUT_DIR")
     rows = "pairs of answers" if script == "dpo" else "chats"
-    request.fine_tuning = FineTuning(model or "", data, given.get("HL_CHAT_TEMPLATE"), folder)
+    request.fine_tuning = FineTuning(model or "", data, given.get("HL_CHAT_TEMPLATE"), folder, _trained(given, reader))
     if data is None and folder is None and not reader.switch("HL_DRY_RUN"):
         reader.fault(
             f"HL_DATA is not set; set it to a JSONL file of {rows}, or HL_DATA_OUTPUT_DIR to the folder of processed "
@@ -398,6 +401,21 @@ def _fine_tuning(given: Mapping[str, str], script: Script, reader: _VariableRead
     for name, value in options.items():
         request.train_flags += [flag(name), str(value).lower() if isinstance(value, bool) else str(value)]
     request.train_flags += ["--load", model, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", model]
+
+
+def _trained(given: Mapping[str, str], reader: _VariableReader) -> TrainOn:
+    """Return the tokens of the chats to train, by HL_TRAIN_ON."""
+    value = given.get("HL_TRAIN_ON", "assistant")
+    for known in TRAIN_ON:
+        if value == known:
+            if "HL_TRAIN_ON" in given and "HL_DATA_OUTPUT_DIR" in given and "HL_DATA" not in given:
+                reader.fault(
+                    f"HL_TRAIN_ON={value} has no effect on the data in HL_DATA_OUTPUT_DIR, which was processed before; "
+                    "leave it out, or set HL_DATA"
+                )
+            return known
+    reader.fault(f"HL_TRAIN_ON={value!r} must be {one_of(TRAIN_ON)}")
+    return "assistant"
 
 
 def _check_files(given: FineTuning, rows: str, reader: _VariableReader) -> None:

@@ -148,6 +148,7 @@ _VARIABLES: tuple[Variable, ...] = (
     _launch(
         "HL_CHAT_TEMPLATE", "chat template: a preset, or a .jinja or .py file; unset: the tokenizer's own", *FINE_TUNING
     ),
+    _launch("HL_TRAIN_ON", "trained tokens of the chats: assistant (its turns), all_but_system, or all", "sft"),
     _number("HL_NUM_LAYERS", "--num-layers", "transformer layers", scripts=PRETRAINING),
     _number("HL_HIDDEN_SIZE", "--hidden-size", "width of the residual stream", scripts=PRETRAINING),
     _number("HL_FFN_HIDDEN_SIZE", "--ffn-hidden-size", "intermediate width of the MLP", scripts=PRETRAINING),

@@ -6,13 +6,19 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.data import parse_data_path
 from megatron.config.options import Config
 from megatron.launch.addresses import address_of
 
+if TYPE_CHECKING:  # the encoder takes time to import, which a plan does not need
+    from megatron.data.chat.encoder import TrainOn
+
 LAUNCHERS = ("pdsh", "mpirun")
 """Programs that start an agent on each host."""
+TRAIN_ON: tuple[TrainOn, ...] = ("assistant", "all_but_system", "all")
+"""Tokens of chats that can be trained."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class FineTuning:
     chat_template: str | None
     folder: str | None
     """Folder of the processed data. None: `data` in the results folder."""
+    train_on: TrainOn = "assistant"
+    """Tokens of the chats to train."""
 
     @classmethod
     def of(cls, model: str, files: str | Sequence[str | float], folder: str) -> FineTuning:

@@ -170,10 +170,10 @@ def _model_flags(model: str) -> tuple[SpawnFlag, ...]:
         SpawnFlag(
             "--lora_target_modules",
             "sets",
-            "`HL_LORA_TARGET_MODULES`; a name that the model lacks is named in a warning",
+            "`HL_LORA_TARGET_MODULES`; a name that the model lacks is named in a warning; left out, PEFT's own: "
+            "`q_proj v_proj` for a Llama, `query_key_value` for a BLOOM, `c_attn` for a GPT-2",
             "words",
             lambda text: [("HL_LORA_TARGET_MODULES", text)],
-            "q_proj v_proj",  # PEFT's for a Llama
         ),
         _refused("--token", _DOWNLOAD),
         _refused("--trust_remote_code", "code that comes with a model is never run; leave it out", "switch"),
@@ -274,7 +274,7 @@ SFT: tuple[SpawnFlag, ...] = (
     *_output_flags(None, "500", None),
     _idle("--overwrite_output_dir", "the same command resumes its run; another run needs another folder", "switch"),
     _always("--resume_from_checkpoint", "the same command resumes from the newest checkpoint of its folder", "value"),
-    SpawnFlag("--do_train", "honoured", "sft.py always trains", "switch", _trains),
+    SpawnFlag("--do_train", "honoured", "training is all that sft.py does here", "switch", _trains),
     _refused("--do_eval", _VALIDATION, "switch"),
     _refused("--do_predict", "use run_generation.py", "switch"),
     _refused("--eval_strategy", _VALIDATION, accepts=("no",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -11,11 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
 from megatron.data.sources import find_sources
 from megatron.data.splits import of_split
-from megatron.interop.huggingface_config import find_hub_folder
+from megatron.interop.folder_files import own_file, read_json
+from megatron.interop.huggingface_config import find_hub_folder, find_model
 from megatron.launch.finetune_file import deepspeed_flags
 from megatron.launch.hl_requests import from_environment
 from megatron.launch.hl_variables import WrongValueError
@@ -31,6 +34,8 @@ WANDB_PROJECT = "huggingface"
 """Project that transformers reports to by default."""
 EPOCHS = "3"
 """Epochs where neither they nor steps are given, as transformers has it."""
+PEFT_MODULES = {"llama": "q_proj v_proj", "bloom": "query_key_value", "gpt2": "c_attn"}
+"""Modules that PEFT adapts by default, by the model_type of a config.json."""
 CONFIG_FLAGS = {
     "-cn": "--config-name", "--config-name": "--config-name", "-cp": "--config-path", "--config-path": "--config-path",
     "-cd": "--config-dir", "--config-dir": "--config-dir",
@@ -88,6 +93,7 @@ def script_request(
     if "HL_DEVICE" in hl_variables:
         command.settings.pop("HL_DEVICE", None)
     _join_lengths(command, hl_variables)
+    _name_modules(command, hl_variables)
     _without_adapters(command)
     _name_data(kind, command, hl_variables)
     _report(command)
@@ -207,6 +213,16 @@ def _join_lengths(command: SpawnCommand, hl_variables: Mapping[str, str]) -> Non
         command.defaults.pop(epochs, None)
 
 
+def _name_modules(command: SpawnCommand, hl_variables: Mapping[str, str]) -> None:
+    """Set the modules with adapters where none are named, as PEFT does by the kind of the model."""
+    model = {**command.defaults, **hl_variables, **command.settings}.get("HL_MODEL", "")
+    with contextlib.suppress(CheckpointError, ConfigError):  # preflight names the fault of a model that cannot be read
+        config = read_json(own_file(find_model(model, "HL_MODEL"), "config.json"))
+        if (modules := PEFT_MODULES.get(str(config.get("model_type")))) is not None:
+            command.defaults["HL_LORA_TARGET_MODULES"] = modules
+            command.sources.setdefault("HL_LORA_TARGET_MODULES", "--lora_target_modules")
+
+
 def _without_adapters(command: SpawnCommand) -> None:
     if command.settings.get("use_peft") == "False":
         for name in [name for name in command.defaults if name.startswith("HL_LORA_")]:
@@ -239,6 +255,8 @@ def _name_data(kind: Kind, command: SpawnCommand, hl_variables: Mapping[str, str
     if batch is not None and length is not None and length.isdecimal():
         answers = 2 if kind == "dpo" else 1
         command.defaults["HL_MAX_BATCH_LEN"] = str(int(batch) * int(length) * answers)
+    if kind == "sft" and ("HL_DATA" in hl_variables or "HL_DATA_OUTPUT_DIR" not in hl_variables):
+        command.defaults["HL_TRAIN_ON"] = "all"
     if "HL_DATA" in hl_variables or "HL_DATA_OUTPUT_DIR" in hl_variables:
         if "dataset" in command.settings:
             command.faults.append(f"{command.sources['dataset']} and HL_DATA both name the data; give one of them")

@@ -154,6 +154,38 @@ def test_sft_py_trains_what_its_flags_and_defaults_say(trl: Path) -> None:
     assert whole.config.lora.lora_rank is None
 
 
+def test_sft_py_trains_questions_too_unless_a_variable_says_otherwise(trl: Path) -> None:
+    def trained(command: str, **variables: str) -> str:
+        plan = planned(command, **variables)
+        assert plan.fine_tuning is not None
+        return plan.fine_tuning.train_on
+
+    assert trained(SFT) == "all"
+    assert trained(SFT, HL_TRAIN_ON="assistant") == "assistant"
+    without = SFT.replace("--dataset_name chats.jsonl", "")
+    assert trained(without, HL_DATA="chats.jsonl") == "all"
+    assert trained(without, HL_DATA_OUTPUT_DIR="processed") == "assistant"  # which has no effect: they are processed
+
+
+@pytest.mark.parametrize(
+    # TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING of PEFT
+    ("kind", "modules"),
+    [("llama", ("q_proj", "v_proj")), ("bloom", ("query_key_value",)), ("gpt2", ("c_attn",))],
+)
+def test_adapters_have_pefts_modules_of_the_model_unless_they_are_named(
+    trl: Path, kind: str, modules: tuple[str, ...]
+) -> None:
+    if kind != "llama":
+        config = {"model_type": kind, "vocab_size": 278, "n_head": 4, "n_layer": 2}
+        config |= {"hidden_size": 64} if kind == "bloom" else {"n_embd": 64, "n_positions": 2048}
+        (trl / LLAMA / "config.json").write_text(json.dumps(config))
+    for command in (SFT, f"dpo.py --model_name_or_path {LLAMA}"):
+        plan = planned(command)
+        assert plan.config.lora.lora_target_modules == modules
+        assert "matches no" not in " ".join(plan.warnings)
+    assert planned(SFT, HL_LORA_TARGET_MODULES="all-linear").config.lora.lora_target_modules == ("all-linear",)
+
+
 def test_dpo_py_trains_what_its_flags_and_defaults_say(trl: Path) -> None:
     plan = planned(commands(PAGE)[2])
     training, lora, preference = plan.config.training, plan.config.lora, plan.config.preference

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data.indexed import IndexedDataset
 from tests import runs
 from tests.cli.test_gaudi_spawn import FINETUNE, LLAMA, PAGE, PAIRED, ZERO3, commands
 from tests.finetuning_files import write_chats, write_model
@@ -83,10 +84,19 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_sft_and_its_merge_run_on_two_ranks(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
     trl = write_examples(tmp_path, made_up(24))
     printed = run(trl, SFT, world_size="2", max_steps="2", warmup_steps="1", logging_steps="1")
     assert "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED=1 goes to every rank" in printed
     assert printed.count("12 chats in sft/data/") == 2
+    # every token of the question and the answer is trained, but the first, which nothing precedes
+    tokenizer = tokenizers.Tokenizer.from_file(str(trl / LLAMA / "tokenizer.json"))
+    texts = [f"Question: {row['question']}\n\nAnswer: {row['response_j']}<|endoftext|>" for row in made_up(24)]
+    found = [IndexedDataset(path.with_suffix("")) for path in sorted((trl / "sft" / "data").rglob("data*.idx"))]
+    ids = [dataset.read(number).tolist() for dataset in found[::2] for number in range(len(dataset))]
+    trained = [dataset.read(number).tolist() for dataset in found[1::2] for number in range(len(dataset))]
+    assert sorted(ids) == sorted(tokenizer.encode(text).ids for text in texts)
+    assert trained == [[0] + [1] * (len(sample) - 1) for sample in ids]
     [export] = (trl / "sft" / "hf_format").glob("samples_*")
     assert export.name == "samples_8"  # 2 steps of 2 ranks x 1 x 2
     assert json.loads((export / "adapter_config.json").read_text())["target_modules"] == ["q_proj", "v_proj"]

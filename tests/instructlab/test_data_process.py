@@ -54,6 +54,17 @@ def test_a_new_limit_makes_the_data_anew_and_drops_what_is_longer(tmp_path: Path
     assert again.longest == longest - 1
 
 
+def test_other_trained_tokens_make_the_data_anew(tmp_path: Path) -> None:
+    given = data_args(tmp_path).model_dump()
+    trained = []
+    for train_on in ("assistant", "all", "assistant"):
+        samples = data_process.process_data(**given, train_on=train_on)
+        tokens, mask = (IndexedDataset(tmp_path / "data" / name) for name in ("data", "data_loss_mask"))
+        trained.append(sum(int(mask.read(number).sum()) for number in range(samples.num_samples)))
+    assert trained[1] == tokens.num_tokens - 40  # nothing precedes the first token of a sample
+    assert trained[0] == trained[2] < trained[1]
+
+
 def test_the_legacy_template_adds_its_tokens(tmp_path: Path) -> None:
     path = api.legacy_template.__file__
     data_process.main(data_args(tmp_path, chat_tmpl_path=path))

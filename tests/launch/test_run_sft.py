@@ -103,6 +103,19 @@ def test_a_variable_of_fine_tuning_does_not_apply_to_pretraining(tmp_path: Path)
     assert "HL_NUM_EPOCHS=2 does not apply to this script; it belongs to scripts/run_sft.sh" in refused.stderr
 
 
+def test_the_trained_tokens_are_chosen_by_name(folder: Path) -> None:
+    given = TINY | {"HL_DATA": "chats.jsonl"}
+    plan = run("run_sft.sh", folder, HL_DRY_RUN="1", HL_TRAIN_ON="all", **given)
+    assert "--train-on all" in plan.stdout.replace("'", "")
+    assert "--train-on" not in run("run_sft.sh", folder, HL_DRY_RUN="1", HL_TRAIN_ON="assistant", **given).stdout
+    assert "HL_TRAIN_ON='answers' must be assistant, all_but_system or all" in refused(
+        folder, HL_TRAIN_ON="answers", **given
+    )
+    assert "HL_TRAIN_ON=all has no effect on the data in HL_DATA_OUTPUT_DIR" in refused(
+        folder, HL_TRAIN_ON="all", HL_DATA_OUTPUT_DIR="data", **TINY
+    )
+
+
 def test_a_run_tokenizes_trains_on_a_layout_and_exports(folder: Path) -> None:
     write_chats(folder / "more chats.jsonl", 8)
     done = run(

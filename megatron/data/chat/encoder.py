@@ -21,7 +21,7 @@ from megatron.data.chat.tokenizer import ChatTokenizer, EncodedText
 from megatron.data.chat.turns import Rendered, TurnFinder
 from megatron.data.indexed import DataError
 
-TrainOn = Literal["assistant", "all_but_system"]
+TrainOn = Literal["assistant", "all_but_system", "all"]
 Turns = Literal["together", "as_prompted"]
 TooLong = Literal["drop", "truncate", "split", "error"]
 TOO_LONG = "too long"
@@ -46,7 +46,7 @@ class ChatRules:
     """Options that decide how conversations become samples."""
 
     train_on: TrainOn = "assistant"
-    """Tokens to train in rows without `unmask`."""
+    """Tokens to train in rows without `unmask`; `all`: every token of every row, whatever the row says."""
     turns: Turns = "together"
     """Turns of a conversation in one sample, or each after exactly its inference prompt, in as few as that needs."""
     append_eos: bool = True
@@ -216,7 +216,10 @@ class ChatEncoder:
     def _tokenize(self, written: Sequence[_Written]) -> list[Sample]:
         texts = [one.text for one in written]
         encoded = self.tokenizer.encode(texts)
-        mask = loss_mask(encoded, texts, [one.spans for one in written])
+        if self.rules.train_on == "all":
+            mask = np.ones(len(encoded.ids), np.uint8)
+        else:
+            mask = loss_mask(encoded, texts, [one.spans for one in written])
         starts = np.cumsum(encoded.lengths) - encoded.lengths
         mask[starts[encoded.lengths > 0]] = 0
         return [

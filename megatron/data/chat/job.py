@@ -37,7 +37,7 @@ class ChatJob:
     """Shorter samples are dropped."""
     bad_rows: BadRows = "error"
     train_on: TrainOn = "assistant"
-    """Tokens to train in rows without `unmask`."""
+    """Tokens to train in rows without `unmask`; `all`: every token of every row, whatever the row says."""
     row_format: str = AUTO
     """Form of the rows (row_forms.py). `auto`: found by its keys, one for each file."""
     prompt_template: str | None = None

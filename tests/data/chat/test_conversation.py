@@ -286,6 +286,15 @@ def test_unmask_trains_everything_but_the_system_messages(small: ChatTokenizer) 
     assert trained_text(everywhere, sample_of(everywhere, messages)) == "One?|1<|im_end|>"
 
 
+def test_all_tokens_but_the_first_are_trained_where_that_is_requested(small: ChatTokenizer) -> None:
+    encoder = encoder_of("chatml", small, train_on="all")
+    system = {"role": "system", "content": "Be brief."}
+    for messages in ([system, *turn("One?", "1")], [{**message, "train": False} for message in turn("One?", "1")]):
+        sample = sample_of(encoder, messages)
+        assert sample.mask.tolist() == [0, *[1] * (sample.length - 1)]
+    assert sample_of(encoder, turn("One?")).mask.sum() > 1  # without an answer
+
+
 def test_earlier_reasoning_that_a_template_drops_is_not_trained(small: ChatTokenizer) -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and loop.last %}[{{ m.reasoning_content }}]"
