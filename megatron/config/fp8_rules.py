@@ -48,6 +48,8 @@ def check_fp8(config: Config) -> Iterator[str]:
     if fp8.fp8_interval is None and (packs or training.rampup_batch_size is not None):
         varied = "packing=step" if packs else "rampup_batch_size"
         yield f"{given} needs fp8_interval, since {varied} varies the microbatches of a step; give their least number"
+    if config.sft.compile_ahead:
+        yield f"{given} keeps the largest values of each pass, which compile_ahead would change; leave one out"
     # the largest values are those of the last microbatches of an interval
     interval, history = fp8.fp8_interval, fp8.fp8_amax_history_len
     if interval and history and history > interval:

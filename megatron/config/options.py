@@ -59,6 +59,9 @@ class SFTConfig:
     """bucketing=octave: lengths per octave; at most 1 / this number of a row is padding."""
     num_buckets: Positive = 16
     """bucketing=optimal: number of lengths."""
+    compile_ahead: bool | None = None
+    """Run the passes of each row length of the run once before the first step, without an update, so that the device
+    compiles nothing later. Unset: on HPU with bucketing, but not in fp8."""
 
 
 @dataclass(frozen=True, config=STRICT)

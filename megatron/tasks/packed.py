@@ -92,7 +92,7 @@ class PackedTask(Task):
         if sft.packing != "step":
             yield from idle_options(config, "packing=step", "choose that", ["max_batch_len"])
         if not self.varies_shapes:
-            names = ["bucketing", "buckets_per_octave", "num_buckets"]
+            names = ["bucketing", "buckets_per_octave", "num_buckets", "compile_ahead"]
             yield from idle_options(config, "packing=step or none", "choose one", names)
         if sft.bucketing != "optimal":
             yield from idle_options(config, "bucketing=optimal", "choose that", ["num_buckets"])
@@ -325,6 +325,31 @@ class PackedTask(Task):
         elif self.bucketing == "octave":
             length = int(bucket_length(length, self.config.sft.buckets_per_octave))
         return min(most, -(-length // self._multiple) * self._multiple)
+
+    # What a run compiles
+
+    def keys_of_shapes(
+        self, dataset: PackedDataset, global_batch_size: Callable[[int], int], consumed_samples: int, total_samples: int
+    ) -> Sequence[Any]:
+        ahead, is_cheap = self.config.sft.compile_ahead, self._device == "hpu" and self.bucketing != "off"
+        if not self.varies_shapes or not (is_cheap and not self.config.fp8.uses_fp8 if ahead is None else ahead):
+            return ()
+        found: dict[tuple[int, ...], Any] = {}
+        while consumed_samples < total_samples:
+            size = global_batch_size(consumed_samples)
+            samples, cells = self._step(dataset, consumed_samples, size, self._num_batch_ranks)
+            for key in self.keys_of_step(dataset, cells):
+                found.setdefault(self.shape_of(dataset, key), key)
+            consumed_samples += samples
+        return [found[shape] for shape in sorted(found, reverse=True)]  # a lack of memory shows at once
+
+    def shape_of(self, dataset: PackedDataset, key: Any) -> tuple[int, ...]:
+        """Return numbers that are equal for microbatches whose tensors have equal shapes; the length of rows first."""
+        return self._shape_of_rows(samples_of(dataset).lengths, key)
+
+    def _shape_of_rows(self, lengths: NDArray[np.int64], rows: Rows) -> tuple[int, int]:
+        """Return length and number of rows of samples of these lengths."""
+        return self.padded_length(max((int(lengths[row].sum()) for row in rows), default=0)), max(1, len(rows))
 
     # The line before the first step
 

@@ -191,6 +191,14 @@ class PreferenceTask(PackedTask):
     def samples_of(self, key: StepRows) -> list[int]:
         return super().samples_of(key.rows)
 
+    def shape_of(self, dataset: PackedDataset, key: StepRows) -> tuple[int, ...]:
+        samples: Any = samples_of(dataset)
+        shape = (*super().shape_of(dataset, key.rows), len(self.samples_of(key)))
+        if not self.config.preference.needs_kl:
+            return shape
+        beside = self._shape_of_rows(samples.mismatched_lengths.reshape(-1), key.mismatched)
+        return (*shape, *beside, sum(map(len, key.mismatched)))
+
     def read(self, dataset: PackedDataset, key: StepRows) -> Microbatch:
         """Return a microbatch. Its targets are those of `sequences`, then
 

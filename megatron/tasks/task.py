@@ -295,6 +295,15 @@ class Task(ABC):
             data_parallel_size=num_batch_ranks,
         )
 
+    def keys_of_shapes(
+        self, dataset: Any, global_batch_size: Callable[[int], int], consumed_samples: int, total_samples: int
+    ) -> Sequence[Any]:
+        """Return the key of one microbatch of each shape between two counts of samples, the largest first.
+
+        Empty where the device is not to compile them before the first step. Equal on all ranks.
+        """
+        return ()
+
     @abstractmethod
     def read(self, dataset: Any, key: Any) -> Microbatch:
         """Return the microbatch that the plan calls `key`. Called by several threads. Raises DataError."""

@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from megatron.training.optimizer import Observation, UpdateGate
 from megatron.training.spikes import SpikeDetector
 from megatron.training.state import EngineState
 from megatron.training.step_checks import PassCounter
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+"""DeepSpeed's own, which each step advances."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,26 @@ class Engine(ABC):
             metrics=self._losses.metrics,
         )
 
+    def run_without_update(
+        self, microbatches: Sequence[Microbatch], *, num_microbatches: int, consumed_samples: int
+    ) -> None:
+        """Run a step whose update is refused, so that the device compiles its passes. The arguments: `train_step`.
+
+        The next step is bit for bit what it would have been: each seeds its random streams.
+        """
+        engine, lr = self.deepspeed, self.config.optimizer.lr
+        counted = {name: getattr(engine, name) for name in COUNTERS}
+        scaler = vars(getattr(engine.optimizer, "loss_scaler", None) or SimpleNamespace())
+        scale = dict(scaler)  # of fp16, which follows the steps
+        self._gate.refuses_all = True
+        try:
+            self.train_step(microbatches, num_microbatches=num_microbatches, consumed_samples=consumed_samples, lr=lr)
+        finally:
+            self._gate.refuses_all = False
+        vars(engine).update(counted)
+        scaler.update(scale)
+        self.timers.read(1, self.ctx)
+
     def evaluate(self, microbatches: Sequence[Microbatch], num_microbatches: int) -> Evaluation:
         """Return the loss over one global batch, of which `microbatches` are this rank's share. No update."""
         self._passes = num_microbatches
@@ -196,10 +220,11 @@ class Engine(ABC):
 
     def watch(self, fire: Callable[[str, float | None], None]) -> None:
         """Call `fire` with the name of a hook and the loss, where it is known, at the events within training steps."""
-        self._gate.before_update = lambda seen: fire("on_pre_optimizer_step", seen.loss)
+        gate = self._gate
+        gate.before_update = lambda seen: fire("on_pre_optimizer_step", seen.loss)
         self._watch_microbatches(
-            lambda: fire("on_before_forward", None) if self.module.training else None,
-            lambda: fire("on_after_backward", None),
+            lambda: fire("on_before_forward", None) if self.module.training and not gate.refuses_all else None,
+            lambda: None if gate.refuses_all else fire("on_after_backward", None),
         )
 
     @abstractmethod

@@ -30,6 +30,7 @@ from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.task import Microbatch, Task
+from megatron.training.ahead import compile_ahead
 from megatron.training.best import BestTracker
 from megatron.training.callbacks import Events
 from megatron.training.checkpoints import Checkpoints
@@ -182,6 +183,7 @@ class Loop:
         elif self._best.is_evaluation_missing:
             self._validate()
             self._save_if_best()
+        self._compile_ahead()
         self._interval.restart()
         profile = Profile(
             config.logging,
@@ -215,6 +217,18 @@ class Loop:
                     shutdown.check_exit_interval(progress)
         self._end()
         return self._end_reason
+
+    def _compile_ahead(self) -> None:
+        compile_ahead(
+            self.engine,
+            self.task,
+            self.datasets[0],
+            self.schedule,
+            self.progress,
+            shutdown=self.shutdown,
+            watchdog=self.watchdog,
+            say=self.log.message,
+        )
 
     def _validate(self) -> None:
         if evaluated := self._evaluator.run("valid"):

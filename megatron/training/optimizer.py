@@ -64,6 +64,8 @@ class UpdateGate:
         """Returns True if this rank sees a reason to stop the run, which is reduced with the rest."""
         self.before_update: Callable[[Observation], None] | None = None
         """Called once a step, before the optimizer updates."""
+        self.refuses_all = False
+        """Refuse every step, and keep it from the detector."""
 
     def begin_step(self) -> None:
         self.observation = self._facts = None
@@ -108,8 +110,8 @@ class UpdateGate:
             facts = self._reduce(norm, self._state.uncounted_gradients(), is_everyones=True)
         mean_loss, grad_norm, num_bad, num_stops = facts.read()
         is_finite, is_stop_seen = not num_bad and math.isfinite(grad_norm), num_stops > 0
-        if not is_finite:
-            return Observation(mean_loss, grad_norm, False, is_applied=False, is_stop_seen=is_stop_seen)
+        if not is_finite or self.refuses_all:
+            return Observation(mean_loss, grad_norm, is_finite, is_applied=False, is_stop_seen=is_stop_seen)
         spikes = () if self._detector is None else self._detector.find(mean_loss, grad_norm)
         is_applied = not spikes or self._detector is None or not self._detector.refuses_spikes
         return Observation(mean_loss, grad_norm, True, spikes, is_applied, is_stop_seen)

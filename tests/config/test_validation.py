@@ -497,6 +497,7 @@ IDLE: dict[str, tuple[str, str]] = {
     "--max-batch-len 256": ("task=sft", "--task sft"),
     "--task sft --packing none --max-batch-len 256": ("packing=step", "--packing step"),
     "--task sft --packing dataset --bucketing octave": ("packing=step or none", "--packing step"),
+    "--task sft --packing dataset --compile-ahead": ("packing=step or none", "--packing step"),
     "--task sft --bucketing off --buckets-per-octave 4": ("bucketing=octave", "--bucketing octave"),
     "--task sft --num-buckets 4": ("bucketing=optimal", "--bucketing optimal"),
     "--profile-step-start 9": ("profile", "--profile --results-dir out"),

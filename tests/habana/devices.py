@@ -7,12 +7,15 @@ import importlib
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from deepspeed.accelerator import real_accelerator
 
+from megatron.tasks.task import Microbatch
+from megatron.training.engine import Engine
 from tests import runs
 from tests.generation import commands
 from tests.habana.runs import importable
@@ -35,6 +38,45 @@ def train(arguments: str) -> tuple[str, Counter[str]]:
     """Return the fault of a run, and the calls of Habana's kernels and step marks."""
     with on_hpu() as stand_in:
         return runs.train(arguments, "hpu"), stand_in.counts()
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of the tensors of microbatches, and of attention, that a rank saw in a run."""
+
+    fault: str
+    ahead: set[tuple[Any, ...]]
+    """Of microbatches, in steps whose update was refused."""
+    trained: set[tuple[Any, ...]]
+    attention_ahead: set[tuple[int, ...]]
+    attention_trained: set[tuple[int, ...]]
+
+
+def shapes(arguments: str) -> Shapes:
+    """Return the shapes of a run before its first step and after."""
+    seen: tuple[set[Any], set[Any]] = (set(), set())
+    train_step, number_ahead = Engine.train_step, [0]
+
+    def noted(engine: Engine, microbatches: Any, **options: Any) -> Any:
+        is_ahead = engine._gate.refuses_all
+        seen[not is_ahead].update(map(_shapes, microbatches))
+        result = train_step(engine, microbatches, **options)
+        if is_ahead:
+            number_ahead[0] = len(stand_in.called("FusedSDPA"))
+        return result
+
+    with on_hpu(), patch.object(Engine, "train_step", noted):
+        stand_in = importlib.import_module("habana_frameworks.torch.stand_in")
+        fault = runs.train(arguments, "hpu")
+        attention = [call["shape"] for call in stand_in.called("FusedSDPA")]
+    return Shapes(fault, *seen, set(attention[: number_ahead[0]]), set(attention[number_ahead[0] :]))
+
+
+def _shapes(batch: Microbatch) -> tuple[Any, ...]:
+    tensors = (
+        [batch.inputs, *batch.targets] if isinstance(batch.inputs, torch.Tensor) else [*batch.inputs, *batch.targets]
+    )
+    return (*(tuple(tensor.shape) for tensor in tensors), batch.beside and _shapes(batch.beside))
 
 
 def generate(arguments: list[str]) -> tuple[str, Counter[str]]:

@@ -171,6 +171,14 @@ def train_fp16(arguments: str, steps: int) -> dict[str, Any]:
         return train(f"{arguments} --fp16", steps)
 
 
+def run_fp16(arguments: str) -> str:
+    """Return the fault of a whole run in float16."""
+    from tests import runs
+
+    with allows_fp16():
+        return runs.train(f"{arguments} --fp16")
+
+
 @contextlib.contextmanager
 def allows_fp16() -> Iterator[None]:
     """Let DeepSpeed train in float16 on any CPU."""

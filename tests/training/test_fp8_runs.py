@@ -135,6 +135,7 @@ def test_a_resumed_run_measures_its_scales_again(ranks: RankPools, tmp_path: Pat
         "--fp8-interval 2 --fp8-amax-history-len 3": "fp8_amax_history_len=3 is above fp8_interval=2",
         "--rampup-batch-size 2 2 8": "needs fp8_interval, since rampup_batch_size varies",
         "--task sft --micro-batch-size 1": "needs fp8_interval, since packing=step varies",
+        "--task sft --packing none --compile-ahead": "keeps the largest values of each pass, which compile_ahead would",
         "--task sft --packing dataset": "fp8_format=hybrid runs on Gaudi's transformer engine, but device=cpu",
         "--task preference": "trains task=pretrain and task=sft, not preference",
         "": "fp8_format=hybrid runs on Gaudi's transformer engine, but device=cpu; leave it out",

@@ -21,12 +21,13 @@ MODELS = {
     "llama": "--architecture llama --position-embedding-type rope --num-query-groups 2 --ffn-hidden-size 48",
     "bloom": "--architecture bloom --position-embedding-type alibi",
 }
+# what is compiled ahead would be counted too
+PACKED = "--packing step --no-compile-ahead --micro-batch-size 1 --global-batch-size 6"
 KINDS = {
     "pretrain": "--micro-batch-size 2 --global-batch-size 8",
-    "sft": "--task sft --packing step --max-batch-len 64 --micro-batch-size 1 --global-batch-size 6",
-    "lora": "--task sft --packing step --max-batch-len 64 --micro-batch-size 1 --global-batch-size 6 --lora-rank 4",
-    "dpo": "--task preference --packing step --max-batch-len 96 --micro-batch-size 1 --global-batch-size 6 "
-    "--lora-rank 4",
+    "sft": f"--task sft --max-batch-len 64 {PACKED}",
+    "lora": f"--task sft --max-batch-len 64 --lora-rank 4 {PACKED}",
+    "dpo": f"--task preference --max-batch-len 96 --lora-rank 4 {PACKED}",
 }
 IN_CI = {("llama", "pretrain"), ("bloom", "sft"), ("llama", "lora"), ("llama", "dpo")}
 
