@@ -48,6 +48,8 @@ class Failure:
     """Its error only names the error of another rank."""
     waits: bool = False
     """It waited for other ranks."""
+    remark: str = ""
+    """Fault of its own part of an earlier step; empty: none is known."""
 
     @classmethod
     def of(cls, rank: int, host: str, returncode: int, step: int, report: Mapping[str, Any]) -> Failure:
@@ -99,11 +101,14 @@ class Failure:
             return "before the first step"
         return f"in step {self.step}" + (f", {self.phase}" if self.phase else "")
 
-    def __str__(self) -> str:
+    @property
+    def end(self) -> str:
+        """The rank and its end."""
         text = f"rank {self.rank} on {self.host} {ending(self.returncode)}"
-        if self.state == "failed":
-            text += f" {self.place}: {self.fault}"
-        return text
+        return text + (f" {self.place}: {self.fault}" if self.state == "failed" else "")
+
+    def __str__(self) -> str:
+        return f"{self.end}; {self.remark}" if self.remark else self.end
 
 
 @dataclass(frozen=True)
@@ -176,8 +181,10 @@ class RestartPolicy:
 def _crash_loop(failure: Failure) -> str:
     """Return the message that ends a crash loop."""
     where = "" if failure.state == "failed" else f" {failure.place}"
+    earlier = f" ({failure.remark})" if failure.remark else ""
     return (
-        f"{failure}{where}: the same error {REPEATS} times without a new checkpoint, so a restart would repeat it. "
+        f"{failure.end}{where}{earlier}: the same error {REPEATS} times without a new checkpoint, so a restart would "
+        "repeat it. "
         "Correct its cause, then start the run again: it resumes the newest checkpoint"
     )
 

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatron.parallel.phase_clock import BACKWARD, DATA, FORWARD, OPTIMIZER
+from megatron.parallel.phase_clock import BACKWARD, DATA, FORWARD
+from megatron.resilience.rank_record import OWN_PHASES, RankPlace, RankRecord, Times
 
-OWN_PHASES = (FORWARD, BACKWARD, OPTIMIZER, DATA)
 MIN_STEPS = 4
 """Steps from which on a rank may be named."""
 SLOWER = 1.5
@@ -24,42 +24,6 @@ SLOWER_THAN_PLAN = 2.0
 LEAST_DELAY = 0.1
 """Least delay that is named, as a share of the step."""
 SHOWN = 4
-
-Times = tuple[float, ...]
-"""Seconds of a step in each of OWN_PHASES."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RankPlace:
-    """A rank, and the work that the plan gives it; the same in all steps."""
-
-    rank: int
-    host: str
-    device: str
-    stage: int
-    replica: int
-    """Its place among the data-parallel ranks."""
-    work: Times
-    """FLOPs of forward and backward for a token and trained parameters; 0 for the data."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} ({self.device})"
-
-
-@dataclasses.dataclass(frozen=True)
-class RankTimes:
-    """Times of one rank over its last steps: medians in seconds a step."""
-
-    place: RankPlace
-    own: Times
-    earlier: Times | None
-    """Those of the first steps; None until there are enough."""
-    wait_s: float
-    """Time for which its passes and messages blocked until other ranks came."""
-    step_s: float
-    num_steps: int
-    positions: float
-    """Positions that its data had in these steps; 0 on ranks that read none."""
 
 
 class Slowness(NamedTuple):
@@ -111,7 +75,7 @@ class StragglerStats:
         )
 
 
-def straggler_stats(times: Sequence[RankTimes]) -> StragglerStats:
+def straggler_stats(times: Sequence[RankRecord]) -> StragglerStats:
     """Return the statistics of all ranks' times, given in order of rank."""
     times = _with_equal_data(times)
     found = [slowness(one, [other for other in times if other is not one]) for one in times]
@@ -137,7 +101,7 @@ def straggler_stats(times: Sequence[RankTimes]) -> StragglerStats:
     )
 
 
-def slowness(one: RankTimes, others: Sequence[RankTimes]) -> Slowness:
+def slowness(one: RankRecord, others: Sequence[RankRecord]) -> Slowness:
     """Return a rank's own time against that expected of it, in the way in which it is the slowest."""
     if not others:
         return _against(one, one.own, "itself", SLOWER)
@@ -153,7 +117,7 @@ def slowness(one: RankTimes, others: Sequence[RankTimes]) -> Slowness:
     return max(found, key=lambda each: (each.is_straggler, each.ratio))
 
 
-def _against(one: RankTimes, expected: Times, basis: str, limit: float) -> Slowness:
+def _against(one: RankRecord, expected: Times, basis: str, limit: float) -> Slowness:
     total_s, expected_s = sum(one.own), sum(expected)
     excess_s = total_s - expected_s
     phase_excess_s, phase = max((s - e, name) for s, e, name in zip(one.own, expected, OWN_PHASES, strict=True))
@@ -162,25 +126,25 @@ def _against(one: RankTimes, expected: Times, basis: str, limit: float) -> Slown
     return Slowness(one.place, ratio, excess_s, phase, phase_excess_s, basis, is_straggler)
 
 
-def _medians(times: Sequence[RankTimes], of: Callable[[RankTimes], Times]) -> Times:
+def _medians(times: Sequence[RankRecord], of: Callable[[RankRecord], Times]) -> Times:
     return tuple(statistics.median(values) for values in zip(*map(of, times), strict=True))
 
 
-def _planned(one: RankTimes, others: Sequence[RankTimes]) -> Times:
+def _planned(one: RankRecord, others: Sequence[RankRecord]) -> Times:
     """Return the times that the plan expects from those of the other stages.
 
     Work that is a fraction of the others' is not expected to take that fraction: small models are bound by the number
     of operators, not by their size.
     """
 
-    def scaled(other: RankTimes) -> Times:
-        shares = zip(one.place.work, other.place.work, other.own, strict=True)
+    def scaled(other: RankRecord) -> Times:
+        shares = zip(one.work, other.work, other.own, strict=True)
         return tuple(seconds * max(1.0, mine / theirs if theirs else 1.0) for mine, theirs, seconds in shares)
 
     return _medians(others, scaled)
 
 
-def _with_equal_data(times: Sequence[RankTimes]) -> list[RankTimes]:
+def _with_equal_data(times: Sequence[RankRecord]) -> list[RankRecord]:
     """Return the times of passes as if all data-parallel ranks had as many positions: packing makes rows unequal."""
     positions: dict[int, float] = {}
     for each in times:
@@ -189,7 +153,7 @@ def _with_equal_data(times: Sequence[RankTimes]) -> list[RankTimes]:
     if not all(positions.values()):
         return list(times)
 
-    def scaled(each: RankTimes) -> RankTimes:
+    def scaled(each: RankRecord) -> RankRecord:
         share = mean / positions[each.place.replica]
         own = zip(each.own, OWN_PHASES, strict=True)
         return dataclasses.replace(

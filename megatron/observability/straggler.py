@@ -7,24 +7,25 @@ their medians to rank 0, which compares them (rank_times.py).
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import socket
 import statistics
 from collections import deque
 from collections.abc import Sequence
 
 from megatron.config.options import Config
 from megatron.observability.rank_stats import gather_numbers
-from megatron.observability.rank_times import OWN_PHASES, RankPlace, RankTimes, StragglerStats, straggler_stats
+from megatron.observability.rank_times import StragglerStats, straggler_stats
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.phase_clock import WAIT
 from megatron.planning.pipeline import stage_work
+from megatron.resilience.rank_record import OWN_PHASES, RankPlace, RankRecord
 
 WINDOW = 16
 """Steps whose median is compared, and first steps that a rank is later compared with."""
 WARM_UP = 1
 """First steps that are not counted: they allocate and compile."""
-COLUMNS = (*OWN_PHASES, WAIT, "step")
+NUM_TIMES = len(OWN_PHASES) + 1
+"""Times of a step that travel: those of OWN_PHASES, and that of all of it."""
 
 
 class Straggler:
@@ -38,11 +39,10 @@ class Straggler:
         self._earlier: list[float] | None = None
         self._left_out = WARM_UP
         ctx.clock.start(ctx.device)
-        own = (socket.gethostname(), str(ctx.device), ctx.stage, ctx.grad_rank, num_trained)
         flops = stage_work(config)
-        self._places = [
-            RankPlace(rank, host, device, stage, replica, (*flops[stage], float(trained), 0.0))
-            for rank, (host, device, stage, replica, trained) in enumerate(ctx.gather_objects(own))
+        self._blanks = [
+            RankRecord(place, work=(*flops[place.stage], float(trained), 0.0))
+            for place, trained in ctx.gather_objects((RankPlace.of(ctx), num_trained))
         ]
 
     def count_step(self, num_positions: int) -> None:
@@ -58,33 +58,32 @@ class Straggler:
             if self._left_out:
                 self._left_out -= 1
                 continue
-            self._times.append([step.get(name, 0.0) for name in COLUMNS[:-1]] + [sum(step.values())])
+            self._times.append([step.get(name, 0.0) for name in OWN_PHASES] + [sum(step.values())])
             if self._earlier is None and len(self._times) == WINDOW:
                 self._earlier = _medians(self._times)
-        unknown = [math.nan] * len(COLUMNS)
+        unknown = [math.nan] * NUM_TIMES
         recent = _medians(self._times) if self._times else unknown
         earlier = unknown if self._earlier is None else self._earlier
         mine = [len(self._times), sum(self._positions), *recent, *earlier]
         table = gather_numbers(mine, self._ctx)
         if not table or not self._times:
             return None
-        return straggler_stats([_of_row(place, row) for place, row in zip(self._places, table, strict=True)])
+        return straggler_stats([_of_row(blank, row) for blank, row in zip(self._blanks, table, strict=True)])
 
 
 def _medians(times: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-def _of_row(place: RankPlace, row: Sequence[float]) -> RankTimes:
+def _of_row(blank: RankRecord, row: Sequence[float]) -> RankRecord:
+    """Return a rank's record with the numbers that it sent."""
     num_steps, positions, *times = row
-    recent, earlier = times[: len(COLUMNS)], times[len(COLUMNS) :]
-    own = slice(len(OWN_PHASES))
-    return RankTimes(
-        place,
-        tuple(recent[own]),
-        None if math.isnan(earlier[0]) else tuple(earlier[own]),
-        recent[COLUMNS.index(WAIT)],
-        recent[-1],
-        int(num_steps),
-        positions,
+    recent, earlier = times[:NUM_TIMES], times[NUM_TIMES:]
+    return dataclasses.replace(
+        blank,
+        own=tuple(recent[:-1]),
+        earlier=None if math.isnan(earlier[0]) else tuple(earlier[:-1]),
+        step_s=recent[-1],
+        num_steps=int(num_steps),
+        positions=positions,
     )

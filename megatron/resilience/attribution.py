@@ -10,32 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from megatron.parallel.finite_checks import BACKWARD, FORWARD, GRADIENT, LOSS, RECEIVED, TIED, FirstBad
+from megatron.parallel.finite_checks import BACKWARD, FORWARD, GRADIENT, LOSS, RECEIVED, TIED
+from megatron.resilience.rank_record import RankRecord
 
 DEVICE, LINK, DATA, WEIGHTS, UNKNOWN = "device", "link", "data", "weights", "not known"
 """Kinds of origins. `device`: of a rank's own computation or memory; `weights`: all copies of a weight are bad."""
 SHOWN = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class StepRecord:
-    """Record of a rank's own part of a bad step."""
-
-    rank: int
-    host: str
-    stage: int
-    tensor_rank: int
-    grad_rank: int
-    first: FirstBad | None
-    """Its first check that failed; None: whatever it computed was finite."""
-    samples: tuple[int, ...] = ()
-    """Those of the microbatch of `first`."""
-    bad_weights: tuple[str, ...] = ()
-    """Some of its weights that are not finite."""
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} on {self.host}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,38 +32,39 @@ class FaultOrigin:
         return f"{self.names}: {self.kind}: {self.what}" if self.names else self.what
 
 
-def find_origin(records: Sequence[StepRecord], num_stages: int) -> FaultOrigin:
+def find_origin(records: Sequence[RankRecord], num_stages: int) -> FaultOrigin:
     """Return the origin of a step whose loss or gradient is not finite, from the records of all ranks."""
     if damaged := [record for record in records if record.bad_weights]:
         return _bad_weights(damaged, records)
-    places = {(record.stage, record.grad_rank, record.tensor_rank): record for record in records}
+    places = {(r.place.stage, r.place.replica, r.place.tensor_rank): r for r in records}
     bad = [record for record in records if record.first is not None]
     origins = [record for record in bad if not _follows(record, records, places, num_stages)]
     if not origins:
         return FaultOrigin(LINK, (), "", "what each rank computed was finite; their sum is not: a link, or an overflow")
-    kinds = {record.rank: _kind(record) for record in origins}
+    kinds = {record.place.rank: _kind(record) for record in origins}
     # a device's fault is rarer than bad data, and says more
     kind, what = min(kinds.values(), key=lambda found: (LINK, DEVICE, DATA, UNKNOWN).index(found[0]))
-    return _named(kind, [record for record in origins if kinds[record.rank] == (kind, what)], what)
+    return _named(kind, [record for record in origins if kinds[record.place.rank] == (kind, what)], what)
 
 
 def _follows(
-    record: StepRecord,
-    records: Sequence[StepRecord],
-    places: Mapping[tuple[int, int, int], StepRecord],
+    record: RankRecord,
+    records: Sequence[RankRecord],
+    places: Mapping[tuple[int, int, int], RankRecord],
     num_stages: int,
 ) -> bool:
     """Return True if another rank was bad before, and this one got it from there."""
     first = record.first
     assert first is not None
-    peers = [other for other in records if (other.stage, other.grad_rank) == (record.stage, record.grad_rank)]
+    own = record.place
+    peers = [other for other in records if (other.place.stage, other.place.replica) == (own.stage, own.replica)]
     if any(other.first is not None and other.first.order < first.order for other in peers):
         return True
     if first.kind == GRADIENT:
         return any(other.first is not None and other.first.kind == TIED for other in records)
     if first.kind == RECEIVED:
         step = -1 if first.place.direction == FORWARD else 1
-        sender = places.get(((record.stage + step) % num_stages, record.grad_rank, record.tensor_rank))
+        sender = places.get(((own.stage + step) % num_stages, own.replica, own.tensor_rank))
         if sender is None:
             return True
         # what was damaged in forward comes back to its sender in backward
@@ -92,7 +73,7 @@ def _follows(
     return False
 
 
-def _kind(record: StepRecord) -> tuple[str, str]:
+def _kind(record: RankRecord) -> tuple[str, str]:
     first = record.first
     assert first is not None
     direction = first.place.direction
@@ -107,16 +88,17 @@ def _kind(record: StepRecord) -> tuple[str, str]:
     return UNKNOWN, "its forward pass was the first that was not finite: its device or its data"
 
 
-def _bad_weights(damaged: Sequence[StepRecord], records: Sequence[StepRecord]) -> FaultOrigin:
+def _bad_weights(damaged: Sequence[RankRecord], records: Sequence[RankRecord]) -> FaultOrigin:
     name = damaged[0].bad_weights[0]
-    copies = [r for r in records if (r.stage, r.tensor_rank) == (damaged[0].stage, damaged[0].tensor_rank)]
+    place = damaged[0].place
+    copies = [r for r in records if (r.place.stage, r.place.tensor_rank) == (place.stage, place.tensor_rank)]
     holders = [record for record in damaged if name in record.bad_weights]
     if len(copies) > 1 and all(record in holders for record in copies):
         return _named(WEIGHTS, holders, f"{name} is not finite on all its ranks, since an earlier step or a load")
     return _named(DEVICE, holders, f"its weights are not finite ({', '.join(damaged[0].bad_weights)})")
 
 
-def _named(kind: str, records: Sequence[StepRecord], what: str) -> FaultOrigin:
-    names = [record.name for record in records[:SHOWN]]
+def _named(kind: str, records: Sequence[RankRecord], what: str) -> FaultOrigin:
+    names = [record.place.name for record in records[:SHOWN]]
     more = f" and {len(records) - SHOWN} more" if len(records) > SHOWN else ""
-    return FaultOrigin(kind, tuple(record.rank for record in records), ", ".join(names) + more, what)
+    return FaultOrigin(kind, tuple(record.place.rank for record in records), ", ".join(names) + more, what)

@@ -52,6 +52,8 @@ class Report:
     """Its error may not come again (errors.is_passing)."""
     repeats_another: bool = False
     """Its error only names the error of another rank (errors.OtherRankFailed)."""
+    remark: str = ""
+    """Fault of its own part of an earlier step (attribution.py), which may be the cause."""
 
     @property
     def name(self) -> str:
@@ -68,11 +70,13 @@ def verdict(
     answers: Mapping[int, Report],
     silent: Mapping[int, tuple[Report | str, float]],
     endings: Mapping[int, str] = MappingProxyType({}),
+    stragglers: str = "",
 ) -> str:
     """Return the state of every rank when the run ended, the ranks that caused it first.
 
     `answers`: reports of the ranks that answered the call. `silent`: for each other rank its last report, or its host
     if there is none, and how many seconds ago it came. `endings`: how the processes of silent ranks ended, where known.
+    `stragglers`: ranks that were slower than the others, as text.
     """
     lines = _link_lines(answers, silent)
     has_links = bool(lines)
@@ -82,18 +86,20 @@ def verdict(
             if last not in gone:
                 lines.append(f"rank {rank} on {last} {endings.get(rank, 'was never heard of')}")
         elif last.state == FAILED:
-            lines.append(f"{last.name} failed {last.at}: {last.fault}")
+            lines.append(_failed(last))
         elif last.host not in gone:
             ending = endings.get(rank, "does not answer: it ended, is stopped, or is stuck in native code")
-            lines.append(f"{last.name} {ending}; last heard of {ago_s:.1f} s ago, {last.at}")
+            lines.append(f"{last.name} {ending}; last heard of {ago_s:.1f} s ago, {last.at}{_earlier(last)}")
     others = [report for _, report in sorted(answers.items())]
-    lines += [f"{report.name} failed {report.at}: {report.fault}" for report in others if report.state == FAILED]
+    lines += [_failed(report) for report in others if report.state == FAILED]
     left = [report for report in others if report.state not in (FAILED, LOST)]
     if call == STUCK:
         odd, description = _odd_ones(left)
         if has_links and any(report.waits for report in odd):
             odd = []  # the rank behind a broken link may be a step ahead
-        lines += [f"{one.name} {description}: {one.at}, since {one.since_s:.1f} s, {one.where}" for one in odd]
+        lines += [
+            f"{one.name} {description}: {one.at}, since {one.since_s:.1f} s, {one.where}{_earlier(one)}" for one in odd
+        ]
         left = [report for report in left if report not in odd]
     head = lines[:SHOWN] + ([f"and {len(lines) - SHOWN} more such ranks"] if len(lines) > SHOWN else [])
     lost = [report for report in others if report.state == LOST]
@@ -107,7 +113,17 @@ def verdict(
         for at in dict.fromkeys(report.at for report in those):
             ranks = [report.rank for report in those if report.at == at]
             head.append(f"{_numbered(ranks, world_size)} {description} {at}")
+    if stragglers:
+        head.append(f"slower than expected {stragglers}")
     return "\n".join(f"  {line}" for line in head)
+
+
+def _failed(report: Report) -> str:
+    return f"{report.name} failed {report.at}: {report.fault}{_earlier(report)}"
+
+
+def _earlier(report: Report) -> str:
+    return f"; {report.remark}" if report.remark else ""
 
 
 def _unreached_hosts(

@@ -76,6 +76,7 @@ class Watchdog:
         self._file: IO[str] | None = None
         self._state, self._fault = RUNNING, ""
         self._may_pass = self._repeats_another = False
+        self._remark = self._stragglers = ""
         self._has_verdict = threading.Event()
         self._phase: tuple[str, int, float] = ("start", 0, time.monotonic())
         self._beat_s = self._phase[2]
@@ -102,6 +103,16 @@ class Watchdog:
         """Report a complete checkpoint to the agent, which counts restarts from there."""
         if self._agent is not None:
             self._agent.send(saved=iteration)
+
+    def note(self, remark: str) -> None:
+        """Report a fault of this rank's own part of a step, so that it is known if the rank ends."""
+        self._remark = remark
+        if self._agent is not None:
+            self._send(self._report())
+
+    def note_stragglers(self, stragglers: str) -> None:
+        """Keep the text that names the slow ranks, empty where there are none, for the verdict. On rank 0."""
+        self._stragglers = stragglers
 
     def beat(self) -> None:
         """Report progress in the current phase."""
@@ -316,7 +327,7 @@ class Watchdog:
             return
         lines = [
             f"watchdog: {self._headline(channel.call)}",
-            verdict(channel.call, self._world_size, answers, silent, channel.endings),
+            verdict(channel.call, self._world_size, answers, silent, channel.endings, self._stragglers),
         ]
         if self._folder is not None:
             lines.append(f"  stacks and tracebacks of each rank: {self._folder}")
@@ -354,6 +365,7 @@ class Watchdog:
             unreachable,
             self._may_pass,
             self._repeats_another,
+            self._remark,
         )
 
 

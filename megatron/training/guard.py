@@ -7,7 +7,7 @@ equal bit for bit on all ranks. So all act alike, and nothing can be saved betwe
 from __future__ import annotations
 
 import math
-import socket
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.command_names import command_name
@@ -16,6 +16,7 @@ from megatron.observability.metrics import MetricsLog
 from megatron.planning.progress import Progress
 from megatron.resilience.attribution import FaultOrigin, find_origin
 from megatron.resilience.errors import TrainingAborted
+from megatron.resilience.rank_record import RankPlace
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.tasks.task import Task
 from megatron.training.checkpoints import Checkpoints
@@ -38,7 +39,8 @@ class Guard:
     """Acts on the bad steps of one run. Every rank has one, and calls it in the same order.
 
     `dataset` is the training data, whose documents the report on a bad step names, and `plan` this rank's share of it.
-    `checkpoints` None: nothing is saved.
+    `checkpoints` None: nothing is saved. `note` is called with what is wrong on this rank, where it is the origin of a
+    bad step.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Guard:
         plan: BatchPlan[Any],
         log: MetricsLog,
         checkpoints: Checkpoints | None,
+        note: Callable[[str], None],
     ) -> None:
         self._engine, self._progress, self._task, self._dataset, self._plan = engine, progress, task, dataset, plan
         self._log, self._checkpoints, self._config = log, checkpoints, engine.config
+        self._note, self._place = note, RankPlace.of(engine.ctx)
         checks = engine.config.guard.check_replicas_interval > 0
         self._replicas = ReplicaCheck(engine.ctx, engine.state.held()) if checks else None
         self._checked_at: int | None = None
@@ -136,13 +140,14 @@ class Guard:
         mine = [Suspect(self._task.samples_of(key), float(loss)) for key, loss in pairs]
         worst, record = max(mine, key=_badness, default=None), None
         if not result.is_finite:
-            host = socket.gethostname()
-            record = step_record(self._engine.module, ctx, host, lambda number: self._task.samples_of(keys[number]))
+            record = step_record(self._engine.module, ctx, self._place)
         found = ctx.gather_objects((worst, record))
         suspect = max((suspect for suspect, _ in found if suspect is not None), key=_badness, default=None)
         if result.is_finite:
             return suspect, None
         origin = find_origin([record for _, record in found], ctx.num_stages)
+        if ctx.rank in origin.ranks:
+            self._note(f"in step {self._progress.iteration} {origin.what}")
         return (None if suspect is None or math.isfinite(suspect.loss) else suspect), origin
 
     def _documents_of(self, suspect: Suspect | None) -> list[dict[str, Any]]:

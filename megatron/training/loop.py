@@ -130,9 +130,8 @@ class Loop:
         self._is_stop_seen: bool | None = None  # by some rank in the last step; None: not decided with it
         self.engine.join_stop_decision(self.shutdown.sees_reason)
         self._timer = SaveTimer(config.checkpoint.save_interval_in_mins, ctx)
-        self._guard = Guard(
-            self.engine, self.progress, self.task, self.datasets[0], self._plan, self.log, self.checkpoints
-        )
+        acts_on = self.task, self.datasets[0], self._plan, self.log, self.checkpoints
+        self._guard = Guard(self.engine, self.progress, *acts_on, self.watchdog.note)
         self._evaluator = Evaluator(
             self.engine, self.task, self.datasets, self.progress, self.log, self.shutdown, self.watchdog
         )
@@ -311,6 +310,9 @@ class Loop:
         engine, progress, interval = self.engine, self.progress, self._interval
         loss, nan_steps, elapsed_s = interval.read()
         progress.nan_iterations += nan_steps
+        times = None if self._straggler is None else self._straggler.read()
+        if times is not None:
+            self.watchdog.note_stragglers(times.stragglers and f"until step {progress.iteration}: {times.stragglers}")
         self.log.log_step(
             StepMetrics(
                 iteration=progress.iteration,
@@ -328,7 +330,7 @@ class Loop:
                 nan_iterations=progress.nan_iterations,
                 memory=accelerator.memory_stats(),
                 compiled_graphs=accelerator.recompile_count(),
-                straggler=None if self._straggler is None else self._straggler.read(),
+                straggler=times,
             )
         )
         self._name_fallbacks()

@@ -12,7 +12,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import BACKWARD, FORWARD, RECEIVED, SENT, PassPlace
 from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import named_parameters
-from megatron.resilience.attribution import StepRecord
+from megatron.resilience.rank_record import RankPlace, RankRecord
 
 DIRECTIONS = {"ForwardPass": FORWARD, "BackwardPass": BACKWARD, "WeightPass": BACKWARD}
 SENDS = {"SendActivation": FORWARD, "SendGrad": BACKWARD}
@@ -86,22 +86,8 @@ def _first(stream: Any) -> Tensor:
     return stream if isinstance(stream, Tensor) else stream[0]
 
 
-def step_record(module: Any, ctx: ParallelContext, host: str, samples: Callable[[int], list[int]]) -> StepRecord:
-    """Return this rank's record of a step that was not applied. Waits for the device.
-
-    `samples` of the number of a microbatch.
-    """
-    first = ctx.checks.first_bad()
-    has_samples = first is not None and first.place.microbatch >= 0
+def step_record(module: Any, ctx: ParallelContext, place: RankPlace) -> RankRecord:
+    """Return this rank's record of a step that was not applied. Waits for the device."""
     weights = ((name, getattr(p, "ds_tensor", p)) for name, p in named_parameters(module))
     damaged = [name for name, weight in weights if weight.is_floating_point() and not weight.isfinite().all()]
-    return StepRecord(
-        ctx.rank,
-        host,
-        ctx.stage,
-        ctx.tensor_rank,
-        ctx.grad_rank,
-        first,
-        tuple(samples(first.place.microbatch)) if has_samples and first is not None else (),
-        tuple(damaged[:SHOWN_WEIGHTS]),
-    )
+    return RankRecord(place, first=ctx.checks.first_bad(), bad_weights=tuple(damaged[:SHOWN_WEIGHTS]))

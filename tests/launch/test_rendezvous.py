@@ -450,8 +450,8 @@ def test_a_silent_node_is_lost_after_three_heartbeats_and_the_others_learn_of_it
 ) -> None:
     """The server is called with a clock of its own."""
     monkeypatch.undo()
-    monkeypatch.setattr(rendezvous_server.time, "monotonic", lambda: now_s)
     now_s = 0.0
+    monkeypatch.setattr(rendezvous_server.time, "monotonic", lambda: now_s)
     server = rendezvous_server.Server(
         socket.create_server(("127.0.0.1", 0)), b"known to both", min_nodes=2, max_nodes=2, max_restarts=1
     )

@@ -103,6 +103,17 @@ def test_a_killed_rank_repeats_by_the_step_that_it_had_begun() -> None:
     assert "rank 1 on node1 was killed by SIGKILL in step 41, train: the same error 3 times" in decisions[2].text
 
 
+def test_what_was_wrong_with_a_rank_before_it_failed_is_told_with_its_end() -> None:
+    killed = policy(10)
+    remark = "in step 38 its own gradients are not finite, its losses are"
+    report = {"rank": 1, "step": 40, "state": "running", "phase": "train", "remark": remark}
+    failure = Failure.of(1, "node1", KILLED, 41, report)
+    assert Failure.from_json(failure.to_json()) == failure
+    decisions = [killed.after([failure]) for _ in range(3)]
+    assert decisions[0].text == f"rank 1 on node1 was killed by SIGKILL; {remark}; restart 1 of 10"
+    assert f"was killed by SIGKILL in step 41, train ({remark}): the same error 3 times" in decisions[2].text
+
+
 def test_the_rank_that_hangs_is_the_cause_rather_than_those_that_wait_for_it() -> None:
     hang = policy(10)
     ranks = [Failure(n, f"node{n}", HUNG, step=7, phase="train", state="stuck", waits=n != 2) for n in range(4)]

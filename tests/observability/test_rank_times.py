@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from megatron.observability.rank_times import RankPlace, RankTimes, StragglerStats, straggler_stats
+from megatron.observability.rank_times import StragglerStats, straggler_stats
+from megatron.resilience.rank_record import RankPlace, RankRecord
 
 WORK = (2.0, 4.0, 10.0, 0.0)
 TIMES = (0.2, 0.4, 0.1, 0.0)
@@ -22,19 +23,19 @@ def rank(
     work: tuple[float, ...] = WORK,
     earlier: tuple[float, ...] | None = None,
     **options: float,
-) -> RankTimes:
+) -> RankRecord:
     """A rank of a step of one second; each rank of a stage is a replica."""
-    place = RankPlace(number, f"node{number}", "cpu", stage, number % 2, work)
-    numbers = {"wait_s": 0.3, "step_s": 1.0, "num_steps": 16, "positions": 64.0} | options
-    return RankTimes(place, own, earlier, **numbers)  # type: ignore[arg-type]
+    place = RankPlace(number, f"node{number}", "cpu", stage, 0, number % 2)
+    numbers = {"step_s": 1.0, "num_steps": 16, "positions": 64.0} | options
+    return RankRecord(place, own=own, earlier=earlier, work=work, **numbers)  # type: ignore[arg-type]
 
 
-def rank_times(number: int, forward_s: float, *, stage: int = 0, data_s: float = 0.0) -> RankTimes:
+def rank_times(number: int, forward_s: float, *, stage: int = 0, data_s: float = 0.0) -> RankRecord:
     """A rank in the middle of a run, for the tests of what is shown of it."""
     return rank(number, (forward_s, 0.0, 0.0, data_s), stage=stage)
 
 
-def named(*times: RankTimes) -> tuple[int, ...]:
+def named(*times: RankRecord) -> tuple[int, ...]:
     return straggler_stats(times).straggler_ranks
 
 

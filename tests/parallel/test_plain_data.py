@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.observability.rank_times import RankTimes
 from megatron.parallel.plain_data import TAG, decode, encode
+from megatron.resilience.rank_record import RankPlace, RankRecord
 from megatron.resilience.replica_check import Copy
 from tests.strangers import Bomb
 
@@ -37,10 +37,11 @@ def test_plain_data_comes_back_as_it_was(value: Any) -> None:
 
 
 def test_classes_of_this_package_paths_and_numbers_of_numpy_come_back() -> None:
-    value = [Copy("layers.0.weight", 1, 0), RankTimes(0, "node", 0.5, math.inf), Path("/a/b"), {Copy("b", 0, 0): (1,)}]
+    record = RankRecord(RankPlace(0, "node", "cpu", 0, 0, 0), own=(0.5, math.inf))
+    value = [Copy("layers.0.weight", 1, 0), record, Path("/a/b"), {Copy("b", 0, 0): (1,)}]
     found = decode(encode(value))
     assert found == value
-    assert [type(one) for one in found] == [Copy, RankTimes, type(Path()), dict]
+    assert [type(one) for one in found] == [Copy, RankRecord, type(Path()), dict]
     assert decode(encode((np.int64(3), np.float32(0.5)))) == (3, 0.5)
     assert math.isnan(decode(encode(math.nan)))
 

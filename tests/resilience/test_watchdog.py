@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -135,6 +136,33 @@ def test_a_rank_that_failed_is_named_with_its_message_though_it_has_ended() -> N
         "  rank 1 on node0 (process 101) failed in step 7, train: ValueError: boom",
         "  rank 0 lost touch with another rank in step 7, train",
     ]
+
+
+def test_what_was_wrong_before_is_told_of_the_ranks_that_a_verdict_names() -> None:
+    """Of each rank by its own record, and of the slow ones by that of all."""
+    remark = "in step 5 its own gradients are not finite, its losses are"
+    answers = {rank: report(rank, remark=remark if rank == 3 else "") for rank in range(4)}
+    lines = verdict(LOST, 4, {0: answers[0]}, {3: (answers[3], 0.5)}, {3: "was killed by SIGBUS"}).splitlines()
+    assert lines[0].endswith(f"was killed by SIGBUS; last heard of 0.5 s ago, in step 7, train; {remark}")
+    failed = dataclasses.replace(answers[3], state=FAILED, fault="RuntimeError: CUDA error")
+    assert f"failed in step 7, train: RuntimeError: CUDA error; {remark}\n" in verdict(
+        LOST, 4, answers | {3: failed}, {}
+    )
+    slow = "until step 6: rank 3 on node1 (cuda:1): forward +40.0 ms a step, own time 2.00 x its earlier steps"
+    stuck = answers | {3: dataclasses.replace(answers[3], waits=False)}
+    lines = verdict(STUCK, 4, stuck, {}, {}, slow).splitlines()
+    assert lines[0].endswith(f"since 60.0 s, in f (x.py:1); {remark}")
+    assert lines[-1] == f"  slower than expected {slow}"
+
+
+def test_what_was_wrong_with_a_rank_is_reported_at_once_since_it_may_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(module, "AgentLink", lambda: SimpleNamespace(send=lambda **message: sent.append(message)))
+    with Watchdog(of(0)) as watchdog:
+        watchdog.phase("train", 5)
+        watchdog.note("in step 5 its loss is not finite, what it received was")
+    assert [list(message) for message in sent] == [["step"], ["report"]]
+    assert sent[1]["report"]["remark"] == "in step 5 its loss is not finite, what it received was"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import math
 import os
@@ -22,6 +23,8 @@ from megatron.parallel.linear import RowParallelLinear
 from megatron.parallel.shards import named_parameters
 from megatron.planning.progress import Progress
 from megatron.resilience.attribution import find_origin
+from megatron.resilience.rank_record import RankPlace
+from megatron.resilience.watchdog import Watchdog
 from megatron.training.engine import Engine, StepResult
 from megatron.training.step_checks import step_record
 from tests import runs
@@ -170,7 +173,8 @@ def origins(arguments: str, faults: list[tuple[str, int, str]]) -> list[tuple[st
             with planted[fault]:
                 result = step(engine, task, number)
             assert result.skipped
-            record = step_record(engine.module, engine.ctx, f"node{engine.ctx.rank}", lambda microbatch: [microbatch])
+            place = dataclasses.replace(RankPlace.of(engine.ctx), host=f"node{engine.ctx.rank}")
+            record = step_record(engine.module, engine.ctx, place)
             records = engine.ctx.gather_objects(record)
             origin = find_origin(records, engine.ctx.num_stages)
             found.append((origin.kind, origin.ranks, str(origin), math.isfinite(result.loss)))
@@ -298,3 +302,10 @@ def run(arguments: str, plan: str = "", *values: Any) -> str:
     }
     with float16_allowed(arguments), plans[plan](*values) if plan else contextlib.nullcontext():
         return runs.train(arguments)
+
+
+def run_and_note(arguments: str, plan: str, *values: Any) -> tuple[str, list[str]]:
+    """The same, and what the guard has noted for the watchdog of this rank."""
+    noted: list[str] = []
+    with patch.object(Watchdog, "note", lambda watchdog, remark: noted.append(remark)):
+        return run(arguments, plan, *values), noted

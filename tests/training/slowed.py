@@ -15,6 +15,7 @@ import torch
 
 from megatron.models.attention import SelfAttention
 from megatron.parallel.phase_clock import HostTicks
+from megatron.resilience.watchdog import Watchdog
 from megatron.training.loop import Loop
 from tests import runs
 
@@ -84,10 +85,18 @@ class ProcessorTicks(HostTicks):
 def train(
     folder: str, arguments: str, rank: int, phase: str, seconds: float, from_step: int = 1
 ) -> list[dict[str, Any]]:
-    """Rows of a run in which this rank is slowed down; -1: none is, and only processor time counts."""
+    """Rows of a run in which this rank is slowed down; -1: none is, and only processor time counts.
+
+    The last is what the watchdog knows of stragglers then.
+    """
     own = slowed(phase, seconds, from_step) if int(os.environ["RANK"]) == rank else contextlib.nullcontext()
     ticks = ProcessorTicks if rank < 0 else HostTicks
-    with own, patch("megatron.parallel.phase_clock.HostTicks", ticks):
+    known = [""]
+    with (
+        own,
+        patch("megatron.parallel.phase_clock.HostTicks", ticks),
+        patch.object(Watchdog, "note_stragglers", lambda watchdog, text: known.append(text)),
+    ):
         fault = runs.train(f"--log-straggler --results-dir {folder} {arguments}")
     assert not fault, fault
-    return runs.rows(Path(folder)) if os.environ["RANK"] == "0" else []
+    return [*runs.rows(Path(folder)), {"kind": "watchdog", "known": known[-1]}] if os.environ["RANK"] == "0" else []

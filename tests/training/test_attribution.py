@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.parallel.finite_checks import BACKWARD, FORWARD, GRADIENT, RECEIVED, SENT, UPDATE, FirstBad, PassPlace
-from megatron.resilience.attribution import DATA, DEVICE, LINK, WEIGHTS, StepRecord, find_origin
+from megatron.resilience.attribution import DATA, DEVICE, LINK, WEIGHTS, find_origin
+from megatron.resilience.rank_record import RankPlace, RankRecord
 from tests.ranks import RankPools
 from tests.training import layouts, planted
 
@@ -47,8 +48,8 @@ def test_a_nan_is_attributed_to_its_rank_alone(ranks: RankPools, flags: str, wor
             assert text.startswith(f"rank {planted_on} on node{planted_on}: ")
 
 
-def record(rank: int, first: FirstBad | None, *weights: str, stage: int = 0, replica: int = 0) -> StepRecord:
-    return StepRecord(rank, f"node{rank}", stage, 0, replica, first, bad_weights=weights)
+def record(rank: int, first: FirstBad | None, *weights: str, stage: int = 0, replica: int = 0) -> RankRecord:
+    return RankRecord(RankPlace(rank, f"node{rank}", "cpu", stage, 0, replica), first=first, bad_weights=weights)
 
 
 def test_what_arrives_bad_and_was_sent_whole_is_the_links() -> None:

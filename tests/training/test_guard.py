@@ -78,10 +78,13 @@ def test_nan_on_one_rank_changes_nothing_on_any(ranks: RankPools, layout: str, z
 def test_loss_scale_falls_without_counting_and_the_last_one_counts(ranks: RankPools, data: Path) -> None:
     flags = f"--data-path {data} --train-iters 30 --max-skipped-in-a-row 3 --fp16 --zero-stage 2"
     flags += " --initial-loss-scale 8 --hysteresis 1 --eval-iters 0 --save-interval 100"
-    fault = ranks(2)(planted.run, flags, "overflowing", 64)
+    (fault, noted), (_, noted_of_another) = ranks(2)(planted.run_and_note, flags, "overflowing", 64)
     # 8, 4 and 2 may still fall; at 1 the row begins
-    assert "3 steps in a row were skipped" in fault[0]
-    assert "iteration 12 (samples 88 to 95); iteration 13" in fault[0]
+    assert "3 steps in a row were skipped" in fault
+    assert "iteration 12 (samples 88 to 95); iteration 13" in fault
+    # for the watchdogs: the rank at which they began, and no other
+    assert noted == [f"in step {step} its own gradients are not finite, its losses are" for step in (12, 13, 14)]
+    assert noted_of_another == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -50,14 +50,12 @@ def test_a_slow_rank_is_named_with_its_phase(
 ) -> None:
     seconds = pause_of(layout) if phase in ("forward", "backward") else PAUSE_S
     flags = f"{FLAGS} --data-path {data} {layout}"
-    [row] = [
-        row
-        for row in ranks(2)(slowed.train, str(tmp_path), flags, slow_rank, phase, seconds)[0]
-        if row["kind"] == "train"
-    ]
+    *rows, watchdog = ranks(2)(slowed.train, str(tmp_path), flags, slow_rank, phase, seconds)[0]
+    [row] = [row for row in rows if row["kind"] == "train"]
     assert row["straggler_ranks"] == [slow_rank], row
     assert row["slowest_phase"] == phase, row
     assert f"straggler: rank {slow_rank} on " in (tmp_path / "train.log").read_text()
+    assert watchdog["known"] == f"until step {row['iteration']}: {row['stragglers']}"
 
 
 @pytest.mark.slow
