@@ -174,7 +174,8 @@ def test_help_names_the_command_and_imports_no_torch(installed: Environment, com
 
 def test_every_tool_of_a_checkout_is_an_installed_command() -> None:
     modules = {target.partition(":")[0] for target in PROJECT["scripts"].values()}
-    tools = {f"megatron.cli.{path.stem}" for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith("document_")}
+    names = {path.stem for path in (ROOT / "tools").glob("*.py")}
+    tools = {f"megatron.cli.{name}" for name in names if not name.startswith("document_")}
     assert modules == tools | {"megatron.train"}
 
 

@@ -15,7 +15,7 @@ from megatron.cli.command import command, run_command
 from megatron.config.command_line import load_config
 from megatron.files import IMPORT_ROOT, READER_LEFT
 
-TOOLS = sorted(path.stem for path in (IMPORT_ROOT / "tools").glob("*.py") if path.stem != "document_config")
+TOOLS = sorted(path.stem for path in (IMPORT_ROOT / "tools").glob("*.py") if not path.stem.startswith("document_"))
 
 
 @contextlib.contextmanager
