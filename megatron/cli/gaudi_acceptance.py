@@ -39,12 +39,22 @@ def build_acceptance_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--devices", type=int, metavar="INT", help="cards of this machine (default: all)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="new folder (default: gaudi_acceptance_TIME)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: both")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all; versions always")
-    parser.add_argument("--models", nargs="+", choices=runs.MODELS, default=tuple(runs.MODELS), help="default: both")
-    parser.add_argument("--steps", type=int, default=50, metavar="INT", help="of a tiny model (default: 50)")
+    models = tuple(runs.MODELS)
+    for name, values, more in (
+        ("parts", PARTS, "; versions are always checked"),
+        ("modes", MODES, ""),
+        ("models", models, ", for the losses"),
+    ):
+        text = f"of {', '.join(values)}{more} (default: all)"
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=values, default=values, metavar=name[:-1].upper(), help=text
+        )
+    parser.add_argument("--steps", type=int, default=50, metavar="INT", help="steps of a tiny model (default: 50)")
     parser.add_argument(
-        "--throughput-preset", default="llama32_1b", metavar="NAME", help="larger model (default: llama32_1b)"
+        "--throughput-preset",
+        default="llama32_1b",
+        metavar="NAME",
+        help="model whose throughput is measured (default: llama32_1b)",
     )
     parser.add_argument("--identify", action="store_true", help="keep names of hosts, users and folders in the report")
     return parser

@@ -16,8 +16,8 @@ import pytest
 
 from megatron.acceptance import kernels, report, software
 from megatron.acceptance.report import Check, Group
-from megatron.acceptance.runs import CardLayout
-from megatron.cli.gaudi_acceptance import main
+from megatron.acceptance.runs import MODELS, CardLayout
+from megatron.cli.gaudi_acceptance import MODES, PARTS, build_acceptance_parser, main
 from tests.habana import stand_in_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +73,13 @@ def test_every_part_passes_in_both_modes(tmp_path: Path, cards: str) -> None:
     status, text, content = run_script(tmp_path / "out", "--throughput-preset", "tiny_llama", cards=cards)
     assert (status, failed(content)) == (0, []), text
     assert len(content["groups"]) == 1 + 2 * 4
+
+
+def test_help_fits_into_100_columns_and_names_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = build_acceptance_parser().format_help()
+    assert max(map(len, text.splitlines())) <= 100
+    assert all(choice in text for choice in (*PARTS, *MODES, *MODELS))
 
 
 def test_a_wrong_kernel_fails_the_script_by_its_name(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from typing import Literal
 
 from megatron.generate import run
 from megatron.generation.command import read_command
@@ -35,18 +36,22 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def write_model(folder: Path) -> Path:
-    """A Llama of two layers, written by transformers, that repeats nothing."""
+def write_model(folder: Path, kind: Literal["llama", "bloom"] = "llama") -> Path:
+    """A model of two layers, written by transformers, that repeats nothing."""
     import torch
     import transformers
 
-    config = transformers.LlamaConfig(
-        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.4,
-        bos_token_id=None, eos_token_id=256, pad_token_id=None,
-    )  # fmt: skip
+    shared = {"vocab_size": 264, "hidden_size": 32, "initializer_range": 0.4, "pad_token_id": None}
+    tokens = {"bos_token_id": None, "eos_token_id": 256}
+    if kind == "llama":
+        config = transformers.LlamaConfig(
+            intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=512, **shared, **tokens,
+        )  # fmt: skip
+    else:
+        config = transformers.BloomConfig(n_layer=2, n_head=4, **shared, **tokens)
     torch.manual_seed(2)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
