@@ -162,16 +162,22 @@ def compare_losses(folder: Path, model: str, mode: str, devices: int, steps: int
     return group
 
 
+def throughput_flags(preset: str, layout: CardLayout, steps: int) -> list[str]:
+    """Return the flags of the run whose throughput is measured: a constant rate, whatever schedule the preset has."""
+    flags = f"--config {preset} {SHARED} --bf16 --train-iters {steps} --seq-length 2048 --micro-batch-size 1"
+    flags += f" --global-batch-size {8 * layout.data} --lr 1e-4 --min-lr 0 --lr-decay-style constant"
+    flags += " --lr-warmup-samples 0 --lr-warmup-iters 0 --lr-warmup-fraction none"
+    return [*flags.split(), *layout.flags]
+
+
 def measure_throughput(folder: Path, preset: str, mode: str, devices: int, steps: int) -> Group:
     """Train a preset in bfloat16 on the cards; report throughput, memory and graphs."""
     layout = CardLayout.of(devices)
     data = write_data(folder / "larger", 512)
-    flags = ["--config", preset, *SHARED.split(), "--bf16", "--data-path", str(data), "--train-iters", str(steps)]
-    flags += f"--seq-length 2048 --micro-batch-size 1 --global-batch-size {8 * layout.data}".split()
-    flags += "--lr 1e-4 --lr-decay-style constant --lr-warmup-iters 0".split()
+    flags = [*throughput_flags(preset, layout, steps), "--data-path", str(data)]
     name = f"{preset}, {mode} mode"
     group = Group(f"throughput of {name}, {layout}, bfloat16, sequences of 2,048")
-    outcome = train(folder / f"throughput_{mode}", flags + layout.flags, mode, devices)
+    outcome = train(folder / f"throughput_{mode}", flags, mode, devices)
     losses = [row["lm_loss"] for row in outcome.rows]
     check = f"{name}: last loss over the first"
     if outcome.fault or len(losses) != steps:

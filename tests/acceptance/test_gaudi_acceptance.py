@@ -16,8 +16,10 @@ import pytest
 
 from megatron.acceptance import kernels, report, software
 from megatron.acceptance.report import Check, Group
-from megatron.acceptance.runs import MODELS, CardLayout
+from megatron.acceptance.runs import MODELS, CardLayout, throughput_flags
 from megatron.cli.gaudi_acceptance import MODES, PARTS, build_acceptance_parser, main
+from megatron.config.command_line import read_command_line
+from megatron.config.validation import check
 from tests.habana import stand_in_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +82,15 @@ def test_help_fits_into_100_columns_and_names_every_choice(monkeypatch: pytest.M
     text = build_acceptance_parser().format_help()
     assert max(map(len, text.splitlines())) <= 100
     assert all(choice in text for choice in (*PARTS, *MODES, *MODELS))
+
+
+@pytest.mark.parametrize("preset", ["llama32_1b", "tiny_llama", "tiny_bloom", "bloom_560m"])
+def test_any_preset_can_be_measured(preset: str) -> None:
+    config = read_command_line([*throughput_flags(preset, CardLayout.of(8), 20), "--data-path", "data"]).config
+    assert check(config, world_size=8) == []
+    assert (config.training.train_iters, config.optimizer.lr, config.optimizer.min_lr) == (20, 1e-4, 0)
+    warmup = (config.optimizer.lr_warmup_samples, config.optimizer.lr_warmup_iters)
+    assert (*warmup, config.optimizer.lr_warmup_fraction) == (0, 0, None)
 
 
 def test_a_wrong_kernel_fails_the_script_by_its_name(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.generate import run
 from megatron.generation.command import read_command
@@ -41,15 +41,16 @@ def write_model(folder: Path, kind: Literal["llama", "bloom"] = "llama") -> Path
     import torch
     import transformers
 
-    shared = {"vocab_size": 264, "hidden_size": 32, "initializer_range": 0.4, "pad_token_id": None}
-    tokens = {"bos_token_id": None, "eos_token_id": 256}
+    shared: dict[str, Any] = {"vocab_size": 264, "hidden_size": 32, "initializer_range": 0.4, "pad_token_id": None}
+    shared |= {"bos_token_id": None, "eos_token_id": 256}
+    config: transformers.PretrainedConfig
     if kind == "llama":
         config = transformers.LlamaConfig(
             intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=512, **shared, **tokens,
+            max_position_embeddings=512, **shared,
         )  # fmt: skip
     else:
-        config = transformers.BloomConfig(n_layer=2, n_head=4, **shared, **tokens)
+        config = transformers.BloomConfig(n_layer=2, n_head=4, **shared)
     torch.manual_seed(2)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     write_tokenizer(folder)
