@@ -128,7 +128,9 @@ class Disturbed:
 
     def ranks(self) -> list[int]:
         """Process ids of the running ranks, those of earlier kills left out: each leads a session."""
-        return [pid for pid in session_leaders(self.process.pid) if pid not in self._old]
+        running = session_leaders(self.process.pid)
+        self._old &= set(running)  # the id of one that has ended may be given to a new rank
+        return [pid for pid in running if pid not in self._old]
 
     def await_ranks(self) -> list[int]:
         """All of a new try; none where the run has ended."""
