@@ -204,21 +204,29 @@ def count_devices(device: str) -> int:
     return len(accelerators) or len([path for path in Path("/dev").glob("hl[0-9]*") if path.name[2:].isdecimal()])
 
 
-_MEMORY_QUERIES = {
-    "cuda": ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),
-    "hpu": ("hl-smi", "--query-aip=memory.total", "--format=csv,noheader,nounits"),
-}
+def query_devices(device: str, *fields: str, timeout_s: float = 20.0) -> list[list[str]]:
+    """Return these fields of each device of a kind on this machine, by its driver's tool; [] where that fails."""
+    asked = ",".join(fields)
+    if device == "hpu":  # as Habana's own scripts write it, and its page on hl-smi lists it
+        query = ["hl-smi", "-Q", asked, "-f", "csv,noheader,nounits"]
+    else:
+        query = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits"]
+    if shutil.which(query[0]) is None:
+        return []
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines() if line.strip()]
+    return rows if all(len(row) == len(fields) for row in rows) else []
 
 
 def device_memory_bytes(device: str) -> int | None:
     """Return the memory of this machine's smallest device of a kind, from its driver's tool; None where that fails."""
-    query = _MEMORY_QUERIES.get(device)
-    if query is None or shutil.which(query[0]) is None:
-        return None
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
-        return min(int(line) for line in answer.split("\n") if line.strip()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):  # a plan without a verdict is better than none
+        rows = [] if device == "cpu" else query_devices(device, "memory.total", timeout_s=5.0)
+        return min(int(size) for (size,) in rows) * 2**20
+    except ValueError:  # a plan without a verdict is better than none
         return None
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -56,15 +54,8 @@ def release_of(version: str) -> Release | None:
 
 def cards() -> list[tuple[str, str, str]]:
     """Return (name, driver, memory in MiB) of each card, by the vendor's hl-smi; [] where that fails."""
-    query = ("hl-smi", "--query-aip=name,driver_version,memory.total", "--format=csv,noheader,nounits")
-    if shutil.which(query[0]) is None:
-        return []
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [tuple(part.strip() for part in line.split(",")) for line in answer.splitlines()]
-    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
+    rows = accelerator.query_devices("hpu", "name", "driver_version", "memory.total", timeout_s=30.0)
+    return [(name, driver, memory) for name, driver, memory in rows]
 
 
 def check_software(devices: int) -> Group:

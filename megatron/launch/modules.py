@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.accelerator import VISIBLE
+from megatron.accelerator import VISIBLE, query_devices
 
 PROC = Path("/proc")
 DEVICE_FILES = ("/dev/accel/accel", "/dev/hl")
 """Beginnings of the names of a device file, by the driver's release; its index follows."""
-QUERY = ("hl-smi", "-Q", "index,module_id,memory.used,memory.total", "-f", "csv,noheader,nounits")
-QUERY_S = 20.0
 # An idle module reports less than 1 % of its memory as used, which the driver keeps for itself.
 IDLE_SHARE = 0.05
 LISTED = VISIBLE["hpu"]
@@ -50,17 +46,15 @@ class GaudiModule:
 
 def modules() -> list[GaudiModule]:
     """Return the modules of this machine in order; none where hl-smi does not list them."""
-    if shutil.which(QUERY[0]) is None:
-        return []
     try:
-        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
-        rows = [[float(word) for word in line.split(",")] for line in answer.splitlines() if line.strip()]
+        listed = query_devices("hpu", "index", "module_id", "memory.used", "memory.total")
+        rows = [[float(word) for word in row] for row in listed]
         holders = _holders()
         found = [
             GaudiModule(int(number), tuple(holders.get(int(index), ())), used / total if total else 0.0)
             for index, number, used, total in rows
         ]
-    except (OSError, subprocess.SubprocessError, ValueError):  # the ranks report what they cannot open
+    except (OSError, ValueError):  # the ranks report what they cannot open
         return []
     return sorted(found, key=lambda module: module.number)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron import accelerator
+from megatron.acceptance import software
 from megatron.launch import checks, modules
 from megatron.launch.cores import CoresError, own_sockets, ranges, rank_cores
 
@@ -121,3 +123,20 @@ def test_neighbouring_ranks_share_a_socket_and_no_two_a_core() -> None:
 def test_the_cores_of_this_process_are_those_that_it_may_use() -> None:
     threads = {thread for cores in own_sockets() for core in cores for thread in core}
     assert threads == os.sched_getaffinity(0)
+
+
+def test_every_query_has_the_form_that_hl_smi_documents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answers = {
+        "memory.total": f"{TOTAL}\\n{TOTAL - 1}\\n",
+        "name,driver_version,memory.total": f"HL-225, 1.24.1, {TOTAL}\\n",
+        "index,module_id,memory.used,memory.total": f"0, 5, 768, {TOTAL}\\n",
+    }
+    cases = "".join(f'"-Q {asked} -f csv,noheader,nounits") printf "{answer}";;\n' for asked, answer in answers.items())
+    program = tmp_path / "hl-smi"
+    program.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}*) exit 1;;\nesac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert accelerator.device_memory_bytes("hpu") == (TOTAL - 1) * 2**20
+    assert software.cards() == [("HL-225", "1.24.1", str(TOTAL))]
+    assert [module.number for module in modules.modules()] == [5]
+    assert accelerator.query_devices("hpu", "unknown") == []
