@@ -61,6 +61,9 @@ class DataConfig:
     """Steps between two validations."""
     eval_iters: NonNegative = 10
     """Global batches per validation. 0: no validation."""
+    eval_graphs: bool = False
+    """HPU in lazy mode: replay the forward passes of validations as HPU graphs, one for each shape, whose memory stays
+    allocated."""
     multiple_validation_sets: bool = False
     """Evaluate each dataset of the validation and test data by itself, over eval_iters global batches of its own. The
     loss of the validation is their mean by the weights of the path, without weights by what their losses are divided

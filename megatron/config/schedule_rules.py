@@ -25,6 +25,8 @@ def check_schedule(config: Config) -> Iterator[str]:
             "pipeline_schedule=zero-bubble defers the gradients of weights in the backward pass of each layer, which "
             "torch_compile compiles as a whole; turn one of the two off"
         )
+    if config.data.eval_graphs:
+        yield from _graph_faults(config)
     if name != "1f1b" and p == 1:
         subject = f"pipeline_schedule={given}" if given else chunks
         yield (
@@ -35,4 +37,16 @@ def check_schedule(config: Config) -> Iterator[str]:
         yield (
             f"pipeline_model_parallel_size={p} x {chunks} = {p * v} is larger than num_layers={num_layers}; use at "
             f"most {num_layers // p} virtual stages"
+        )
+
+
+def _graph_faults(config: Config) -> Iterator[str]:
+    """Yield what the graphs of evaluations cannot be combined with."""
+    tp = config.parallel.tensor_model_parallel_size
+    if tp > 1:
+        yield f"eval_graphs holds no collectives, but tensor_model_parallel_size={tp}; leave it out"
+    if not config.uses_pipeline or config.uses_own_schedule:
+        yield (
+            "eval_graphs replays the passes of DeepSpeed's pipeline; leave it out, or use zero_stage 0 or 1, "
+            "pipeline_schedule=1f1b, and neither offload_optimizer nor no_pipeline_parallel"
         )

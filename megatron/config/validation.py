@@ -207,6 +207,8 @@ def check_device(config: Config) -> Iterator[str]:
     if device not in ("auto", needs):
         yield f"attention_backend={model.attention_backend} runs on {needs} only, but device={device}; use auto or sdpa"
     yield from check_fp8_device(config)
+    if config.data.eval_graphs and device not in ("auto", "hpu"):
+        yield f"eval_graphs replays HPU graphs, but device={device}; leave it out"
     memory = config.parallel.device_memory
     if memory is None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,16 +13,18 @@ from megatron.accelerator import is_lazy
 from megatron.config.options import ConfigError
 from megatron.parallel.context import ParallelContext
 
+T = TypeVar("T")
+
 DEVICES = ("cuda", "hpu")
 """Devices with graphs."""
 
 
-def check_graphs(device: torch.device) -> None:
+def check_graphs(device: torch.device, option: str = "use_graphs") -> None:
     """Raise ConfigError where a device has no graphs, or HPU, in eager mode, does not load them."""
     if device.type not in DEVICES:
-        raise ConfigError([f"use_graphs is for {' and '.join(DEVICES)} devices, not {device.type}; leave it out"])
+        raise ConfigError([f"{option} is for {' and '.join(DEVICES)} devices, not {device.type}; leave it out"])
     if device.type == "hpu" and not is_lazy("hpu"):
-        raise ConfigError(["use_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1, or leave use_graphs out"])
+        raise ConfigError([f"{option} on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1, or leave {option} out"])
 
 
 def uses_graphs(chosen: bool | None, ctx: ParallelContext) -> bool:
@@ -43,24 +45,24 @@ def describe_choice(ctx: ParallelContext) -> str:
 class _Captured:
     graph: Any
     inputs: tuple[Tensor, ...]
-    output: Tensor
+    output: Any
 
 
 class PassGraphs:
     """A captured graph for each key, replayed with new values of its inputs. All share one pool of memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        check_graphs(device)
+    def __init__(self, device: torch.device, option: str = "use_graphs") -> None:
+        check_graphs(device, option)
         from deepspeed.accelerator import get_accelerator
 
         self._accelerator: Any = get_accelerator()
         self._captured: dict[Hashable, _Captured] = {}
         self._pool: Any = None
 
-    def run(self, key: Hashable, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+    def run(self, key: Hashable, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
         """Return function(*inputs), captured at the first call with this key, which stands for the shapes.
 
-        The next call of any key may overwrite what is returned.
+        One tensor or a tuple of them. The next call of any key may overwrite what is returned.
         """
         if key not in self._captured:
             self._captured[key] = self._capture(function, inputs)
@@ -68,9 +70,9 @@ class PassGraphs:
         for static, value in zip(captured.inputs, inputs, strict=True):
             static.copy_(value)
         self._accelerator.replay_graph(captured.graph)
-        return captured.output
+        return captured.output  # type: ignore[no-any-return]
 
-    def _capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> _Captured:
+    def _capture(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Captured:
         accelerator = self._accelerator
         static = tuple(value.clone() for value in inputs)
         stream = accelerator.Stream()

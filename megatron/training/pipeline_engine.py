@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers
 from megatron.training.deepspeed_versions import prints_steps
 from megatron.training.engine import Engine, to_device
+from megatron.training.evaluation_graphs import EvaluationGraphs
 from megatron.training.losses import StepLosses
 from megatron.training.pipeline_executor import StageModule, WeightPass
 
@@ -39,6 +41,7 @@ class PipelineEngine(Engine):
         self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
         if not prints_steps(engine) and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
+        self._graphs = EvaluationGraphs(self.module, self.ctx) if self.config.data.eval_graphs else None
         self.passes.watch_pipeline(engine)
         self.timers.watch_pipeline(engine)
         if self.trace.wanted:
@@ -61,7 +64,8 @@ class PipelineEngine(Engine):
         return self._aggregate()
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
-        loss: Tensor = self.deepspeed.eval_batch(self._on_device(batches), num_micro_batches=num_microbatches)
+        with contextlib.nullcontext() if self._graphs is None else self._graphs.on():
+            loss: Tensor = self.deepspeed.eval_batch(self._on_device(batches), num_micro_batches=num_microbatches)
         self.module.train()
         return loss
 

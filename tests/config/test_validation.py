@@ -59,6 +59,19 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "recompute_modules=mlpact does not name a part of a layer",
         "use core_attn, layernorm, mlp, mlp_act",
     ),
+    "evaluations' collectives": (
+        "--eval-graphs --tensor-model-parallel-size 2",
+        2,
+        "holds no collectives, but tensor_model_parallel_size=2",
+        "leave it out",
+    ),
+    "evaluations' engine": (
+        "--eval-graphs --zero-stage 2",
+        1,
+        "the passes of DeepSpeed's pipeline",
+        "use zero_stage 0 or 1",
+    ),
+    "evaluations' device": ("--eval-graphs --device cpu", 1, "replays HPU graphs, but device=cpu", "leave it out"),
     "stages": ("--pipeline-model-parallel-size 4 --num-layers 3", 4, "larger than num_layers=3", "use at most 3"),
     "partition's name": (
         "--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-partition-method 3;2",

@@ -22,10 +22,10 @@ from tests.habana.runs import importable
 
 
 @contextlib.contextmanager
-def on_hpu() -> Iterator[Any]:
-    """Give this process, in lazy mode, the device that DeepSpeed and torch know as hpu; yield the stand-in."""
+def on_hpu(*, lazy: bool = True) -> Iterator[Any]:
+    """Give this process the device that DeepSpeed and torch know as hpu; yield the stand-in."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    with importable(), patch.dict(os.environ, {"PT_HPU_LAZY_MODE": "1", "DS_ACCELERATOR": "hpu"}):
+    with importable(), patch.dict(os.environ, {"PT_HPU_LAZY_MODE": str(int(lazy)), "DS_ACCELERATOR": "hpu"}):
         importlib.import_module("habana_frameworks.torch")
         on_cpu = importlib.import_module("habana_frameworks.torch.on_cpu")
         accelerator = importlib.import_module("deepspeed.accelerator.hpu_accelerator").HPU_Accelerator()
@@ -38,6 +38,12 @@ def train(arguments: str) -> tuple[str, Counter[str]]:
     """Return the fault of a run, and the calls of Habana's kernels and step marks."""
     with on_hpu() as stand_in:
         return runs.train(arguments, "hpu"), stand_in.counts()
+
+
+def train_eager(arguments: str) -> str:
+    """Return the fault of a run in eager mode."""
+    with on_hpu(lazy=False):
+        return runs.train(f"{arguments} --no-torch-compile", "hpu")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""Evaluations whose passes are replayed as HPU graphs, on the stand-in: losses, and how often one is captured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+from tests.habana import devices
+from tests.ranks import RankPools
+from tests.tasks import chats
+
+STEPS, EVALUATIONS, BATCHES = 4, 3, 2
+PP2 = "--pipeline-model-parallel-size 2 --bf16"
+FLAGS = (
+    f"--num-layers 4 --vocab-size 256 --seq-length 32 --train-iters {STEPS} --eval-interval 2 --eval-iters {BATCHES} "
+    "--hidden-dropout 0.1 --attention-dropout 0 --split 6,4,0 --log-memory-interval 0 --micro-batch-size 1 "
+    "--global-batch-size 4 --device hpu"
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "layout"),
+    [
+        ("pretrain", ""),
+        ("sft", PP2),
+        pytest.param("pretrain", PP2, marks=pytest.mark.slow),
+        pytest.param("sft", "", marks=pytest.mark.slow),
+    ],
+)
+def test_replayed_evaluations_have_the_losses_of_others(
+    ranks: RankPools, tmp_path: Path, task: str, layout: str
+) -> None:
+    if task == "sft":
+        data = chats.write_chats(tmp_path / "data", chats.some_lengths(40, 30))
+        flags = f"{FLAGS} --task sft --packing none --bucketing optimal --num-buckets 3 --no-compile-ahead"
+    else:
+        data, flags = runs.write_dataset(tmp_path / "data"), FLAGS
+    flags += f" --data-path {data} {layout}"
+    losses = []
+    for option in ("", "--eval-graphs"):
+        found = ranks(2)(devices.train, f"{flags} {option} --results-dir {tmp_path / option}")
+        assert {fault for fault, _ in found} == {""}
+        losses.append([row["lm_loss"] for kind in ("train", "valid") for row in runs.rows(tmp_path / option, kind)])
+        for _, calls in found:
+            assert (calls["capture_begin"] > 0) == bool(option)
+            if task == "pretrain" and option:  # each rank has all microbatches of a stage, or half of them
+                assert calls["capture_begin"] == 1
+                assert calls["replay"] == EVALUATIONS * BATCHES * (4 if layout else 2)
+            assert calls["capture_begin"] <= 3
+    assert len(losses[0]) == STEPS + EVALUATIONS
+    assert losses[0] == losses[1]
+
+
+def test_graphs_need_lazy_mode(ranks: RankPools, tmp_path: Path) -> None:
+    data = runs.write_dataset(tmp_path / "data")
+    (fault,) = ranks(1)(devices.train_eager, f"{FLAGS} --data-path {data} --eval-graphs")
+    assert "eval_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1, or leave eval_graphs out" in fault
