@@ -208,7 +208,10 @@ def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[st
     """Return the options of `below` that are replaced, by option=value of `above`, within a section."""
     found: dict[str, list[str]] = {}
     for group in ALTERNATIVES:
-        for chosen in [name for name in group if name in above and above[name] not in UNSET][:1]:
+        # of several the one that is not zero; a zero alone replaces too, since it requests none
+        set_ones = [name for name in group if name in above and above[name] not in UNSET]
+        zeros = [name for name in group if name in above and _is_zero(above[name])]
+        for chosen in (set_ones or zeros)[:1]:
             found[f"{chosen}={above[chosen]}"] = [name for name in group if name not in above]
     encoding = above.get("position_embedding_type")
     for needed, names in POSITIONS.items():
@@ -220,6 +223,10 @@ def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[st
         by: [name for name in below if name in names and below[name] not in UNSET] for by, names in found.items()
     }
     return {by: names for by, names in names_by.items() if names}
+
+
+def _is_zero(value: object) -> bool:
+    return not isinstance(value, bool) and str(value) in ("0", "0.0")
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespace]:

@@ -90,6 +90,12 @@ def test_every_option_has_stand_ins(name: str) -> None:
             {"lr_warmup_samples": 0, "lr_warmup_iters": 5},
         ),
         (
+            "bloom_13b",
+            "--lr-warmup-iters 0",
+            "lr_warmup_iters=0 replaces the preset's lr_warmup_samples=216320",
+            {"lr_warmup_samples": 0, "lr_warmup_iters": 0},
+        ),
+        (
             "llama31_8b",
             "--position-embedding-type alibi",
             "position_embedding_type=alibi replaces the preset's rotary_base=500000.0, rope_scaling_factor=8.0, "
