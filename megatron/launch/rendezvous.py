@@ -15,6 +15,9 @@ from megatron.launch.addresses import split_endpoint
 from megatron.launch.restart_policy import Failure, RestartPolicy
 from megatron.network import LOOPBACK, bound_socket
 
+SLICE_S = 0.5
+"""Longest sleep: a signal that comes just before one is handled at its end."""
+
 
 class RendezvousFailedError(RuntimeError):
     """The nodes could not agree, or lost the first node."""
@@ -71,6 +74,12 @@ class Membership:
     """Those of the run so far."""
 
 
+def _wait(seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while (left_s := end_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, SLICE_S))
+
+
 class Rendezvous:
     """Agreement of the nodes of a run; that of a single node, which is by itself."""
 
@@ -91,7 +100,7 @@ class Rendezvous:
             print(decision.text, file=sys.stderr, flush=True)
             if not decision.restarts:
                 raise RunEndedError(decision.status)
-            time.sleep(decision.delay_s)
+            _wait(decision.delay_s)
         endpoint = self._options.rendezvous
         try:
             held = bound_socket(LOOPBACK, split_endpoint(endpoint)[1] if endpoint else 0)

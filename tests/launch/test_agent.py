@@ -372,7 +372,7 @@ def test_a_signal_ends_the_wait_for_a_restart_at_once(
 
     monkeypatch.setattr(restart_policy, "FIRST_DELAY_S", 600.0)
     monkeypatch.setattr(restart_policy, "LONGEST_DELAY_S", 600.0)
-    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=lambda seconds: sleep(seconds) if seconds else None))
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     requesting = threading.Thread(target=request_stop)
     requesting.start()
     assert run(monkeypatch, exit_with(FAILED), max_restarts=5, grace_s=0.1) == 0
