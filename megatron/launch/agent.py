@@ -168,15 +168,15 @@ class Agent:
                 self._failures = []
                 try:
                     failure = self._watch()
+                    goes_on = failure is None and self._rendezvous.finish()  # true: another agent ended them
                 except NodesChangedError:
                     self._let_ranks_save()
-                    if self._stop_requested_s is None:
-                        continue
-                    self._rendezvous.close(DONE)
-                    return DONE
+                    failure, goes_on = None, True
                 if failure is None:
-                    self._rendezvous.finish()
-                    self._rendezvous.close()
+                    if goes_on and self._stop_requested_s is None:
+                        self._end_ranks()
+                        continue
+                    self._rendezvous.close(DONE if goes_on else None)
                     return DONE
                 if not self._may_restart(failure):
                     return self._end_after(failure)

@@ -101,9 +101,8 @@ class NodesRendezvous(Rendezvous):
     def has_lost_ranks(self) -> bool:
         return self._client is not None and self._client.has_lost_ranks
 
-    def finish(self) -> None:
-        if self._client is not None:
-            self._client.finish()
+    def finish(self) -> bool:
+        return self._client is not None and self._client.finish()
 
     def close(self, status: int | None = None) -> None:
         if self._client is not None:
@@ -188,7 +187,7 @@ class Client(threading.Thread):
         self._agent, self._code = secrets.token_hex(8), code_digest()
         self._membership: Membership | None = None
         self._waiting = 0
-        self._is_done = self._is_closed = self._leaves = False
+        self._is_done = self._goes_on = self._is_closed = self._leaves = False
         self._was_lost = False
         """The others have gone on without this node, or may have."""
         self.has_lost_ranks = False
@@ -209,7 +208,7 @@ class Client(threading.Thread):
         Raises RendezvousFailedError, DifferentCodeError, RunEndedError, and NotNeededError on a spare host.
         """
         self._membership, self._waiting = None, 0
-        self._is_done = self.is_spare = False
+        self._is_done = self._goes_on = self.is_spare = False
         self._resume = None
         self._join = self._request = {
             "kind": "join",
@@ -240,15 +239,16 @@ class Client(threading.Thread):
         self._check()
         return self._waiting > 0 or self.has_lost_ranks
 
-    def finish(self) -> None:
-        """Wait a limited time until the other nodes are done, or have left."""
+    def finish(self) -> bool:
+        """Wait a limited time until the other nodes are done, or have left. Return True if one joins again instead."""
         self._resume, self._request = None, {"kind": "done"}
         self._send_request()
         deadline_s = time.monotonic() + EXIT_BARRIER_S
-        while not (self._is_done or self._is_closed or self._was_lost or self._fault):
+        while not (self._is_done or self._goes_on or self._is_closed or self._was_lost or self._fault):
             if time.monotonic() > deadline_s:
-                return
+                break
             time.sleep(POLL_S)
+        return self._goes_on
 
     def wait_for_end(self, timeout_s: float) -> int | None:
         """Return the exit status by which another node ends the run within this time; None: it does not."""
@@ -338,6 +338,7 @@ class Client(threading.Thread):
         elif kind == "closed":
             self.end_status = message["status"]
         self._is_done |= kind == "done"
+        self._goes_on |= kind == "again"
         self._is_closed |= kind == "closed"
 
     def _reconnect(self, deadline_s: float, error: Exception) -> None:

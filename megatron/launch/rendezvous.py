@@ -116,8 +116,9 @@ class Rendezvous:
         """Return whether ranks of another node have ended or are lost, so that those of this node cannot save."""
         return False
 
-    def finish(self) -> None:
-        """Wait a limited time for the ranks of the other nodes to end."""
+    def finish(self) -> bool:
+        """Wait a limited time for the ranks of the other nodes to end. Return whether they start again."""
+        return False
 
     def close(self, status: int | None = None) -> None:
         """End the rendezvous: nodes that still wait to join end, by this exit status if there is one."""

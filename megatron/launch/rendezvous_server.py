@@ -235,7 +235,9 @@ class Server(threading.Thread):
         have_ended = all(node.is_done or not node.is_member for node in left) and not returning
         if have_ended and any(node.is_done for node in left):
             done, self._round = [connection for connection in self._round if connection in self._nodes], []
-            self._send_all([connection for connection in done if self._nodes[connection].is_done], kind="done")
+            # where a node has joined again, its agent has stopped the ranks of all: the run has not ended
+            kind = "again" if any(not node.is_member for node in left) else "done"
+            self._send_all([connection for connection in done if self._nodes[connection].is_done], kind=kind)
         if len(members) == self._max_nodes:
             self._inform_spares()
         count = len(waiting) if members and len(members) + len(returning) < self._max_nodes else 0

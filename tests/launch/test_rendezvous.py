@@ -359,7 +359,7 @@ def test_the_last_node_does_not_wait_for_one_that_was_lost(make_nodes: Callable[
     finished = nodes.threads.submit(first.finish)
     assert not finished.done(), "the second still trains"
     leave(second)
-    assert finished.result(20) is None
+    assert finished.result(20) is False
 
 
 @pytest.mark.parametrize("half_open", [False, True])
@@ -443,6 +443,22 @@ def test_a_node_that_the_others_went_on_without_learns_of_it(
     (again,) = nodes.start(second)
     until(first.nodes_waiting)
     assert [one.num_nodes for one in (*nodes.join(first), again.result(20))] == [2, 2]
+
+
+def test_a_node_whose_ranks_another_node_stopped_joins_again_with_it(make_nodes: Callable[..., Nodes]) -> None:
+    """All ranks end well once one agent stops its own for a node that joins; the others may not know of it yet."""
+    nodes = make_nodes(3, 2)
+    first, second, third = (nodes.make(number) for number in range(3))
+    nodes.join(first, second)
+    late = nodes.start(third)
+    until(first.nodes_waiting)
+    finishing = nodes.threads.submit(second.finish)  # before it looks
+    again = nodes.start(first)
+    assert finishing.result(20), "taken for the end of the run"
+    again += nodes.start(second)
+    assert [found.result(20).num_nodes for found in (*late, *again)] == [3, 3, 3]
+    # at the end of the run nobody does
+    assert [node.result(20) for node in [nodes.threads.submit(each.finish) for each in nodes.made]] == [False] * 3
 
 
 def test_a_silent_node_is_lost_after_three_heartbeats_and_the_others_learn_of_it(
