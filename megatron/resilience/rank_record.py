@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from typing import TYPE_CHECKING
 
-from megatron.parallel.context import ParallelContext
-from megatron.parallel.finite_checks import FirstBad
 from megatron.parallel.phase_clock import BACKWARD, DATA, FORWARD, OPTIMIZER
+
+if TYPE_CHECKING:  # they import torch, which drawing a run does not need
+    from megatron.parallel.context import ParallelContext
+    from megatron.parallel.finite_checks import FirstBad
 
 OWN_PHASES = (FORWARD, BACKWARD, OPTIMIZER, DATA)
 Times = tuple[float, ...]
