@@ -2,10 +2,10 @@
 
 Nodes that know the secret of the run send `join`, `resume`, `beat`, `done` and `close`. They receive `placed` with
 their number, `waiting` with the number of nodes that wait to join (also as a heartbeat) and whether ranks of another
-node have ended, `spare` where the run is complete without them, `refused` where a node has other code, `done` and
-`closed`. A node is a connection: it is lost when this ends, or is silent for three heartbeats. A further connection of
-its agent takes the place of the first at once: after `resume` the node stays what it was, unless others were placed
-without it since: `stale`.
+node have ended, `spare` where the run is complete without them, `refused` where a node has other code, `done`, or
+`again` where a node that is done must join once more with the others, and `closed`. A node is a connection: it is lost
+when this ends, or is silent for three heartbeats. A further connection of its agent takes the place of the first at
+once: after `resume` the node stays what it was, unless others were placed without it since: `stale`.
 
 Where more nodes wait than the run needs, these come first: the first node, nodes that failed less than twice since the
 last new checkpoint, lower numbers. Spare hosts have the numbers from the size of the run on.

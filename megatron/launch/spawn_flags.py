@@ -3,7 +3,7 @@
 One table for each script. A flag sets HL_* variables of run_sft.sh and run_dpo.sh or flags of megatron.train, is
 honoured because it always holds here, has no effect and is noted, or is refused with the reason. Where a flag is left
 out, the script's own default counts. spawn_requests.py reads command lines by these tables, and
-docs/from_optimum_habana.md shows them.
+docs/gaudi_spawn_flags.md shows them.
 """
 
 from __future__ import annotations
