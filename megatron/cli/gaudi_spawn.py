@@ -5,7 +5,7 @@
     python -m megatron.gaudi_spawn --world_size 8 run_generation.py --model_name_or_path merged --prompt "..."
     python -m megatron.gaudi_spawn --world_size 7 --use_deepspeed finetune.py --config-name=finetune_lora.yaml
 
-The scripts need not be there: their names choose what runs. docs/from_optimum_habana.md lists every flag.
+The scripts need not be there: their names choose what runs. docs/gaudi_spawn_flags.md lists every flag.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _count_slots(ranks: Ranks, hostfile: str, *, is_given: bool) -> None:
 def help_text(name: str | None) -> str:
     """Return the help of the launcher, or of a script's flags, in at most 100 columns."""
     if name in TABLES:
-        lines = [f"flags of {name}.py, and what becomes of each (docs/from_optimum_habana.md)", ""]
+        lines = [f"flags of {name}.py, and what becomes of each (docs/gaudi_spawn_flags.md)", ""]
         for entry in TABLES[name or ""]:
             default = f" (default: {entry.default})" if entry.default is not None else ""
             text = re.sub(r"\]\([^)]*\)", "", entry.text).replace("`", "").replace("[", "")
