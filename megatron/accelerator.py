@@ -9,22 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import io
-import itertools
 import logging
 import os
 import re
 import resource
-import shutil
 import socket
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from megatron.devices import VISIBLE, count_devices, has_gaudi_plugin
 
 # names of Habana's Optimum, for every device; its "GB" are 2^30 bytes
 ALLOCATED = "memory_allocated (GB)"
@@ -53,10 +51,6 @@ PEAK_TFLOPS = (
     (r"\bGAUDI3\b", 1835.0),  # Intel Gaudi 3 whitepaper, matrix engines, OAM
     (r"\bGAUDI2\b", 432.0),  # Intel Gaudi 3 whitepaper, comparison with Gaudi 2
 )
-
-
-# variables that restrict the devices of a process and its children
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
 
 
 RECIPES_MB = 16384
@@ -174,70 +168,6 @@ def _plugin_version() -> str:
 _MISSING = {"hpu": _missing_hpu, "cuda": _missing_cuda, "cpu": lambda: ""}
 
 
-def detect_device(*, allow_hpu: bool = True) -> str:
-    """Return the first available one of hpu, cuda and cpu by device files and installed packages, without torch."""
-    if allow_hpu and count_devices("hpu") and has_gaudi_plugin():
-        return "hpu"
-    return "cuda" if count_devices("cuda") and _torch_has_cuda() else "cpu"
-
-
-def has_gaudi_plugin() -> bool:
-    try:
-        return importlib.util.find_spec("habana_frameworks.torch") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def count_devices(device: str) -> int:
-    """Return the number of accelerators of a kind that are visible on this machine."""
-    if VISIBLE[device] in os.environ:
-        names = [name.strip() for name in os.environ[VISIBLE[device]].split(",")]
-        if device == "hpu":
-            return len(set(names) - {""})
-        # CUDA ends the list at the first name of no device, and takes a repeated one for an error
-        names = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
-        return len(names) if len(set(names)) == len(names) else 0
-    if device == "cuda":
-        nvidia = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()]
-        return len(nvidia) or len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")))
-    accelerators = [path for path in Path("/dev/accel").glob("accel[0-9]*") if path.name[5:].isdecimal()]
-    return len(accelerators) or len([path for path in Path("/dev").glob("hl[0-9]*") if path.name[2:].isdecimal()])
-
-
-def query_devices(device: str, *fields: str, timeout_s: float = 20.0) -> list[list[str]]:
-    """Return these fields of each device of a kind on this machine, by its driver's tool; [] where that fails."""
-    asked = ",".join(fields)
-    if device == "hpu":  # as Habana's own scripts write it, and its page on hl-smi lists it
-        query = ["hl-smi", "-Q", asked, "-f", "csv,noheader,nounits"]
-    else:
-        query = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits"]
-    if shutil.which(query[0]) is None:
-        return []
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines() if line.strip()]
-    return rows if all(len(row) == len(fields) for row in rows) else []
-
-
-def device_memory_bytes(device: str) -> int | None:
-    """Return the memory of this machine's smallest device of a kind, from its driver's tool; None where that fails."""
-    try:
-        rows = [] if device == "cpu" else query_devices(device, "memory.total", timeout_s=5.0)
-        return min(int(size) for (size,) in rows) * 2**20
-    except ValueError:  # a plan without a verdict is better than none
-        return None
-
-
-def _torch_has_cuda() -> bool:
-    spec = importlib.util.find_spec("torch")  # finds, does not import
-    if spec is None or spec.origin is None:
-        return False
-    libraries = Path(spec.origin).parent / "lib"
-    return any((libraries / name).exists() for name in ("libtorch_cuda.so", "libtorch_hip.so"))
-
-
 def _device() -> str:
     """Return the device that DeepSpeed uses."""
     from deepspeed.accelerator import get_accelerator
@@ -281,19 +211,6 @@ def check_precision(device: str, precision: str) -> None:
     if not supported:
         other = "bf16 or float32" if precision == "fp16" else "float32"
         raise DeviceError(f"{precision} is not supported on this {device} device; train in {other}")
-
-
-def cpu_lacks_float16() -> bool:
-    """Return True if this CPU certainly has no float16 arithmetic for torch; read without torch.
-
-    Source: oneDNN's instruction sets avx512_core_fp16, avx10_1_512_amx_fp16 and avx2_vnni_2.
-    """
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    flags = set(" ".join(re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)).split())
-    return bool(flags) and not flags & {"avx512_fp16", "amx_fp16", "avx_ne_convert"}
 
 
 def set_deterministic(device: str) -> None:

@@ -15,10 +15,10 @@ import logging
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.accelerator import count_devices, detect_device
 from megatron.config.command_line import to_yaml
 from megatron.config.options import Config, ConfigError
 from megatron.data.indexed import DataError
+from megatron.devices import count_devices, detect_device
 from megatron.files import replacing
 from megatron.instructlab import data_process, legacy_template
 from megatron.instructlab.arguments import (

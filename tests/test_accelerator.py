@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron import accelerator
+from megatron import accelerator, devices
 from tests.habana import stand_in_packages
 
 KEYS = ["memory_allocated (GB)", "max_memory_allocated (GB)", "total_memory_available (GB)"]
@@ -129,8 +129,8 @@ def test_operators_that_the_cpu_computed_are_counted_by_name(monkeypatch: pytest
 def test_the_namespace_alone_is_no_gaudi_software(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "habana_frameworks" / "mediapipe").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(accelerator, "count_devices", {"hpu": 8, "cuda": 0}.__getitem__)
-    assert accelerator.detect_device() == "cpu"
+    monkeypatch.setattr(devices, "count_devices", {"hpu": 8, "cuda": 0}.__getitem__)
+    assert devices.detect_device() == "cpu"
     with pytest.raises(accelerator.DeviceError, match=r"habana_frameworks.torch is not installed"):
         accelerator.choose_device("hpu")
     sys.modules.pop("habana_frameworks", None)
@@ -151,8 +151,8 @@ def test_the_namespace_alone_is_no_gaudi_software(monkeypatch: pytest.MonkeyPatc
 def test_devices_are_counted_as_their_libraries_do(
     monkeypatch: pytest.MonkeyPatch, device: str, listed: str, count: int
 ) -> None:
-    monkeypatch.setenv(accelerator.VISIBLE[device], listed)
-    assert accelerator.count_devices(device) == count
+    monkeypatch.setenv(devices.VISIBLE[device], listed)
+    assert devices.count_devices(device) == count
 
 
 def test_fewer_modules_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
@@ -479,12 +479,12 @@ def test_deterministic_sets_torchs_switch(monkeypatch: pytest.MonkeyPatch, devic
 
 def test_the_device_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"hpu": 0, "cuda": 0}
-    monkeypatch.setattr(accelerator, "count_devices", counts.__getitem__)
-    monkeypatch.setattr(accelerator, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(accelerator.importlib.util, "find_spec", lambda name: object())
-    assert accelerator.detect_device() == "cpu"
+    monkeypatch.setattr(devices, "count_devices", counts.__getitem__)
+    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
+    assert devices.detect_device() == "cpu"
     counts["cuda"] = 1
-    assert accelerator.detect_device() == "cuda"
+    assert devices.detect_device() == "cuda"
     counts["hpu"] = 8
-    assert accelerator.detect_device() == "hpu"
-    assert accelerator.detect_device(allow_hpu=False) == "cuda"
+    assert devices.detect_device() == "hpu"
+    assert devices.detect_device(allow_hpu=False) == "cuda"

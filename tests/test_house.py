@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "config": 1,
     "accelerator": 1,
+    "devices": 1,
     "exit_codes": 1,
     "descriptors": 1,
     "mpi_variables": 1,
@@ -60,6 +61,7 @@ LIGHT = (
     "config.validation",
     "config.command_line",
     "accelerator",
+    "devices",
     "launch.child_processes",
     "launch.preflight",
     "launch.hl_requests",

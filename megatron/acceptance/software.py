@@ -7,8 +7,8 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 
-from megatron import accelerator
 from megatron.acceptance.report import Check, Group
+from megatron.devices import count_devices, query_devices
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def release_of(version: str) -> Release | None:
 
 def cards() -> list[tuple[str, str, str]]:
     """Return (name, driver, memory in MiB) of each card, by the vendor's hl-smi; [] where that fails."""
-    rows = accelerator.query_devices("hpu", "name", "driver_version", "memory.total", timeout_s=30.0)
+    rows = query_devices("hpu", "name", "driver_version", "memory.total", timeout_s=30.0)
     return [(name, driver, memory) for name, driver, memory in rows]
 
 
@@ -63,7 +63,7 @@ def check_software(devices: int) -> Group:
     group = Group("software")
     found = cards()
     group.facts = {
-        "cards": f"{devices} of {accelerator.count_devices('hpu')}",
+        "cards": f"{devices} of {count_devices('hpu')}",
         "card": ", ".join(sorted({name for name, _, _ in found})) or "unknown (no hl-smi)",
         "driver": ", ".join(sorted({driver for _, driver, _ in found})) or "unknown (no hl-smi)",
         "memory, MiB": ", ".join(sorted({memory for _, _, memory in found})) or "unknown (no hl-smi)",

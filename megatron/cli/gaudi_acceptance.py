@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron import accelerator
 from megatron.acceptance import runs
 from megatron.acceptance.kernels import read_checks
 from megatron.acceptance.report import Group, failures, summary, write_report
@@ -25,6 +24,7 @@ from megatron.acceptance.software import check_software
 from megatron.cli.command import command, run_command
 from megatron.command_names import command_name
 from megatron.data.indexed import DataError
+from megatron.devices import count_devices, has_gaudi_plugin
 from megatron.exit_codes import DONE, FAILED, REFUSED
 
 PARTS = ("kernels", "losses", "throughput")
@@ -63,7 +63,7 @@ def build_acceptance_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_acceptance_parser().parse_args(argv)
-    found = accelerator.count_devices("hpu")
+    found = count_devices("hpu")
     if options.devices is None:
         options.devices = found
     folder = options.output or Path(f"gaudi_acceptance_{datetime.datetime.now():%Y%m%d_%H%M%S}")
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _faults(options: argparse.Namespace, found: int, folder: Path) -> Iterator[str]:
-    if not accelerator.has_gaudi_plugin():
+    if not has_gaudi_plugin():
         yield "habana_frameworks.torch is not installed in this Python; run it in the Gaudi software's (docs/gaudi.md)"
     if found == 0:
         yield "no Gaudi card is visible on this machine; hl-smi shows which are there"

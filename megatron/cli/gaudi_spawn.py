@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.accelerator import detect_device
 from megatron.cli import merge_peft_adapter
 from megatron.cli.command import command
 from megatron.cli.generate import GENERATE
 from megatron.cli.launch import run_request
+from megatron.devices import detect_device
 from megatron.exit_codes import DONE
 from megatron.launch.hl_requests import legend
 from megatron.launch.hostsfile import parse_hostsfile

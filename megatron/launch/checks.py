@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.accelerator import count_devices, cpu_lacks_float16
 from megatron.command_names import command_name
 from megatron.config.options import Config, ConfigError
 from megatron.config.plugins import load_task
@@ -16,6 +15,7 @@ from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.control.run_secret import MissingSecretError, run_secret
 from megatron.descriptors import limit_fault
+from megatron.devices import count_devices, cpu_lacks_float16
 from megatron.generation.load_options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.cores import CoresError, own_sockets, rank_cores

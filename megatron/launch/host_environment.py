@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron.accelerator import VISIBLE, count_devices
+from megatron.devices import VISIBLE, count_devices
 
 PREFIXES = (
     "CUBLAS_",

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from megatron.accelerator import detect_device
 from megatron.command_names import command_name
 from megatron.config.flags import dashed
 from megatron.config.options import Config, ConfigError
+from megatron.devices import detect_device
 from megatron.exit_codes import DONE, REFUSED
 from megatron.generation.load_options import LoadOptions
 from megatron.generation.saved_model import layout_faults

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.accelerator import VISIBLE, query_devices
+from megatron.devices import VISIBLE, query_devices
 
 PROC = Path("/proc")
 DEVICE_FILES = ("/dev/accel/accel", "/dev/hl")

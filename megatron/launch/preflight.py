@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.accelerator import detect_device
 from megatron.config.command_line import CommandLine, faults_in_all, read_command_line
 from megatron.config.data import parse_data_path
 from megatron.config.dependents import slow_mode
 from megatron.config.flags import flag
 from megatron.config.options import Config, on_device
 from megatron.config.validation import check, idle
+from megatron.devices import detect_device
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.host_environment import check_variables, sent_variables

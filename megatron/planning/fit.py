@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.accelerator import device_memory_bytes
 from megatron.config.devices import GIB, known_device, parse_memory_gib
 from megatron.config.flags import flag
 from megatron.config.options import Config, sections
 from megatron.config.plugins import load_task
 from megatron.config.validation import check
+from megatron.devices import device_memory_bytes
 from megatron.planning.memory import Stage, memory_by_stage, num_microbatches
 from megatron.planning.pipeline import schedule_bubble
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron import accelerator
+from megatron import devices
 from megatron.acceptance import software
 from megatron.launch import checks, modules
 from megatron.launch.cores import CoresError, own_sockets, ranges, rank_cores
@@ -136,7 +136,7 @@ def test_every_query_has_the_form_that_hl_smi_documents(monkeypatch: pytest.Monk
     program.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}*) exit 1;;\nesac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert accelerator.device_memory_bytes("hpu") == (TOTAL - 1) * 2**20
+    assert devices.device_memory_bytes("hpu") == (TOTAL - 1) * 2**20
     assert software.cards() == [("HL-225", "1.24.1", str(TOTAL))]
     assert [module.number for module in modules.modules()] == [5]
-    assert accelerator.query_devices("hpu", "unknown") == []
+    assert devices.query_devices("hpu", "unknown") == []
