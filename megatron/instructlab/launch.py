@@ -17,7 +17,7 @@ from megatron.exit_codes import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_stat
 from megatron.instructlab.arguments import TorchrunArgs
 from megatron.launch import child_processes
 from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of
-from megatron.launch.agent import AgentOptions
+from megatron.launch.agent_options import AgentOptions
 from megatron.resilience.shutdown import SIGNALS
 
 MEANINGS = {

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from megatron.control.run_secret import SECRET
 from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of, login_of
-from megatron.launch.agent import AgentOptions
+from megatron.launch.agent_options import AgentOptions
 from megatron.launch.plan import LaunchPlan
 
 # Connections to hosts at one time, besides those of pdsh or mpirun.

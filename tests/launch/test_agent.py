@@ -27,7 +27,7 @@ from megatron.cli import launch
 from megatron.control.agent_link import AgentLink
 from megatron.control.run_secret import SECRET
 from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
-from megatron.launch import agent, hosts, rank, rendezvous, restart_policy
+from megatron.launch import agent, hosts, node_ranks, rank, rendezvous, restart_policy
 from megatron.launch.agent import AgentOptions
 from megatron.launch.hl_requests import from_environment
 from megatron.launch.plan import LaunchRequest, RefusedError
@@ -455,14 +455,14 @@ def test_a_signal_reaches_the_ranks_and_ends_the_run(
 def test_a_signal_between_two_attempts_is_a_clean_stop(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    original = agent.Agent._end_ranks
+    original = agent.Agent._note_failures
 
-    def end_ranks(self: agent.Agent) -> None:
-        original(self)
+    def note_failures(self: agent.Agent, first: Failure) -> None:
+        original(self, first)
         if not self._received:
             self._received.append(signal.SIGTERM)
 
-    monkeypatch.setattr(agent.Agent, "_end_ranks", end_ranks)
+    monkeypatch.setattr(agent.Agent, "_note_failures", note_failures)
     assert run(monkeypatch, exit_with(FAILED), max_restarts=5, grace_s=0.5) == 0
     shown = capfd.readouterr().err
     assert "SIGTERM: the run stops here, with the checkpoints that it has saved\n" in shown
@@ -491,7 +491,7 @@ def test_a_signal_that_waits_while_a_rank_starts_is_a_clean_stop() -> None:
 def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     # on a clock of its own, which a busy machine does not disturb
     now_s, waited_s = time.monotonic(), 0.0
-    real_wait = agent.wait
+    real_wait = node_ranks.wait
 
     def wait(sentinels: Any, timeout: float) -> Any:
         nonlocal waited_s
@@ -506,8 +506,10 @@ def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pyt
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(agent, "wait", wait)
-    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: now_s + waited_s))
+    monkeypatch.setattr(node_ranks, "wait", wait)
+    clock = SimpleNamespace(monotonic=lambda: now_s + waited_s)
+    monkeypatch.setattr(agent, "time", clock)
+    monkeypatch.setattr(node_ranks, "time", clock)
     monkeypatch.setattr(rank, "run_main", lambda main, flags: train(flags))
     failed_s: list[float] = []
     original = agent.Agent._end_after

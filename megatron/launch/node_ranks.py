@@ -1,0 +1,192 @@
+"""Processes of a node's ranks: their start, the connections to them, how they ended, and their end.
+
+Used by the agent (`agent.py`), which decides when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from megatron.control.agent_link import RankLink, send_endings
+from megatron.launch import rank
+from megatron.launch.agent_options import AgentOptions
+from megatron.launch.child_processes import blocked_signals, python_path
+from megatron.launch.cores import own_sockets, ranges, rank_cores
+from megatron.launch.ownership import end_processes, processes_below
+from megatron.launch.rendezvous import Membership
+from megatron.launch.restart_policy import Failure
+from megatron.resilience import job
+from megatron.resilience.shutdown import SIGNALS
+
+WATCH_S = 0.05
+"""Interval at which the agent looks for signals. A rank that ends is noticed at once."""
+KILL_S = 1.0
+"""Time for the ranks to end after a second signal."""
+
+
+class NodeRanks:
+    """The ranks of this node, in one attempt after another."""
+
+    def __init__(self, options: AgentOptions, start_method: str, train_flags: Sequence[str]) -> None:
+        """Raises CoresError."""
+        self._options = options
+        self._context: Any = multiprocessing.get_context(start_method)
+        self._train_flags = tuple(train_flags)
+        self._cores = bound_cores(options)
+        """Those of each local rank; none: the ranks are not bound."""
+        self._processes: list[BaseProcess] = []
+        self._environments: list[Connection] = []
+        """Those of the processes that wait for their place."""
+        self._links: dict[int, RankLink] = {}
+        """Those to the processes, by local rank."""
+        self._spared = processes_below(os.getpid())  # such as the fork server
+        self._began_s = time.monotonic()
+        self._first_rank = 0
+        self.saved: int | None = None
+        """Iteration of the newest complete checkpoint that the ranks knew when they ended."""
+
+    def start(self) -> None:
+        """Start the processes, which wait for their place."""
+        self._processes, self._environments = [], []
+        with blocked_signals(SIGNALS), without_main_module():
+            for local_rank in range(self._options.ranks_per_node):
+                receiver, sender = self._context.Pipe()
+                cores, is_late = self._cores[local_rank] if self._cores else (), self._options.nodes > 1
+                arguments = (self._options.main, local_rank, receiver, is_late, self._train_flags, cores)
+                process = self._context.Process(target=rank.run_rank, args=arguments, name=f"rank {local_rank}")
+                process.start()
+                receiver.close()
+                self._processes.append(process)
+                self._environments.append(sender)
+
+    def give_places(self, membership: Membership) -> None:
+        """Give each process its environment, with which it runs."""
+        self._first_rank = membership.node * self._options.ranks_per_node
+        for local_rank, sender in enumerate(self._environments):
+            with contextlib.suppress(OSError):  # it has ended, which its exit code shows
+                sender.send(self._environment(membership, local_rank))
+                if local_rank == 0 and membership.store_socket is not None:
+                    send_handle(sender, membership.store_socket.fileno(), None)
+                self._links[local_rank] = RankLink(socket.socket(fileno=os.dup(sender.fileno())))
+            sender.close()
+        if membership.store_socket is not None:
+            membership.store_socket.close()
+
+    def _environment(self, membership: Membership, local_rank: int) -> dict[str, str]:
+        per_node = self._options.ranks_per_node
+        values = {
+            "RANK": membership.node * per_node + local_rank,
+            "WORLD_SIZE": membership.num_nodes * per_node,
+            "LOCAL_WORLD_SIZE": per_node,
+            "MASTER_ADDR": membership.master_addr,
+            "MASTER_PORT": membership.master_port,
+            job.RESTARTS: membership.restarts,
+            job.BEGAN: self._began_s,
+            job.COMMAND: json.dumps(sys.orig_argv),
+        }
+        return {name: str(value) for name, value in values.items()}
+
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit code of each local rank; None: it runs."""
+        return [process.exitcode for process in self._processes]
+
+    def look(self) -> None:
+        """Wait until a rank ends or reports, at most WATCH_S, and take the reports."""
+        links = {link.fileno(): link for link in self._links.values() if link.is_open}
+        if running := self._running():
+            ready = wait([*(process.sentinel for process in running), *links], timeout=WATCH_S)
+            for number in set(links) & set(ready):
+                links[number].receive()
+
+    def failure(self, local_rank: int, returncode: int) -> Failure:
+        """Return the failure of a rank that has ended, with what it reported last."""
+        number = self._first_rank + local_rank
+        if (link := self._links.get(local_rank)) is None:
+            return Failure(number, socket.gethostname(), returncode)
+        if link.is_open:
+            link.receive()
+        return Failure.of(number, socket.gethostname(), returncode, link.step, link.report)
+
+    def inform(self, endings: Mapping[int, str]) -> None:
+        """Inform the watchdogs of the other ranks how local ranks have ended, which they only lose."""
+        if watchdogs := next((link.watchdogs for link in self._links.values() if link.watchdogs), None):
+            send_endings(watchdogs, {self._first_rank + place: ending for place, ending in endings.items()})
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the ranks that still run."""
+        for process in self._running():
+            with contextlib.suppress(ProcessLookupError):
+                if process.exitcode is None and process.pid is not None:
+                    os.kill(process.pid, number)
+
+    def wait_for_end(self, timeout_s: float, *, or_failure: bool = False) -> bool:
+        """Return whether all ranks have ended within this time. `or_failure`: do not wait once one has failed."""
+        deadline_s = time.monotonic() + timeout_s
+        while (running := self._running()) and (left_s := deadline_s - time.monotonic()) > 0:
+            if or_failure and any(process.exitcode for process in self._processes):
+                break
+            wait([process.sentinel for process in running], timeout=left_s)
+        return not running
+
+    def end(self) -> None:
+        """Kill what is left of the ranks and of all that they started."""
+        for pid in end_processes(os.getpid(), self._spared):
+            report(f"process {pid} survives SIGKILL; it hangs in the kernel")
+        for process in self._processes:
+            process.join(KILL_S)  # its threads may still end
+        for link in self._links.values():
+            if link.is_open:
+                link.receive()
+            if link.saved is not None:
+                self.saved = max(link.saved, self.saved or 0)
+            link.close()
+        self._processes, self._environments, self._links = [], [], {}
+
+    def _running(self) -> list[BaseProcess]:
+        return [process for process in self._processes if process.exitcode is None]
+
+
+def bound_cores(options: AgentOptions) -> list[frozenset[int]]:
+    """Return the cores of each local rank, and report them; none if ranks are not bound. Raises CoresError."""
+    if not options.cores_per_rank:
+        return []
+    cores = rank_cores(options.ranks_per_node, options.cores_per_rank, options.ranks_per_socket, own_sockets())
+    report(f"{socket.gethostname()}: ranks are bound to the cores {' | '.join(map(ranges, cores))}")
+    return cores
+
+
+def start_fork_server() -> None:
+    """Start the process that ranks are forked from. It imports while the agent goes on, and ignores signals."""
+    os.environ["PYTHONPATH"] = python_path()  # by which alone it finds modules
+    forkserver.set_forkserver_preload(["megatron.launch.preload"])
+    with blocked_signals(SIGNALS), without_main_module():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def without_main_module() -> Iterator[None]:
+    """Hide the program that started the agent from multiprocessing, which would import it again in each rank."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
