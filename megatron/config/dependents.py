@@ -21,13 +21,13 @@ SAVING = (
 )
 LOADING = (
     "ckpt_step",
-    "load_fallback",
     "universal_checkpoint",
     "finetune",
     "no_load_optim",
     "no_load_rng",
-    "allow_data_change",
 )
+RESUMING = ("load_fallback", "allow_data_change")
+"""They also apply to a run that resumes in the folder that it saves in."""
 LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 WSD_DECAY = ("lr_wsd_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_style")
 ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
@@ -78,6 +78,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_merged")),
         (exports, "exports in folders of their own", "give save_hf alone", ("save_hf_keep_last",)),
         (checkpoint.load, "load", "give the folder to resume from", LOADING),
+        (checkpoint.load or checkpoint.save, "load or save", "give the folder to resume from", RESUMING),
         (config.training.early_stopping_patience, PATIENCE, "give one", ("early_stopping_min_delta",)),
         (config.compares_validations, f"{PATIENCE} or keep_best", "give one", ("best_metric", "best_metric_mode")),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),

@@ -130,22 +130,26 @@ def _run_of_start(
     run = Run.new(start, parent, is_continued=is_continued)
     goes_back = checkpoint is not None and is_same_folder(options.load, options.save) and not effective.finetune
     if options.save is not None and not options.allow_used_save and not goes_back:
-        _check_unused(Path(options.save))
+        _check_unused(Path(options.save), run)
     return run
 
 
-def _check_unused(save: Path) -> None:
-    """Raise CheckpointError if the folder holds checkpoints: it is another run's."""
+def _check_unused(save: Path, run: Run) -> None:
+    """Raise CheckpointError if the folder of the new `run` holds checkpoints: it is another run's."""
     if not holds_checkpoints(save):
         return
     newest, started = checkpoint_folders(save)[0], ""
-    if (run := run_in(newest)) is not None:
-        given = [f"{name}={value}" for name, value in run.start.items() if value != DEFAULTS.get(name)]
-        started = f", started with {', '.join(given) or 'no load'}"
+    if (other := run_in(newest)) is not None:
+        started = f", started with {_said_start(other)}; this one starts with {_said_start(run)}"
     raise CheckpointError(
         f"save={save} holds checkpoints of another run (newest {newest.name}{started}). Give another folder, resume "
         f"that run with --load {save}, or pass --allow-used-save to save beside them"
     )
+
+
+def _said_start(run: Run) -> str:
+    given = [f"{name}={value}" for name, value in run.start.items() if value != DEFAULTS.get(name)]
+    return ", ".join([*([] if run.start.get("load") else ["no load"]), *given])
 
 
 def read_progress(checkpoint: Resumable | AdapterStart, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -358,9 +359,17 @@ def test_a_folder_of_another_run_is_refused_unless_requested(tmp_path: Path) -> 
     save_of(Run.new({"load": None}), base, 2)
     theirs = Run.new({"load": "model"})
     save_of(theirs, used, 5)
-    said = rf"save={used} holds checkpoints of another run \(newest global_step5, started with load=model\)"
-    for words in (f"--save {used}", f"--save {used} --load {base}", f"--save {used} --load {used} --finetune"):
-        with pytest.raises(CheckpointError, match=said):
+    said = (
+        f"save={used} holds checkpoints of another run (newest global_step5, started with load=model; this one starts"
+    )
+    starts = {
+        f"--save {used}": "with no load)",
+        f"--save {used} --ckpt-step 5": "with no load, ckpt_step=5)",
+        f"--save {used} --load {base}": f"with load={base})",
+        f"--save {used} --load {used} --finetune": f"with load={used}, finetune=True)",
+    }
+    for words, ours in starts.items():
+        with pytest.raises(CheckpointError, match=re.escape(f"{said} {ours}")):
             start(f"{ROPE} {words}")
     # going back in the folder itself is a branch of that run
     assert start(f"{ROPE} --save {used} --load {used} --ckpt-step 5").run.ancestors[0].run == theirs.id
