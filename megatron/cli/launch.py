@@ -443,7 +443,7 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
                 chat_tmpl_path=given.chat_template,
                 train_on=given.train_on,
             )
-        print(f"{samples.num_samples} {samples.unit} in {samples.prefix}, {samples.longest} tokens at most")
+        print(samples.describe())
         found.append(samples)
     added, vocab_size = [], max(samples.vocab_size or 0 for samples in found)
     if tokenizers := [samples.tokenizer for samples in found if samples.tokenizer is not None]:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from megatron.data.chat.tokenizer import write_tokenizer
 from megatron.data.checksums import file_sha256
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, best_dtype
 from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.manifest import read_manifest
 from megatron.data.preference.preprocessing import (
     SEQUENCES,
     PreferenceJob,
@@ -68,7 +69,14 @@ class Samples:
     """Tokens of the tokenizer and the template. None: unknown, because the dataset was made by other means."""
     tokenizer: str | None
     """Folder of the tokenizer that the trained model goes with. None: the model's own."""
+    outcomes: Mapping[str, int]
+    """Rows or samples that were changed or left out, by what happened to them."""
     unit: str = "chats"
+
+    def describe(self) -> str:
+        """Return one line for the user."""
+        text = f"{self.num_samples} {self.unit} in {self.prefix}, {self.longest} tokens at most"
+        return text + "".join(f"; {name}: {count:,}" for name, count in self.outcomes.items())
 
 
 def main(args: DataProcessArgs) -> None:
@@ -235,15 +243,17 @@ def open_samples(folder: Path, *, has_pairs: bool = False) -> Samples:
     name = record.get("tokenizer")
     tokenizer = str(folder / name) if name and (folder / name).is_dir() else None
     lengths = dataset.lengths.astype(np.int64)
+    manifest = read_manifest(prefix)
+    outcomes = {} if manifest is None else manifest.header["outcomes"]
     if has_pairs:
         if len(lengths) != SEQUENCES * dataset.num_documents:
             raise DataError(f"{prefix} does not hold pairs of answers; give HL_DATA, the file of the pairs")
         prompts, *answers = lengths.reshape(-1, SEQUENCES).T
         lengths = prompts + np.maximum(*answers)
         vocab_size = record.get("vocab_size")
-        return Samples(str(prefix), len(lengths), int(lengths.max()), vocab_size, tokenizer, "pairs")
+        return Samples(str(prefix), len(lengths), int(lengths.max()), vocab_size, tokenizer, outcomes, "pairs")
     longest = int(lengths.max())
-    return Samples(str(prefix), len(dataset), longest, record.get("vocab_size"), tokenizer)
+    return Samples(str(prefix), len(dataset), longest, record.get("vocab_size"), tokenizer, outcomes)
 
 
 def _made_of(data_path: str, model: Path, **options: Any) -> dict[str, Any]:

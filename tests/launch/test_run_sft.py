@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,9 @@ def test_the_trained_tokens_are_chosen_by_name(folder: Path) -> None:
 
 def test_a_run_tokenizes_trains_on_a_layout_and_exports(folder: Path) -> None:
     write_chats(folder / "more chats.jsonl", 8)
+    long = {"messages": [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two " * 200}]}
+    with (folder / "more chats.jsonl").open("a") as chats:
+        chats.write(json.dumps(long) + "\n")
     done = run(
         "run_sft.sh",
         folder,
@@ -143,6 +148,8 @@ def test_a_run_tokenizes_trains_on_a_layout_and_exports(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(results / "hf_format" / "samples_96")
     assert len(tokenizer) == model.config.vocab_size == 280  # <|im_start|> and <|im_end|> were added
     assert sorted(path.name for path in results.glob("data/*/data.json")) == ["data.json"] * 2
+    left_out = r"\n8 chats in results/data/more chats/data, \d+ tokens at most; dropped, longer than 128 tokens: 1\n"
+    assert re.search(left_out, done.stdout)
     assert "mix: results/data/chats/data: 72 samples (75.0%), " in done.stdout
     assert "mix: results/data/more chats/data: 24 samples (25.0%), " in done.stdout
     assert "3.00 epochs" in done.stdout

@@ -88,7 +88,7 @@ def encode_block(encoder: ChatEncoder, block: Block, job: ChatJob) -> EncodedBlo
     counts.bad.update(kind for _, kind, _ in problems)
     faults = [str(Fault(block.place(number), reason)) for number, _, reason in problems[:SHOWN_FAULTS]]
     if faults and job.bad_rows == "error":
-        raise DataError(f"{faults[0]} (or pass --bad-rows skip to leave such rows out)")
+        raise DataError(f"{faults[0]} (or leave such rows out: tools/preprocess_chat.py --bad-rows skip)")
     return EncodedBlock(
         np.concatenate([sample.ids for sample in samples] or [np.empty(0, np.int32)]),
         np.concatenate([sample.mask for sample in samples] or [np.empty(0, np.uint8)]),

@@ -141,7 +141,7 @@ def encode_pairs(encoder: PreferenceEncoder, job: PreferenceJob, blocks: Sequenc
     for block in blocks:
         found, problems, blank = _encoded_block(encoder, job, block, counts)
         if problems and job.bad_rows == "error":
-            raise DataError(f"{problems[0]} (or pass --bad-rows skip to leave such rows out)")
+            raise DataError(f"{problems[0]} (or leave such rows out: tools/preprocess_preferences.py --bad-rows skip)")
         of_blocks.append(BlockCounts(block.without_content(), len(found), blank, 0, len(problems)))
         pairs += found
         faults += problems[: SHOWN_FAULTS - len(faults)]
