@@ -159,10 +159,16 @@ def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
         ("ibm-granite/no-such-model", "download it with `hf download ibm-granite/no-such-model`"),
         ("models/a/b", "model_path=models/a/b does not exist"),
         (__file__, "is a file; give the folder that transformers wrote"),
+        ("adapters", "model_path=adapters holds adapters, not a model; give their base"),
     ],
 )
-def test_a_model_that_is_not_there_is_named(path: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_there_is_named(
+    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError) as caught:
         run_training(TorchrunArgs(), arguments(model_path=path))
     assert said in str(caught.value)

@@ -14,7 +14,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError
 from megatron.files import sync_file
 from megatron.interop.adapter_changes import BiasUpdate, LowRankUpdate, TensorChange
-from megatron.interop.folder_files import check_space, own_file, read_json, real_path
+from megatron.interop.folder_files import EXPORT_RECORD, check_space, own_file, read_json, real_path
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_files import StoredTensor, open_weights, some
 from megatron.interop.merge_verification import verify_merge
@@ -213,4 +213,5 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
 def _is_beside(name: str) -> bool:
     if name.endswith(".index.json"):
         return name == "model.safetensors.index.json"
-    return not name.startswith("adapter_") and not name.endswith(OTHER_WEIGHTS)
+    # the record of the base's export is not true of the merged weights
+    return not name.startswith("adapter_") and not name.endswith(OTHER_WEIGHTS) and name != EXPORT_RECORD

@@ -19,6 +19,8 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.files import appearing
 
 Precision = Literal["fp32", "bf16", "fp16"]
+EXPORT_RECORD = "export.json"
+"""Record beside the export of a run: the checkpoint that it was made of, and what was checked of it."""
 
 
 def real_path(path: Path) -> Path:

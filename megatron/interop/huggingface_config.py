@@ -215,6 +215,13 @@ _ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"
 def find_model(model: str, option: str) -> Path:
     """Return the folder of a model, in huggingface_hub's cache if it was downloaded. Raises ConfigError."""
     folder = Path(model)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        raise ConfigError(
+            [
+                f"{option}={model} holds adapters, not a model; give their base, and go on with the adapters by --load "
+                f"{model}, or merge them into it with tools/merge_adapter.py"
+            ]
+        )
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -36,7 +36,7 @@ from megatron.checkpoint.writer import make_folder, remove_checkpoint
 from megatron.command_names import command_name
 from megatron.config.options import Config
 from megatron.files import appearing, write_durably
-from megatron.interop.folder_files import check_space, read_json
+from megatron.interop.folder_files import EXPORT_RECORD, check_space, read_json
 from megatron.interop.huggingface import (
     check_tokenizer,
     export_huggingface,
@@ -52,7 +52,6 @@ from megatron.weights.opening import tokenizer_of
 
 LAST, BEST = "last_epoch", "best"
 SAMPLES = "samples_"
-MARK = "export.json"
 POLL_S = 2.0
 """Longest wait of the other ranks in one collective."""
 STILL, MOVED, DONE = 0, 1, 2
@@ -212,7 +211,7 @@ class Exports:
 
         with appearing(place, new, replaced=replaced):
             copied = content.write(new, tensors=counted())
-            write_durably(new / MARK, (json.dumps(mark, indent=2) + "\n").encode())
+            write_durably(new / EXPORT_RECORD, (json.dumps(mark, indent=2) + "\n").encode())
         return copied
 
     def _content(self, checkpoint: Checkpoint) -> _Content:
@@ -237,7 +236,7 @@ class Exports:
         """Return the folders of exports, and the identity of the run that made each."""
         marks = [
             path
-            for path in self._folder.glob(f"*/{MARK}")
+            for path in self._folder.glob(f"*/{EXPORT_RECORD}")
             if not (path.parent.is_symlink() or path.parent.name[0] == ".")
         ]
         return {path.parent: str(read_json(path).get("run", UNRECORDED)) for path in marks}
@@ -258,9 +257,9 @@ class Exports:
         place = self._folder / name
         if not os.path.lexists(place):
             return None
-        if place.is_symlink() or not (place / MARK).is_file():
+        if place.is_symlink() or not (place / EXPORT_RECORD).is_file():
             raise CheckpointError(f"{place} is there, but is not an export of a run; move it away")
-        return str(read_json(place / MARK).get("token"))
+        return str(read_json(place / EXPORT_RECORD).get("token"))
 
     def _prune(self) -> None:
         """Remove all but the `save_hf_keep_last` exports after the most samples."""

@@ -90,6 +90,7 @@ def test_merges_patterns_whole_tensors_and_shards_in_pieces(
     enrich(base_folder)
     (base_folder / "tokenizer.json").write_text("{}")
     (base_folder / "consolidated.pth").write_text("weights once more")
+    (base_folder / "export.json").write_text("{}")  # of a run: true of its own weights alone
     base = weights(base_folder)
     config = {
         "use_rslora": True, "rank_pattern": {"down_proj": 9}, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 3},
@@ -105,9 +106,9 @@ def test_merges_patterns_whole_tensors_and_shards_in_pieces(
     same(weights(tmp_path / "merged"), expected)
     printed = capsys.readouterr().out
     assert re.search(r"verified: 5 merged tensors .* largest error 0\.\d+ of what rounding allows; 16 others", printed)
-    assert "left out: consolidated.pth" in printed
+    assert "left out: consolidated.pth, export.json" in printed
     assert f"trained on org/model: make sure that {base_folder} is that model" in printed
-    assert names(tmp_path / "merged") == [name for name in names(base_folder) if name != "consolidated.pth"]
+    assert set(names(base_folder)) - set(names(tmp_path / "merged")) == {"consolidated.pth", "export.json"}
     for name in names(tmp_path / "merged"):
         if not name.endswith(".safetensors"):
             assert (tmp_path / "merged" / name).read_bytes() == (base_folder / name).read_bytes()
