@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,6 +30,8 @@ END_AT_ONCE = signal.SIGQUIT
 KILL_S = 1.0
 """Time for killed processes to disappear."""
 LOOK_S = 0.005
+LONGEST_TMPDIR = 56
+"""Length of TMPDIR that leaves room for a socket two folders below: its path has at most 107."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
@@ -35,14 +39,14 @@ def owned(run: Callable[[], int], connection: Sequence[int] = ()) -> int:
     """Return the exit status of `run`, called in a child process; nothing that it started survives it.
 
     The child ends if this process does, and both end at once at SIGQUIT, or when the reader of one of the file
-    descriptors `connection` is gone, as stdout is when an ssh session is closed. Other signals are passed on. To be
-    called in the main thread, while it is the only one.
+    descriptors `connection` is gone, as stdout is when an ssh session is closed. Other signals are passed on. The
+    child's temporary files are removed at the end. To be called in the main thread, while it is the only one.
     """
     own, before = os.getpid(), processes_below(os.getpid())
-    with blocked_signals([*SIGNALS, END_AT_ONCE]), adopted_orphans():
+    with blocked_signals([*SIGNALS, END_AT_ONCE]), temporary_folder() as folder, adopted_orphans():
         child = os.fork()
         if child == 0:
-            _run_child(run, own)
+            _run_child(run, own, folder)
         try:
             with woken_by_signals() as (descriptor, received):
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, END_AT_ONCE])
@@ -53,11 +57,12 @@ def owned(run: Callable[[], int], connection: Sequence[int] = ()) -> int:
                 os.waitpid(child, os.WNOHANG)
 
 
-def _run_child(run: Callable[[], int], owner: int) -> NoReturn:
-    """Call `run` and end with its status."""
+def _run_child(run: Callable[[], int], owner: int, folder: str | None) -> NoReturn:
+    """Call `run` and end with its status. `folder`: for its temporary files."""
     status = FAILED
     try:
         os.setsid()  # a Ctrl-C reaches it once, through its owner
+        tempfile.tempdir = folder  # also for the socket of multiprocessing's fork server; other programs have their own
 
         def end(number: int, frame: FrameType | None) -> None:
             signal.signal(number, signal.SIG_IGN)
@@ -79,6 +84,7 @@ def _run_child(run: Callable[[], int], owner: int) -> NoReturn:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         end_processes(below=os.getpid())
+        _remove(folder)  # the owner may have been killed
         os._exit(status)
 
 
@@ -104,6 +110,24 @@ def _wait(child: int, woken: int, received: list[int], connection: Sequence[int]
                 os.read(woken, 512)
             elif event & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
                 return FAILED
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str | None]:
+    """Make a folder and remove it at the end, with all that is in it; None where there is no place for one."""
+    folder = None
+    with contextlib.suppress(OSError):  # a read-only system; what needs no temporary file runs all the same
+        if len(tempfile.gettempdir()) <= LONGEST_TMPDIR:
+            folder = tempfile.mkdtemp(prefix="megatron-")
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

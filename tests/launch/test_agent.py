@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -600,10 +601,12 @@ def test_a_node_that_waits_for_a_restart_stops_cleanly_with_the_others(stopped: 
 
 AGENT = """
 import os, sys
+from multiprocessing import forkserver
 from megatron.launch import agent, ownership, rank
 code = sys.argv[1]
 rank.run_main = lambda main, flags: exec(code, {})
 def run():
+    forkserver.ensure_running()  # has a socket in a temporary folder
     os.write(1, f"pids {os.getpid()}\\n".encode())
     return agent.run_agent(agent.AgentOptions(ranks_per_node=2), [], "fork")
 sys.exit(ownership.owned(run, [1]))
@@ -627,13 +630,16 @@ time.sleep(600)
 """
 
 
-def started(preexec_fn: Callable[[], object] | None = None) -> tuple[subprocess.Popen[str], list[int]]:
+def started(
+    preexec_fn: Callable[[], object] | None = None, **variables: str
+) -> tuple[subprocess.Popen[str], list[int]]:
     """Start an agent with two ranks; return its owner, and the ids of the agent, the ranks and their children."""
     process = subprocess.Popen(
         [sys.executable, "-c", AGENT, RANK],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        env=os.environ | variables,
         preexec_fn=preexec_fn,
     )
     assert process.stdout is not None
@@ -672,10 +678,16 @@ def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(name: str, capfd:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("what", ["owner", "agent", "rank", "SIGQUIT", "reader of its output"])
 def test_whatever_ends_an_agent_nothing_of_it_remains(what: str) -> None:
-    """Children of ranks in sessions of their own included."""
+    """Children of ranks in sessions of their own included, and temporary files."""
+    with tempfile.TemporaryDirectory() as folder:  # of pytest's the path is too long for a socket
+        check_that_nothing_remains(what, Path(folder))
+
+
+def check_that_nothing_remains(what: str, temporary: Path) -> None:
     # as of what a shell runs in the background
-    process, pids = started(preexec_fn=lambda: signal.signal(signal.SIGQUIT, signal.SIG_IGN))
+    process, pids = started(lambda: signal.signal(signal.SIGQUIT, signal.SIG_IGN), TMPDIR=str(temporary))
     assert process.stdout is not None
+    assert list(temporary.rglob("listener-*"))
     if what == "reader of its output":  # as where a connection of ssh is closed
         process.stdout.close()
     elif what == "SIGQUIT":
@@ -685,6 +697,7 @@ def test_whatever_ends_an_agent_nothing_of_it_remains(what: str) -> None:
     status = process.wait(timeout=30)
     assert status == {"owner": -9, "SIGQUIT": 128 + 3, "reader of its output": 1}.get(what, 128 + 9)
     wait_until_gone(pids)
+    assert list(temporary.iterdir()) == []
     process.stdout.close()
 
 
