@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     if command.evaluation.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(["--tasks needs lm-eval, which is not installed; install the extra: pip install '.[eval]'"])
 
-    work_with_model(command.load, partial(run, command))
+    work_with_model(command.load, partial(run, command), use_graphs=command.use_graphs)
 
 
 def run(command: EvaluateCommand, model: InferenceModel) -> None:
@@ -37,16 +37,22 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
     from megatron.evaluation.commands import Commands
     from megatron.evaluation.report import EvaluationReport
     from megatron.generation.generator import BatchSettings
+    from megatron.generation.scoring import RowGraphs
 
-    options = command.evaluation
+    options, count = command.evaluation, 0
+    graphs = RowGraphs(model.ctx) if options.use_graphs else None
     with EvaluationReport(command, model) as report:
         for prefix in options.dataset:
             from megatron.evaluation.perplexity import score_dataset
 
-            report.add_dataset(prefix, score_dataset(model, prefix, options.max_length, announce))
+            report.add_dataset(prefix, score_dataset(model, prefix, options.max_length, announce, graphs))
         if options.tasks:
-            commands = Commands(model, BatchSettings(batch_size=options.batch_size))
+            settings = BatchSettings(batch_size=options.batch_size, use_graphs=options.use_graphs)
+            commands = Commands(model, settings, graphs=graphs)
             commands.lead(report.add_tasks)
+            count = commands.statistics.graphs
+        if graphs is not None:
+            announce(f"{graphs.count + count:,} graphs captured on each rank, {graphs.count:,} of rows")
         report.write()
 
 

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     load = command.load
     if command.prompts.chat:
         load = dataclasses.replace(load, distributed_timeout_minutes=NO_TIMEOUT_MINUTES)
-    work_with_model(load, partial(run, command))
+    work_with_model(load, partial(run, command), use_graphs=command.use_graphs)
 
 
 def run(command: GenerateCommand, model: InferenceModel) -> None:

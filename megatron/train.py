@@ -21,6 +21,7 @@ from megatron.config.options import Config, ConfigError, on_device
 from megatron.config.plugins import load_task
 from megatron.config.validation import check_device, idle
 from megatron.descriptors import limit_fault
+from megatron.device_graphs import set_graph_variables
 from megatron.exit_codes import DONE, REFUSED
 from megatron.mpi_variables import adopt_mpi_variables
 from megatron.observability.wandb_log import check_wandb
@@ -59,6 +60,8 @@ def main(arguments: list[str], signals: Signals) -> None:
     from megatron import accelerator
 
     accelerator.keep_recipes(config.parallel.device, config.logging.results_dir)
+    if config.data.eval_graphs:
+        set_graph_variables(config.parallel.device, config.parallel.tensor_model_parallel_size)
     device = accelerator.choose_device(config.parallel.device)  # before anything imports deepspeed
     config = on_device(config, device, lazy=accelerator.is_lazy(device))
     if os.environ.get("RANK", "0") == "0":

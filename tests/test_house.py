@@ -25,6 +25,7 @@ FLOORS = {
     "devices": 1,
     "exit_codes": 1,
     "descriptors": 1,
+    "device_graphs": 1,
     "mpi_variables": 1,
     "network": 1,
     "files": 1,

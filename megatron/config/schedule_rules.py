@@ -42,9 +42,6 @@ def check_schedule(config: Config) -> Iterator[str]:
 
 def _graph_faults(config: Config) -> Iterator[str]:
     """Yield what the graphs of evaluations cannot be combined with."""
-    tp = config.parallel.tensor_model_parallel_size
-    if tp > 1:
-        yield f"eval_graphs holds no collectives, but tensor_model_parallel_size={tp}; leave it out"
     if not config.uses_pipeline or config.uses_own_schedule:
         yield (
             "eval_graphs replays the passes of DeepSpeed's pipeline; leave it out, or use zero_stage 0 or 1, "

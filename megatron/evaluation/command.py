@@ -20,6 +20,10 @@ class EvaluateCommand:
     load: LoadOptions
     evaluation: EvaluationOptions
 
+    @property
+    def use_graphs(self) -> bool | None:
+        return self.evaluation.use_graphs
+
 
 GROUPS: tuple[tuple[str, type], ...] = (("model and layout", LoadOptions), ("evaluation", EvaluationOptions))
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from megatron.generation.generator import BatchSettings, generate
+from megatron.generation.generator import BatchSettings, GenerationStatistics, generate
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
 from megatron.generation.requests import Reason, Request
-from megatron.generation.scoring import Continuation, Score, score
+from megatron.generation.scoring import Continuation, RowGraphs, Score, score
 from megatron.generation.text import GeneratedText
 from megatron.resilience.errors import OtherRankFailed, exit_status
 
@@ -24,9 +24,16 @@ T = TypeVar("T")
 class Commands:
     """Computations of all ranks, as rank 0 calls them."""
 
-    def __init__(self, model: InferenceModel, settings: BatchSettings, beat: Callable[[], None] = lambda: None) -> None:
-        """`settings`: of generation. `beat` is called on each rank as its computations advance."""
-        self.model, self._settings, self._beat = model, settings, beat
+    def __init__(
+        self,
+        model: InferenceModel,
+        settings: BatchSettings,
+        beat: Callable[[], None] = lambda: None,
+        graphs: RowGraphs | None = None,
+    ) -> None:
+        """`settings`: of generation. `graphs`: of scoring. `beat` is called on each rank as they advance."""
+        self.model, self._settings, self._beat, self._graphs = model, settings, beat, graphs
+        self.statistics = GenerationStatistics()
         self._is_computing = False
 
     def score(self, requests: Sequence[Continuation]) -> list[Score]:
@@ -77,7 +84,7 @@ class Commands:
     def _compute(self, name: str, content: Any) -> Any:
         if name == "score":
             continuations = [Continuation(tuple(context), tuple(ids)) for context, ids in content]
-            return score(self.model, continuations, on_row=self._beat)
+            return score(self.model, continuations, on_row=self._beat, graphs=self._graphs)
         prompts, options, eos_ids = content
         return self._generate(prompts, GenerationOptions(**options), eos_ids)
 
@@ -103,5 +110,6 @@ class Commands:
             settings=self._settings,
             is_finished=is_finished,
             on_token=lambda *token: self._beat(),
+            statistics=self.statistics,
         )
         return [list(completion.ids) for completion in completions]

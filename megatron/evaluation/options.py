@@ -38,6 +38,9 @@ class EvaluationOptions:
     model's training."""
     batch_size: Positive = 16
     """Texts that each copy of the model generates at once."""
+    use_graphs: bool | None = None
+    """Replay passes as graphs of the device (CUDA, HPU): of rows whose layout has come before, and of each generated
+    token. Unset: of tokens, on CUDA, unless tensor-parallel ranks share layers."""
     output: str | None = None
     """JSON file for the results, in lm-eval's form. Unset: none."""
     log_samples: bool = False

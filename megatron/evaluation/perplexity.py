@@ -18,7 +18,7 @@ from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset
 from megatron.data.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.generation.model import InferenceModel
-from megatron.generation.scoring import Continuation, score
+from megatron.generation.scoring import Continuation, RowGraphs, score
 from megatron.resilience.errors import raise_on_all_ranks
 
 WINDOWS_AT_ONCE = 64
@@ -51,12 +51,17 @@ class DatasetScore:
 
 
 def score_dataset(
-    model: InferenceModel, prefix: str, length: int | None = None, say: Callable[[str], object] = lambda line: None
+    model: InferenceModel,
+    prefix: str,
+    length: int | None = None,
+    say: Callable[[str], object] = lambda line: None,
+    graphs: RowGraphs | None = None,
 ) -> DatasetScore:
     """Return the score of all documents, end to end, in sequences of `length` tokens. Collective.
 
     Each sequence begins with the token before it, as the samples of pretraining do; every token but the first is
     predicted once. `length` None: the sequence length of the model's training. `say` receives lines for the user.
+    `graphs`: replay passes by them.
     Raises DataError.
     """
     ctx = model.ctx
@@ -69,7 +74,7 @@ def score_dataset(
         return list(itertools.islice(windows, WINDOWS_AT_ONCE * ctx.num_batch_ranks))
 
     while block := raise_on_all_ranks(ctx, read):
-        nats -= math.fsum(each.total for each in score(model, block))
+        nats -= math.fsum(each.total for each in score(model, block, graphs=graphs))
     if num_tokens < 1:
         raise DataError(f"{prefix} holds fewer than two tokens, so none can be predicted; give another dataset")
     num_bytes = None if model.tokenizer is None else _num_bytes(dataset, model.tokenizer)

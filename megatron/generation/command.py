@@ -103,6 +103,10 @@ class GenerateCommand:
     prompts: PromptOptions
     generation: GenerationOptions
 
+    @property
+    def use_graphs(self) -> bool | None:
+        return self.prompts.use_graphs
+
 
 GROUPS: tuple[tuple[str, type], ...] = (
     ("model and layout", LoadOptions),

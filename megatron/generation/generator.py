@@ -73,6 +73,8 @@ class GenerationStatistics:
     decode_passes: int = 0
     cache_bytes: int = 0
     """Keys and values on this rank."""
+    graphs: int = 0
+    """Graphs of the device that were captured."""
 
 
 def generate(
@@ -257,6 +259,7 @@ class _Replica:
             self._passes = kept.passes(model, attentions, length, new_passes)
             self._num_kept = len(kept.ids)
         self._cache = self._passes.cache
+        self._graphs_before = self._passes.num_graphs
         statistics.kept_tokens += self._num_kept
         statistics.cache_bytes = self._cache.num_bytes
         self._others = [] if ctx.world_size == 1 else self._model_ranks()
@@ -267,6 +270,7 @@ class _Replica:
             while self._waiting or any(group.active for group in self._groups):
                 for group in self._groups:
                     yield self._turn(group, on_token)
+        self._statistics.graphs += self._passes.num_graphs - self._graphs_before
         self._passes.end_sends()
         while self._sent:
             wait_for([self._sent.popleft()[0]])

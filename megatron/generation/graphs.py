@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.accelerator import is_lazy
 from megatron.config.options import ConfigError
+from megatron.device_graphs import graph_faults
 from megatron.parallel.context import ParallelContext
 
 T = TypeVar("T")
 
-DEVICES = ("cuda", "hpu")
-"""Devices with graphs."""
 
-
-def check_graphs(device: torch.device, option: str = "use_graphs") -> None:
-    """Raise ConfigError where a device has no graphs, or HPU, in eager mode, does not load them."""
-    if device.type not in DEVICES:
-        raise ConfigError([f"{option} is for {' and '.join(DEVICES)} devices, not {device.type}; leave it out"])
-    if device.type == "hpu" and not is_lazy("hpu"):
-        raise ConfigError([f"{option} on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1, or leave {option} out"])
+def check_graphs(ctx: ParallelContext, option: str = "use_graphs") -> None:
+    """Raise ConfigError where the device has no graphs, or cannot hold the collectives of the tensor-parallel ranks."""
+    device = ctx.device.type
+    lazy = is_lazy(device) if device == "hpu" else None
+    if faults := list(graph_faults(option, device, lazy=lazy, tensor_size=ctx.tensor_size, environment=os.environ)):
+        raise ConfigError(faults)
 
 
 def uses_graphs(chosen: bool | None, ctx: ParallelContext) -> bool:
@@ -41,33 +42,72 @@ def describe_choice(ctx: ParallelContext) -> str:
     return "CUDA graphs are off: with tensor parallelism they are untested; --use-graphs takes them"
 
 
+class _Outside(TorchDispatchMode):
+    """Collects the tensors that were there before a capture and that it reads: constants, and weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}
+        self._made = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor) and each not in self._made:
+                self.tensors[id(each)] = each
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and id(each) not in self.tensors:
+                self._made[each] = True
+        return result
+
+
 @dataclass(frozen=True)
 class _Captured:
     graph: Any
     inputs: tuple[Tensor, ...]
     output: Any
+    outside: tuple[Tensor, ...]
+    """Tensors that the graph reads beside its inputs: a table that a longer one replaces would be freed under it."""
 
 
 class PassGraphs:
-    """A captured graph for each key, replayed with new values of its inputs. All share one pool of memory."""
+    """A captured graph for each key, replayed with new values of its inputs. All share one pool of memory.
 
-    def __init__(self, device: torch.device, option: str = "use_graphs") -> None:
-        check_graphs(device, option)
+    Tensor-parallel ranks call `run` with the same keys in the same order, as their graphs hold collectives.
+    """
+
+    def __init__(self, ctx: ParallelContext, option: str = "use_graphs", most: int | None = None) -> None:
+        """`most`: largest number of graphs; passes of further keys run without one. Raises ConfigError."""
+        check_graphs(ctx, option)
         from deepspeed.accelerator import get_accelerator
 
         self._accelerator: Any = get_accelerator()
         self._captured: dict[Hashable, _Captured] = {}
+        self._most = most
         self._pool: Any = None
+
+    @property
+    def count(self) -> int:
+        """Number of graphs captured."""
+        return len(self._captured)
 
     def run(self, key: Hashable, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
         """Return function(*inputs), captured at the first call with this key, which stands for the shapes.
 
-        One tensor or a tuple of them. The next call of any key may overwrite what is returned.
+        One tensor or a tuple of them. The next call of any key may overwrite what is returned. Raises ValueError for
+        inputs of other shapes than those captured under their key.
         """
         if key not in self._captured:
+            if self._most is not None and self.count >= self._most:
+                return function(*inputs)
             self._captured[key] = self._capture(function, inputs)
         captured = self._captured[key]
         for static, value in zip(captured.inputs, inputs, strict=True):
+            if (static.shape, static.dtype) != (value.shape, value.dtype):  # copy_ would repeat, or convert
+                raise ValueError(
+                    f"a graph captured for {tuple(static.shape)} {static.dtype} cannot take {tuple(value.shape)} "
+                    f"{value.dtype}"
+                )
             static.copy_(value)
         self._accelerator.replay_graph(captured.graph)
         return captured.output  # type: ignore[no-any-return]
@@ -79,11 +119,13 @@ class PassGraphs:
         stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(stream):
             function(*static)  # compiles kernels, and fills what is kept from call to call
+        for each, value in zip(static, inputs, strict=True):
+            each.copy_(value)  # a new version: what follows from the values, as a mask, is computed in the graph
         accelerator.current_stream().wait_stream(stream)
         accelerator.synchronize()
         graph = accelerator.create_graph()
-        with accelerator.capture_to_graph(graph, pool=self._pool):
+        with _Outside() as outside, accelerator.capture_to_graph(graph, pool=self._pool):
             output = function(*static)
         if self._pool is None and hasattr(graph, "pool"):  # HPU graphs have none
             self._pool = graph.pool()
-        return _Captured(graph, static, output)
+        return _Captured(graph, static, output, tuple(outside.tensors.values()))

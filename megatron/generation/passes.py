@@ -86,7 +86,12 @@ class StagePasses:
         self.model, self.cache = model, cache
         self._ctx = model.ctx
         self._sending: deque[tuple[Any, Tensor]] = deque()
-        self._graphs = PassGraphs(model.ctx.device) if use_graphs else None
+        self._graphs = PassGraphs(model.ctx) if use_graphs else None
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs captured: at most one for each group of rows and each multiple of BUCKET places."""
+        return 0 if self._graphs is None else self._graphs.count
 
     def prefill(self, chunk: PromptPass) -> Tensor | None:
         """Run a chunk of prompts. Returns the logits of their last tokens, [ends, V] float32, on the last stage."""

@@ -13,10 +13,18 @@ if TYPE_CHECKING:
     from megatron.generation.model import InferenceModel
 
 
-def work_with_model(load: LoadOptions, work: Callable[[InferenceModel], None]) -> None:
-    """Load the model onto the ranks that a launcher has started, or this one alone, and call `work` on each."""
-    from megatron import accelerator
+def work_with_model(
+    load: LoadOptions, work: Callable[[InferenceModel], None], *, use_graphs: bool | None = None
+) -> None:
+    """Load the model onto the ranks that a launcher has started, or this one alone, and call `work` on each.
 
+    `use_graphs`: passes are to be replayed as graphs of the device.
+    """
+    from megatron import accelerator
+    from megatron.device_graphs import set_graph_variables
+
+    if use_graphs:
+        set_graph_variables(load.device, load.tensor_model_parallel_size, lazy=True)
     device = accelerator.choose_device(load.device)  # before anything imports deepspeed
 
     import torch.distributed as dist

@@ -7,7 +7,7 @@ continuations take the output projection. A context that several continuations s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,15 +20,19 @@ from torch import Tensor
 
 from megatron.config.options import ConfigError
 from megatron.data.packing import pack_dataset
+from megatron.generation.graphs import PassGraphs
 from megatron.generation.model import InferenceModel
 from megatron.models.kv_cache import CachedTokens
 from megatron.models.transformer import unpack
 from megatron.parallel.chosen_log_probs import label_scores
+from megatron.parallel.context import ParallelContext
 
 ROW_TOKENS = 2048
 """Tokens of a row, unless a sequence is longer: enough for matrix products to be fast, few enough to fit."""
 MOST_SENDS = 2
 """Hidden states that a stage sends before it waits for the next stage."""
+MOST_GRAPHS = 32
+"""Largest number of graphs of an evaluation."""
 SHOWN_FAULTS = 5
 
 
@@ -61,10 +65,12 @@ def score(
     *,
     row_tokens: int = ROW_TOKENS,
     on_row: Callable[[], None] = lambda: None,
+    graphs: RowGraphs | None = None,
 ) -> list[Score]:
     """Return the score of each request, in order, on every rank. Collective: every rank passes the same requests.
 
-    `on_row` is called before each pass of this rank. Raises ConfigError for requests that the model cannot take.
+    `on_row` is called before each pass of this rank. `graphs`: replay passes by them, those of earlier calls too.
+    Raises ConfigError for requests that the model cannot take.
     """
     if faults := list(_faults(model, requests)):
         more = [f"and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
@@ -72,8 +78,10 @@ def score(
     ctx, ends = model.ctx, np.cumsum([len(request.ids) for request in requests], dtype=np.int64)
     # log-probability of each id, and 1 where it is the most probable one
     found = torch.zeros(2, int(ends[-1]) if len(ends) else 0, dtype=torch.float64)
-    rows = list(_rows(_documents(requests, row_tokens), row_tokens))[ctx.batch_rank :: ctx.num_batch_ranks]
-    for row, (log_probs, largest) in _run(model, rows, on_row):
+    # the sequences of a dataset, whose contexts have one token, lie alike in all rows if none is shared
+    documents = _documents(requests, row_tokens, least=1 if graphs is None else 2)
+    rows = list(_rows(documents, row_tokens))[ctx.batch_rank :: ctx.num_batch_ranks]
+    for row, (log_probs, largest) in _run(model, rows, on_row, graphs):
         places = np.concatenate([np.arange(ends[n] - len(requests[n].ids), ends[n]) for n in row.requests])
         found[:, torch.from_numpy(places)] = torch.stack([log_probs.double(), largest.double()]).cpu()
     if ctx.world_size > 1:
@@ -139,12 +147,15 @@ class _Span(NamedTuple):
     """End of each branch; the first begins at the context's end, each other one at the end of the one before."""
 
 
-def _documents(requests: Sequence[Continuation], row_tokens: int) -> list[_Document]:
-    """Return the contexts, each with all its continuations, or as many as a row holds."""
+def _documents(requests: Sequence[Continuation], row_tokens: int, least: int = 1) -> list[_Document]:
+    """Return the contexts, each with all its continuations, or as many as a row holds.
+
+    Contexts of fewer tokens than `least` are not shared.
+    """
     found: list[_Document] = []
     last: dict[tuple[int, ...], _Document] = {}
     for number, request in enumerate(requests):
-        document = last.get(request.context)
+        document = last.get(request.context) if len(request.context) >= least else None
         if document is None or len(document) + len(request.ids) - 1 > row_tokens:
             document = last[request.context] = _Document(request.context, [])
             found.append(document)
@@ -190,10 +201,8 @@ def _row(documents: Sequence[_Document]) -> _Row:
 class _BranchingTokens(CachedTokens):
     """The tokens of a row: each sees its context and its own branch. Nothing is cached."""
 
-    def __init__(self, row: _Row, device: torch.device) -> None:
-        self.positions_BS = torch.from_numpy(row.positions).unsqueeze(0).to(device)
-        self._num_positions = int(row.positions.max()) + 1
-        self._spans = row.spans
+    def __init__(self, spans: list[_Span], num_positions: int, positions_BS: Tensor) -> None:
+        self._spans, self._num_positions, self.positions_BS = spans, num_positions, positions_BS
 
     def angles(self, table: Callable[[int, torch.device], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if self._angles is None:
@@ -226,8 +235,32 @@ class _BranchingTokens(CachedTokens):
 # Passes through the stages
 
 
+class RowGraphs:
+    """Forward passes of a stage, replayed as graphs of the device for rows whose layout has come before.
+
+    The rows of a dataset have one layout, those of most tasks as many as there are rows.
+    """
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        """Raises ConfigError where the device has no graphs."""
+        self._graphs = PassGraphs(ctx, most=MOST_GRAPHS)
+        self._seen: set[Hashable] = set()
+
+    @property
+    def count(self) -> int:
+        """Number of graphs captured."""
+        return self._graphs.count
+
+    def run(self, layout: Hashable, forward: Callable[[Tensor, Tensor], Any], inputs: tuple[Tensor, Tensor]) -> Any:
+        """Return forward(*inputs); the next row may overwrite it."""
+        if layout in self._seen:
+            return self._graphs.run(layout, forward, inputs)
+        self._seen.add(layout)
+        return forward(*inputs)
+
+
 def _run(
-    model: InferenceModel, rows: Sequence[_Row], on_row: Callable[[], None]
+    model: InferenceModel, rows: Sequence[_Row], on_row: Callable[[], None], graphs: RowGraphs | None
 ) -> Iterator[tuple[_Row, tuple[Tensor, Tensor]]]:
     """Run the rows through all stages; yield each with its scores on the rank that reports them."""
     ctx = model.ctx
@@ -240,9 +273,11 @@ def _run(
             shape = (len(row.tokens), 1, model.config.model.hidden_size)
             inside = torch.empty(shape, dtype=model.dtype, device=ctx.device)
             dist.recv(inside, ctx.rank - distance)
-        outputs = model.forward_stage((inside, _BranchingTokens(row, ctx.device)))
+        positions = torch.from_numpy(row.positions).unsqueeze(0).to(ctx.device)
+        outputs = _forward(model, row, inside, positions, graphs)
         if not ctx.is_last_stage:
             hidden = unpack(outputs)[0].contiguous()
+            hidden = hidden if graphs is None else hidden.clone()  # the next graph may overwrite it
             sends.append((dist.isend(hidden, ctx.rank + distance), hidden))
             if len(sends) > MOST_SENDS:
                 sends.popleft()[0].wait()
@@ -254,3 +289,16 @@ def _run(
             yield row, scores
     for work, _ in sends:
         work.wait()
+
+
+def _forward(model: InferenceModel, row: _Row, inside: Tensor, positions: Tensor, graphs: RowGraphs | None) -> Any:
+    """Return what this stage makes of a row: its tokens [1, S], or the hidden states [S, 1, H] of the stage before."""
+    num_positions = int(row.positions.max()) + 1
+
+    def forward(inside: Tensor, positions_BS: Tensor) -> Any:
+        return model.forward_stage((inside, _BranchingTokens(row.spans, num_positions, positions_BS)))
+
+    if graphs is None:
+        return forward(inside, positions)
+    layout = num_positions, tuple((span.begin, span.context_end, *span.ends) for span in row.spans)
+    return graphs.run(layout, forward, (inside, positions))

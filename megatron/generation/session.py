@@ -40,7 +40,7 @@ class Session:
         self.model, self.command, self.options = model, command, command.generation
         prompts = command.prompts
         if prompts.use_graphs:
-            check_graphs(model.ctx.device)
+            check_graphs(model.ctx)
         self.encoder = PromptEncoder(model, prompts.chat_template, command.load.tokenizer_model, prompts.system)
         if faults := list(_unknown_ids(self.options, model.vocab_size)):
             raise ConfigError(faults)
@@ -122,6 +122,8 @@ class Session:
         if kept := self.statistics.kept_tokens:
             parts.insert(1, f"{kept:,} tokens of earlier turns kept")
         gib = 2.0**30
+        if graphs := self.statistics.graphs:
+            parts.append(f"{graphs:,} graphs captured")
         weights, cache = self.model.weight_bytes / gib, self.statistics.cache_bytes / gib
         peak = memory_stats()[MAX_ALLOCATED]
         return (

@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from megatron.command_names import command_name
 from megatron.config.flags import dashed
 from megatron.config.options import Config, ConfigError
+from megatron.device_graphs import LAZY_MODE, graph_faults, graph_variables
 from megatron.devices import detect_device
 from megatron.exit_codes import DONE, REFUSED
 from megatron.generation.load_options import LoadOptions
@@ -38,6 +39,11 @@ class Command(Protocol):
 
     @property
     def load(self) -> LoadOptions: ...
+
+    @property
+    def use_graphs(self) -> bool | None:
+        """Passes are replayed as graphs of the device."""
+        ...
 
 
 C = TypeVar("C", bound=Command)
@@ -88,7 +94,7 @@ class InferenceCommand(Generic[C]):
             command, _ = self.read(flags)  # the first rank gives the notes
         except ConfigError as error:
             return refused([*faults, *error.faults])
-        plan = plan_ranks(self.main, request, flags, command.load, is_chat=self.is_chat(command))
+        plan = plan_ranks(self.main, request, flags, command, is_chat=self.is_chat(command))
         if faults := [*faults, *request.faults, *self.check(command, request, plan)]:
             return refused(faults)
         if request.dry_run:
@@ -155,9 +161,10 @@ def launch_request(namespace: argparse.Namespace, script: Script, environment: M
 
 
 def plan_ranks(
-    main: str, request: LaunchRequest, flags: Sequence[str], load: LoadOptions, *, is_chat: bool
+    main: str, request: LaunchRequest, flags: Sequence[str], command: Command, *, is_chat: bool
 ) -> LaunchPlan:
     """Return the plan of the ranks that run the module `main`. Problems are added to request.faults."""
+    load = command.load
     device = load.device if load.device != "auto" else request.device
     if device not in ("hpu", "cuda", "cpu"):
         device = detect_device(allow_hpu=device != "no-hpu")
@@ -183,6 +190,13 @@ def plan_ranks(
     environment = dict(request.environment) | {"DS_ACCELERATOR": device}
     if device == "cpu":
         environment.setdefault("OMP_NUM_THREADS", threads_per_rank(devices))
+    if command.use_graphs:
+        given = {**os.environ, **environment}
+        lazy = given[LAZY_MODE] != "0" if given.get(LAZY_MODE) else None
+        tensor_size = load.tensor_model_parallel_size
+        request.faults += graph_faults("use_graphs", device, lazy=lazy, tensor_size=tensor_size, environment=given)
+        if device == "hpu":
+            environment |= {LAZY_MODE: "1"} | graph_variables(device, tensor_size)
     return LaunchPlan(
         config=Config(),
         train_flags=(*flags, "--device", device),

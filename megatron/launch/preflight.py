@@ -16,6 +16,7 @@ from megatron.config.dependents import slow_mode
 from megatron.config.flags import flag
 from megatron.config.options import Config, on_device
 from megatron.config.validation import check, idle
+from megatron.device_graphs import LAZY_MODE, graph_faults, graph_variables
 from megatron.devices import detect_device
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
@@ -27,7 +28,6 @@ from megatron.launch.plan import Host, LaunchPlan, LaunchRequest, RefusedError
 from megatron.planning.pipeline import partition_warnings
 from megatron.training.deepspeed_config import check_deepspeed
 
-LAZY_MODE = "PT_HPU_LAZY_MODE"
 SIZES = frozenset({"nodes", "devices_per_node", "data_parallel_size"})
 MEETING = frozenset({"hostsfile", "rendezvous"})
 UNREADABLE = SIZES | MEETING
@@ -65,6 +65,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     if _lacks_data(command, request) and request.dry_run:
         warnings.append("no dataset is given; the run itself will need --data-path")
     faults += faults_in_all(_check_layout(request, layout) for layout in layouts)
+    faults += faults_in_all(_check_graphs(request, layout.config, lazy=lazy) for layout in layouts)
     devices = {layout.devices_per_node for layout in layouts}
     known_devices = devices.pop() if len(devices) == 1 and not request.unread & SIZES else 1
     hosts, of_hosts = ([], []) if request.unread & MEETING else find_hosts(request, known_devices)
@@ -203,6 +204,14 @@ def _check_layout(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     yield from checks.check_load(config)
 
 
+def _check_graphs(request: LaunchRequest, config: Config, *, lazy: bool | None) -> Iterator[str]:
+    """Yield what keeps an HPU from running the graphs of evaluations; another device is another fault."""
+    if config.data.eval_graphs and config.parallel.device == "hpu":
+        tensor_size = config.parallel.tensor_model_parallel_size
+        environment = {**os.environ, **request.environment}
+        yield from graph_faults("eval_graphs", "hpu", lazy=lazy, tensor_size=tensor_size, environment=environment)
+
+
 def _check_launcher(
     request: LaunchRequest, layouts: Sequence[Layout], hosts: Sequence[Host], flags: Sequence[str]
 ) -> Iterator[str]:
@@ -306,6 +315,8 @@ def _rank_environment(request: LaunchRequest, layout: Layout, *, lazy: bool | No
         environment[LAZY_MODE] = "1" if lazy else "0"
     if device != "auto":
         environment["DS_ACCELERATOR"] = device
+    if layout.config.data.eval_graphs:
+        environment |= graph_variables(device, layout.config.parallel.tensor_model_parallel_size)
     if device == "cpu":
         threads = str(request.cores_per_rank) if request.cores_per_rank else threads_per_rank(layout.devices_per_node)
         environment.setdefault("OMP_NUM_THREADS", threads)

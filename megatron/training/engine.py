@@ -203,6 +203,11 @@ class Engine(ABC):
         loss = self._evaluate([(batch.inputs, batch.targets) for batch in microbatches], num_microbatches)
         return Evaluation(loss, normaliser, self._losses.metrics)
 
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs of the device that evaluations have captured on this rank."""
+        return 0
+
     def forward(
         self,
         microbatches: Sequence[Microbatch],

@@ -54,6 +54,7 @@ class Evaluator:
             return self.shutdown.decide(self.progress)
 
         self.watchdog.phase("evaluation", self.progress.iteration)
+        graphs_before = self.engine.num_graphs
         sets = dataset if isinstance(dataset, SeparateSets) else SeparateSets([""], [dataset], None)
         found = dict[str, Evaluated]()
         with self.engine.timers.on_host("evaluate"):
@@ -68,6 +69,8 @@ class Evaluator:
             for name, each in found.items():
                 self._log(split, each, name)
         self._log(split, whole)
+        if (count := self.engine.num_graphs) > graphs_before:
+            self.log.message(f"{count} HPU graphs captured for evaluations, one a shape")
         return whole.loss, int(whole.normaliser), {**whole.metrics, **losses}
 
     def _log(self, split: Literal["valid", "test"], found: Evaluated, name: str | None = None) -> None:

@@ -11,17 +11,25 @@ from torch import Tensor, nn
 from megatron.generation.graphs import PassGraphs
 from megatron.parallel.context import ParallelContext
 
+MOST_GRAPHS = 64
+"""Largest number of graphs of a stage, more than the lengths of rows of a fine-tuning run."""
+
 
 class EvaluationGraphs:
     """The forward pass of a stage: within `on` by a graph, which reads the weights where training updates them."""
 
     def __init__(self, module: nn.Module, ctx: ParallelContext) -> None:
         """Take the place of the module's forward pass. Raises ConfigError where the device has no graphs."""
-        self._graphs = PassGraphs(ctx.device, "eval_graphs")
+        self._graphs = PassGraphs(ctx, "eval_graphs", MOST_GRAPHS)
         self._is_last = ctx.is_last_stage
         self._forward: Callable[[Any], Any] = module.forward
         self._is_on = False
         module.forward = self._run  # type: ignore[method-assign]
+
+    @property
+    def count(self) -> int:
+        """Number of graphs captured."""
+        return self._graphs.count
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:

@@ -49,6 +49,10 @@ class PipelineEngine(Engine):
                 kind: self.trace.recorded(kind.__name__, method) for kind, method in engine._INSTRUCTION_MAP.items()
             }
 
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._graphs is None else self._graphs.count
+
     def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         table = self.deepspeed._INSTRUCTION_MAP
         last = WeightPass if self.config.parallel.schedule == "zero-bubble" else BackwardPass

@@ -59,12 +59,6 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "recompute_modules=mlpact does not name a part of a layer",
         "use core_attn, layernorm, mlp, mlp_act",
     ),
-    "evaluations' collectives": (
-        "--eval-graphs --tensor-model-parallel-size 2",
-        2,
-        "holds no collectives, but tensor_model_parallel_size=2",
-        "leave it out",
-    ),
     "evaluations' engine": (
         "--eval-graphs --zero-stage 2",
         1,

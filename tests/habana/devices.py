@@ -17,15 +17,21 @@ from deepspeed.accelerator import real_accelerator
 from megatron.tasks.task import Microbatch
 from megatron.training.engine import Engine
 from tests import runs
+from tests.evaluation import runs as evaluations
 from tests.generation import commands
 from tests.habana.runs import importable
 
 
 @contextlib.contextmanager
-def on_hpu(*, lazy: bool = True) -> Iterator[Any]:
-    """Give this process the device that DeepSpeed and torch know as hpu; yield the stand-in."""
+def on_hpu(*, lazy: bool = True, collectives: str = "false") -> Iterator[Any]:
+    """Give this process the device that DeepSpeed and torch know as hpu; yield the stand-in.
+
+    `collectives`: PT_HPU_ENABLE_LAZY_COLLECTIVES, without which a graph holds none.
+    """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    with importable(), patch.dict(os.environ, {"PT_HPU_LAZY_MODE": str(int(lazy)), "DS_ACCELERATOR": "hpu"}):
+    variables = {"PT_HPU_LAZY_MODE": str(int(lazy)), "DS_ACCELERATOR": "hpu"}
+    variables["PT_HPU_ENABLE_LAZY_COLLECTIVES"] = collectives
+    with importable(), patch.dict(os.environ, variables):
         importlib.import_module("habana_frameworks.torch")
         on_cpu = importlib.import_module("habana_frameworks.torch.on_cpu")
         accelerator = importlib.import_module("deepspeed.accelerator.hpu_accelerator").HPU_Accelerator()
@@ -34,9 +40,9 @@ def on_hpu(*, lazy: bool = True) -> Iterator[Any]:
     torch.use_deterministic_algorithms(deterministic)  # DeepSpeed's accelerator demands them
 
 
-def train(arguments: str) -> tuple[str, Counter[str]]:
+def train(arguments: str, collectives: str = "false") -> tuple[str, Counter[str]]:
     """Return the fault of a run, and the calls of Habana's kernels and step marks."""
-    with on_hpu() as stand_in:
+    with on_hpu(collectives=collectives) as stand_in:
         return runs.train(arguments, "hpu"), stand_in.counts()
 
 
@@ -85,7 +91,14 @@ def _shapes(batch: Microbatch) -> tuple[Any, ...]:
     return (*(tuple(tensor.shape) for tensor in tensors), batch.beside and _shapes(batch.beside))
 
 
-def generate(arguments: list[str]) -> tuple[str, Counter[str]]:
-    """Return what a generation prints, and its calls."""
-    with on_hpu() as stand_in:
-        return commands.generate(arguments, "hpu")[0], stand_in.counts()
+def generate(arguments: list[str], collectives: str = "false") -> tuple[str, str, Counter[str]]:
+    """Return what a generation prints on stdout and stderr, and its calls."""
+    with on_hpu(collectives=collectives) as stand_in:
+        return *commands.generate(arguments, "hpu"), stand_in.counts()
+
+
+def evaluate(arguments: list[str], collectives: str = "false") -> Counter[str]:
+    """Measure a model; return the calls."""
+    with on_hpu(collectives=collectives) as stand_in:
+        evaluations.run(arguments, "hpu")
+        return stand_in.counts()

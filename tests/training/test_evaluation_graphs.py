@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.tasks import chats
 
 STEPS, EVALUATIONS, BATCHES = 4, 3, 2
 PP2 = "--pipeline-model-parallel-size 2 --bf16"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PACKED = "--packing step --max-batch-len 64"
 FLAGS = (
     f"--num-layers 4 --vocab-size 256 --seq-length 32 --train-iters {STEPS} --eval-interval 2 --eval-iters {BATCHES} "
     "--hidden-dropout 0.1 --attention-dropout 0 --split 6,4,0 --log-memory-interval 0 --micro-batch-size 1 "
@@ -25,6 +28,9 @@ FLAGS = (
     [
         ("pretrain", ""),
         ("sft", PP2),
+        ("packed", TP2),
+        pytest.param("packed", "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param("pretrain", TP2, marks=pytest.mark.slow),
         pytest.param("pretrain", PP2, marks=pytest.mark.slow),
         pytest.param("sft", "", marks=pytest.mark.slow),
     ],
@@ -32,15 +38,16 @@ FLAGS = (
 def test_replayed_evaluations_have_the_losses_of_others(
     ranks: RankPools, tmp_path: Path, task: str, layout: str
 ) -> None:
-    if task == "sft":
+    if task != "pretrain":
         data = chats.write_chats(tmp_path / "data", chats.some_lengths(40, 30))
-        flags = f"{FLAGS} --task sft --packing none --bucketing optimal --num-buckets 3 --no-compile-ahead"
+        rows = PACKED if task == "packed" else "--packing none --bucketing optimal --num-buckets 3"
+        flags = f"{FLAGS} --task sft {rows} --no-compile-ahead"
     else:
         data, flags = runs.write_dataset(tmp_path / "data"), FLAGS
     flags += f" --data-path {data} {layout}"
     losses = []
     for option in ("", "--eval-graphs"):
-        found = ranks(2)(devices.train, f"{flags} {option} --results-dir {tmp_path / option}")
+        found = ranks(2)(devices.train, f"{flags} {option} --results-dir {tmp_path / option}", "true")
         assert {fault for fault, _ in found} == {""}
         losses.append([row["lm_loss"] for kind in ("train", "valid") for row in runs.rows(tmp_path / option, kind)])
         for _, calls in found:
@@ -48,7 +55,11 @@ def test_replayed_evaluations_have_the_losses_of_others(
             if task == "pretrain" and option:  # each rank has all microbatches of a stage, or half of them
                 assert calls["capture_begin"] == 1
                 assert calls["replay"] == EVALUATIONS * BATCHES * (4 if layout else 2)
-            assert calls["capture_begin"] <= 3
+            assert calls["capture_begin"] <= (4 if task == "packed" else 3)
+        if option:
+            log = (tmp_path / option / "train.log").read_text(encoding="utf-8")
+            counts = re.findall(r"(\d+) HPU graphs captured for evaluations", log)
+            assert int(counts[-1]) == found[0][1]["capture_begin"]
     assert len(losses[0]) == STEPS + EVALUATIONS
     assert losses[0] == losses[1]
 

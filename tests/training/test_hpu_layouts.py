@@ -95,6 +95,6 @@ def test_texts_on_hpu_are_those_of_the_cpu(ranks: RankPools, tmp_path: Path, mod
     ((expected, _),) = ranks(1)(commands.generate, [*words, "1"])
     found = ranks(4)(devices.generate, [*words, "2", "--pipeline-model-parallel-size", "2"])
     assert found[0][0] == expected != ""
-    for _, calls in found:
+    for _, _, calls in found:
         for kernel in ("apply_rotary_pos_emb", "FusedRMSNorm"):
             assert (calls[kernel] > 0) == (model == "llama")

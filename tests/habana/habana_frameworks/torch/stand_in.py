@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 calls: list[tuple[str, dict[str, Any]]] = []
@@ -32,6 +33,8 @@ defragmentations = [0, 0]
 recipe_cache = (0, 0)
 """Compiled graphs found in the cache, and not found."""
 recompute_sdp = [True]
+lazy_collectives = os.environ.get("PT_HPU_ENABLE_LAZY_COLLECTIVES", "False").lower() in ("true", "1")
+"""Graphs may hold collectives: read once, as the bridge does when it is loaded."""
 
 
 def called(name: str) -> list[dict[str, Any]]:
