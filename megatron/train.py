@@ -269,12 +269,13 @@ def build_schedule(config: Config, ctx: ParallelContext, start: Start, task: Tas
     for each in raise_on_all_ranks(ctx, lambda: describe_mix(task.drawn(dataset, schedule.total_samples))):
         announce(ctx, f"mix: {each}")
     checkpoint = start.checkpoint
-    if checkpoint is None or start.progress.iteration == 0 or start.options.no_load_optim:
-        return schedule
-    saved, where = checkpoint.metadata.get("schedule"), str(checkpoint.folder)
-    schedule, line = raise_on_all_ranks(ctx, lambda: resumed_schedule(schedule, saved, where, config.optimizer))
-    if line:
-        announce(ctx, line)
+    if checkpoint is not None and start.progress.iteration and not start.options.no_load_optim:
+        saved, where = checkpoint.metadata.get("schedule"), str(checkpoint.folder)
+        schedule, line = raise_on_all_ranks(ctx, lambda: resumed_schedule(schedule, saved, where, config.optimizer))
+        if line:
+            announce(ctx, line)
+    if warning := schedule.unended_warmup():
+        announce(ctx, f"WARNING: {warning}")
     return schedule
 
 
@@ -300,8 +301,10 @@ def open_log(
     """Return the log, which rank 0 writes. Collective."""
     from megatron import accelerator
     from megatron.observability.metrics import MetricsLog
+    from megatron.planning.progress import tokens_of_run
     from megatron.resilience.errors import raise_on_all_ranks
 
+    of_data = partial(task.consumed_tokens, dataset)
     return raise_on_all_ranks(
         ctx,
         lambda: MetricsLog(
@@ -310,7 +313,7 @@ def open_log(
             world_size=ctx.world_size,
             device_peak_tflops=accelerator.peak_tflops(),
             total_iterations=total_iterations,
-            tokens=partial(task.consumed_tokens, dataset),
+            tokens=of_data if dataset is None else tokens_of_run(of_data, progress),
             resumed_iteration=progress.iteration,
             loss_unit=task.loss_unit,
             loss_name=task.loss_name,

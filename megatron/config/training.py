@@ -230,6 +230,12 @@ class OptimizerConfig:
     offload_param: bool = False
     """Keep the parameters in host memory. Requires zero_stage 3."""
 
+    @property
+    def given_warmup(self) -> str:
+        """Return the option that sets the length of the warm-up, with its value."""
+        names = "lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"
+        return next((f"{name}={value}" for name in names if (value := getattr(self, name))), "lr_warmup_samples")
+
 
 @dataclass(frozen=True, config=STRICT)
 class GuardConfig:

@@ -312,7 +312,8 @@ def _check_schedule(config: Config) -> Iterator[str]:
     warmup = optimizer.lr_warmup_samples or samples_after(training, optimizer.lr_warmup_iters)
     warmup = warmup or int((optimizer.lr_warmup_fraction or 0) * decay)
     if decay and warmup >= decay and optimizer.lr_decay_style != "constant":
-        yield f"the warm-up of {warmup} samples must be shorter than the decay of {decay} samples; shorten lr_warmup_*"
+        rule = f"the warm-up of {warmup} samples must be shorter than the decay of {decay} samples"
+        yield f"{rule}; lower {optimizer.given_warmup}"
     if optimizer.lr_decay_style == "WSD":
         last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size
         if not last:

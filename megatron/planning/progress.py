@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,8 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
+    consumed_tokens: int | None = None
+    """Tokens of these samples, set when they are saved. None: not known."""
     skipped_iterations: int = 0
     nan_iterations: int = 0
     skipped_in_a_row: int = 0
@@ -96,3 +98,13 @@ class Progress:
             else:
                 merged.append((start, stop))
         self.left_out = sorted(merged)
+
+
+def tokens_of_run(of_data: Callable[[int], int], start: Progress) -> Callable[[int], int]:
+    """Return a function: the number of tokens in the first samples of a run that starts, or resumes, at `start`.
+
+    `of_data` counts the samples of its data. Of another length, as after a resume with another seq_length, are those
+    before `start`: they count as they were read.
+    """
+    before = 0 if start.consumed_tokens is None else start.consumed_tokens - of_data(start.consumed_samples)
+    return lambda samples: before + of_data(samples)

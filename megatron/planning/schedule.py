@@ -161,6 +161,18 @@ class Schedule:
             found.append(steps)
         return found
 
+    def unended_warmup(self) -> str | None:
+        """Return a warning if the warm-up is longer than the run, which then never has its learning rate."""
+        params, total = self.params, self.total_samples
+        end = params.lr_warmup[-1][0] if params.lr_warmup else 0
+        if end <= total:
+            return None
+        highest = self.learning_rate(self.samples_after(max(0, self.total_iterations - 1)))
+        return (
+            f"the warm-up of {end:,.0f} samples is longer than the run of {total:,}: its learning rate reaches "
+            f"{highest:.3g} instead of lr={params.lr:g}; lower {self.optimizer.given_warmup}"
+        )
+
     def learning_rate(self, consumed_samples: int) -> float:
         """Learning rate of the step that starts at `consumed_samples`."""
         return self.params.learning_rate(consumed_samples)

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -136,8 +135,7 @@ class Loop:
             self.engine, self.task, self.datasets, self.progress, self.log, self.shutdown, self.watchdog
         )
         self._best = BestTracker(config, ctx, self.progress, self.datasets[1], self.log.message, self._is_lost)
-        tokens = partial(self.task.consumed_tokens, self.datasets[0])
-        self._events = Events(config, self.engine, self.progress, self.schedule, tokens)
+        self._events = Events(config, self.engine, self.progress, self.schedule, self.log.tokens_of)
         self.shutdown.find_error = self._error
         if self.checkpoints is not None:
             self.checkpoints.on_saved = self._events.saved
@@ -318,7 +316,7 @@ class Loop:
                 iteration=progress.iteration,
                 steps=interval.steps,
                 consumed_samples=progress.consumed_samples,
-                consumed_tokens=self.task.consumed_tokens(self.datasets[0], progress.consumed_samples),
+                consumed_tokens=self.log.tokens_of(progress.consumed_samples),
                 elapsed_s=elapsed_s,
                 learning_rate=lr,
                 global_batch_size=size,
@@ -387,6 +385,7 @@ class Loop:
     def _save(self, *, and_export: bool) -> None:
         assert self.checkpoints is not None
         self._guard.before_save()
+        self.progress.consumed_tokens = self.log.tokens_of(self.progress.consumed_samples)
         with self.engine.timers.on_host("save-checkpoint"):
             fingerprint = self.datasets[0].fingerprint
             self.checkpoints.save(

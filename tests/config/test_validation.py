@@ -329,14 +329,14 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "--train-iters none --train-samples 999 --rampup-batch-size 2 2 100 --lr-warmup-iters 200",
         1,
         "warm-up of 1452 samples must be shorter than the decay of 999",
-        "shorten",
+        "lower lr_warmup_iters=200",
     ),
     "min lr": ("--min-lr 1", 1, "min_lr=1.0 is above lr=0.0001", "lower it"),
     "long warm-up": (
         "--lr-warmup-iters 100",
         1,
         "warm-up of 800 samples must be shorter than the decay of 800",
-        "shorten",
+        "lower lr_warmup_iters=100",
     ),
     "wsd part": ("--lr-decay-style WSD", 1, "lr_decay_style=WSD needs", "give one"),
     "long wsd part": (

@@ -257,6 +257,18 @@ def test_warmup_fraction_is_of_the_decay() -> None:
             assert found == pytest.approx(learning_rate(given, TRAINING, at), rel=1e-12)
 
 
+def test_a_warmup_longer_than_the_run_is_named_with_the_rate_that_is_reached() -> None:
+    """As of a recipe's 25 steps over a few chats: 39 of them are 3 steps, the last from sample 32 of 375 + 24."""
+    training = TrainingConfig(global_batch_size=16, num_epochs=1, task="sft")
+    schedule = Schedule(training, OptimizerConfig(lr=2e-5, lr_warmup_iters=25), samples_per_epoch=39)
+    warning = schedule.unended_warmup()
+    assert warning is not None
+    assert warning.endswith("its learning rate reaches 1.6e-06 instead of lr=2e-05; lower lr_warmup_iters=25")
+    assert schedule.learning_rate(32) == pytest.approx(1.6e-6)
+    for kept in ({"lr_warmup_iters": 3}, {}):
+        assert Schedule(training, OptimizerConfig(**kept), samples_per_epoch=39).unended_warmup() is None
+
+
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD"])
 def test_lengths_in_iterations_equal_lengths_in_samples(style: Any) -> None:
     in_samples = OptimizerConfig(**{**WSD, "lr_decay_style": style})

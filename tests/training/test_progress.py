@@ -109,6 +109,7 @@ def test_a_run_is_refused_before_anything_is_built_and_goes_on_when_allowed(
     ranks: RankPools, tmp_path: Path, data: Path
 ) -> None:
     flags = f"--data-path {data} --save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --lr-warmup-iters 0"
+    flags += " --position-embedding-type alibi"
     assert set(ranks(2)(runs.train, f"{flags} --train-iters 3")) == {""}
     longer = f"{flags} --train-iters 4 --exit-interval 4"  # in the same order, with another learning rate
     for fault in ranks(2)(runs.train, longer):
@@ -122,7 +123,11 @@ def test_a_run_is_refused_before_anything_is_built_and_goes_on_when_allowed(
     runs.write_dataset(data, seed=1)
     refused = ranks(2)(runs.train, f"{flags} --train-iters 5")
     assert all("CheckpointError" in fault and "holds other documents" in fault for fault in refused), refused
+    flags += f" --seq-length 8 --results-dir {tmp_path / 'shorter'}"
     said = ranks(2)(runs.announced, f"{flags} --train-iters 5 --allow-data-change")[0]
     assert said[0].startswith("WARNING: the data is not that of the checkpoint (allow_data_change): ")
-    assert said[-1] == "changed since the checkpoint: train_iters=5 here, 4 there"
+    assert said[-1] == "changed since the checkpoint: seq_length=8 here, 16 there; train_iters=5 here, 4 there"
+    # the tokens of the earlier steps count as they were read, four of 8 samples of 16 tokens
+    assert runs.rows(tmp_path / "shorter")[0]["consumed_tokens"] == 4 * 8 * 16 + 8 * 8
+    assert Checkpoint(tmp_path / "saved" / "global_step5").metadata["progress"]["consumed_tokens"] == 576
     assert (tmp_path / "saved" / "latest").read_text().split()[0] == "global_step5"
