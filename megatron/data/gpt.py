@@ -37,6 +37,7 @@ HeldOut = TokenDataset | SeparateSets | None
 Datasets = tuple[TokenDataset | None, HeldOut, HeldOut]
 """Training, validation and test samples."""
 SPLITS = ("train", "valid", "test")
+SPLIT_WORDS = ("training", "validation", "test")
 VOCABULARY_PARTS = 16
 VOCABULARY_PART = 1 << 18
 """Parts of a dataset, and tokens in each, whose ids are compared with the vocabulary when it is opened."""
@@ -286,12 +287,13 @@ def build_datasets(
             check_training_size(members, data, seq_length)
         by_size = blended and members[0].weight is None
         kept = [member for member in members if member.num_tokens > (seq_length if by_size else 0)]
-        if not kept:
-            return None
         if len(kept) < len(members):
             absent = ", ".join(sorted({member.data.prefix for member in members if member not in kept}))
             what = "samples" if by_size else "documents"
-            logger.warning("no %s %s in %s%s; left out", SPLITS[split], what, absent, said_split(data))
+            effect = "left out" if kept else f"the run has no {SPLIT_WORDS[split]} loss"
+            logger.warning("no %s %s in %s%s; %s", SPLIT_WORDS[split], what, absent, said_split(data), effect)
+        if not kept:
+            return None
 
         def build(member: int, count: int | None) -> GPTDataset:
             return GPTDataset(

@@ -15,7 +15,7 @@ from megatron.config.data import parse_data_path, parse_split
 from megatron.config.options import Config
 from megatron.data.blend import Drawn, digest, normalize
 from megatron.data.epochs import EpochOrder, seed_of, shuffled
-from megatron.data.gpt import SPLITS
+from megatron.data.gpt import SPLIT_WORDS, SPLITS
 from megatron.data.indexed import DataError
 from megatron.data.packing import Packs, pack_dataset
 from megatron.data.repeats import Documents, repeats
@@ -207,7 +207,7 @@ def open_splits(
     for split, (option, words) in enumerate(config.data.paths):
         said = f"{option}={' '.join(words)}" + ("" if config.data.per_split else f", split={config.data.split}")
         kept = [number for number, file in enumerate(files[split]) if len(file.rows)]
-        if len(kept) < len(files[split]) > 1 or (not kept and split == 0):
+        if len(kept) < len(files[split]) or (not kept and split == 0):
             _report_empty(config, split, noun, said, files[split])
         weights = parsed[split][1]
         shares = None if weights is None else [weights[number] for number in kept]
@@ -229,7 +229,8 @@ def _report_empty(config: Config, split: int, noun: str, said: str, files: Seque
         what = f"{said}: {empty[0]}" if 0 < len(empty) < len(files) else said
         raise DataError(f"{what} leaves no {noun} to train on; give more {noun}, or raise the first share of split")
     if config.data.per_split or parse_split(config.data.split)[split]:
-        logger.warning("no %s %s in %s; left out", SPLITS[split], noun, ", ".join(empty))
+        effect = "left out" if len(empty) < len(files) else f"the run has no {SPLIT_WORDS[split]} loss"
+        logger.warning("no %s %s in %s; %s", SPLIT_WORDS[split], noun, ", ".join(empty), effect)
 
 
 def _without_repeats(file: F, earlier: Sequence[F], config: Config, split: int, noun: str) -> F:

@@ -82,7 +82,17 @@ def test_a_blend_leaves_out_members_without_validation_documents(
     )
     assert isinstance(valid, BlendedDataset)
     assert set(valid.dataset_index.tolist()) == {0}
-    assert "no valid documents in" in caplog.text
+    assert "no validation documents in" in caplog.text
+
+
+def test_a_split_that_leaves_no_validation_documents_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a text file, which is one document: the run would have no validation without a word."""
+    text = write_dataset(tmp_path / "text", [100])
+    for split, said in (("949,50,1", f"no validation documents in {text} (split=949,50,1); the run has no"), ("1", "")):
+        caplog.clear()
+        train, valid, _ = build(config(text, split=split), (9, 9, 0))
+        assert (len(train) >= 9, valid) == (True, None)
+        assert [record.getMessage() for record in caplog.records] == ([f"{said} validation loss"] if said else [])
 
 
 def test_prefixes_without_weights_give_every_sample_once_spread_by_size(three: list[Path]) -> None:
@@ -154,7 +164,7 @@ def test_a_validation_set_shorter_than_a_sample_is_left_out_of_a_blend_by_size(
     _, valid, _ = build(data, (5, 5, 0))
     assert isinstance(valid, BlendedDataset)
     assert len(valid.get_batch(range(5))) == 5
-    assert "no valid samples in" in caplog.text
+    assert "no validation samples in" in caplog.text
     assert "short" in caplog.text
     with pytest.raises(DataError, match="less than one sample"):
         build(DataConfig(train_data_path=(str(three[0]), str(short))), (5, 0, 0))

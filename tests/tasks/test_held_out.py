@@ -94,6 +94,17 @@ def test_no_held_out_sample_is_also_trained_on(
     assert sum(counts) == whole - len(held_out)
 
 
+@pytest.mark.parametrize("kind", [SFTTask, PreferenceTask])
+def test_a_file_too_small_for_validation_samples_is_named(
+    tmp_path: Path, kind: type[PackedTask], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = [write(tmp_path / "a", some(kind, 4), kind)]
+    assert opened(kind, data_path=path, split="95,5")[1] is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("no validation ")
+    assert said.endswith(f" in {path[0]}; the run has no validation loss")
+
+
 def contents_of_file(file: Any, kind: type[PackedTask]) -> list[tuple[int, ...]]:
     if kind is SFTTask:
         return [tuple(file.tokens.read(row).tolist()) for row in range(len(file.tokens))]
