@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.acceptance.report import Check
+from megatron.acceptance.rows import read_rows
+from megatron.exit_codes import DONE, REFUSED
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +189,7 @@ def run_all(file: Path) -> None:
 
 def read_checks(file: Path, ended: str) -> list[Check]:
     """Return the checks of a process that wrote `file`; those that it did not reach failed, as `ended` says."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    lines = read_rows(file)
     if not lines:
         return [Check("kernels", None, 0.0, ended)]
     names: dict[str, float] = lines[0]["names"]
@@ -199,9 +201,13 @@ def main(arguments: Iterable[str]) -> int:
     (file,) = arguments
     from megatron import accelerator
 
-    accelerator.choose_device("hpu")
+    try:
+        accelerator.choose_device("hpu")
+    except accelerator.DeviceError as error:
+        print(error)
+        return REFUSED
     run_all(Path(file))
-    return 0
+    return DONE
 
 
 if __name__ == "__main__":

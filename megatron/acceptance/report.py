@@ -1,4 +1,4 @@
-"""The report of an acceptance test: checks, facts, and one file of text with the same in JSON below it."""
+"""The report of an acceptance test: verdict, checks, facts, and one file of text with the same in JSON below it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ import json
 import math
 import re
 import socket
+import sys
+import tempfile
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.files import IMPORT_ROOT, replacing
+
 WIDTH = 100
 NAME, VALUE = 58, 12
 JSON_BEGINS = "\nJSON\n"
-ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
-"""An IPv4 address; versions of four numbers look like one, and are facts, not details."""
+TIME = "%Y-%m-%d %H:%M UTC"
+_OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+ADDRESS = re.compile(rf"(?<![\d.]){_OCTET}(?:\.{_OCTET}){{3}}(?![\d.]*\d)")
+"""An IPv4 address. 1.24.1.482, a version, is none."""
 
 
 @dataclass(frozen=True)
@@ -43,65 +49,111 @@ class Group:
     title: str
     checks: list[Check] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    """Variables of the environment."""
+
+    @property
+    def failures(self) -> list[Check]:
+        return [check for check in self.checks if not check.passed]
 
 
-def failures(groups: Iterable[Group]) -> list[Check]:
-    """Return the checks that failed."""
-    return [check for group in groups for check in group.checks if not check.passed]
-
-
-def summary(groups: Sequence[Group]) -> str:
+def summary(groups: Iterable[Group]) -> str:
     """Return one line on all checks."""
-    count, failed = sum(len(group.checks) for group in groups), len(failures(groups))
-    return f"{count} checks: {count - failed} passed, {failed} failed"
+    checks = [check for group in groups for check in group.checks]
+    failed = sum(not check.passed for check in checks)
+    counted = f"{len(checks)} check{'s' * (len(checks) != 1)}"
+    return f"FAILED: {failed} of {counted}" if failed else f"passed: {counted}"
 
 
-def write_report(file: Path, title: str, groups: Sequence[Group], *, identifies: bool) -> str:
-    """Write the report, and return its text without the JSON.
+@dataclass(frozen=True)
+class AcceptanceReport:
+    """Results of a test so far."""
 
-    Unless it `identifies`, names of this host and user, folders of the user, and addresses in details are replaced.
-    """
-    if not identifies:
-        groups = [
-            Group(
-                group.title,
-                [replace(check, detail=ADDRESS.sub("ADDRESS", anonymous(check.detail))) for check in group.checks],
-                {name: anonymous(value) for name, value in group.facts.items()},
-            )
-            for group in groups
-        ]
-    when = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    lines = [f"{title}, {when}", summary(groups), ""]
-    for group in groups:
-        lines += [group.title, "-" * len(group.title), *_facts(group), *_checks(group), ""]
-    failed = failures(groups)
-    lines += ["passed" if not failed else "FAILED:", *(f"  {check.name}" for check in failed)]
-    content: dict[str, Any] = {
-        "title": title,
-        "time": when,
-        "passed": not failed,
-        "groups": [
-            {
-                "title": group.title,
-                "facts": group.facts,
-                "checks": [asdict(check) | {"passed": check.passed} for check in group.checks],
-            }
-            for group in groups
-        ],
+    title: str
+    groups: Sequence[Group]
+    not_run: Sequence[str] = ()
+    """Names of its parts that have not ended."""
+    time: str = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).strftime(TIME))
+
+    @property
+    def passed(self) -> bool:
+        return not self.not_run and not any(group.failures for group in self.groups)
+
+    def verdict(self) -> list[str]:
+        """Return the lines that say what did not run, what passed, and what failed."""
+        lines = _wrap(f"INCOMPLETE, not run: {'; '.join(self.not_run)}") if self.not_run else []
+        lines.append(summary(self.groups))
+        for group in self.groups:
+            if group.failures:
+                lines += _wrap(group.title, "  ")
+                lines += [line for check in group.failures for line in _wrap(check.name, "    ", "      ")]
+        return lines
+
+    def text(self) -> str:
+        """Return the report, the verdict first. Its lines have at most WIDTH characters."""
+        lines = [f"{self.title}, {self.time}", *self.verdict(), ""]
+        for group in self.groups:
+            title = _wrap(group.title)
+            lines += [*title, "-" * max(map(len, title)), *_facts(group.facts | group.variables), *_checks(group), ""]
+        return "\n".join(lines)
+
+    def write(self, file: Path) -> None:
+        """Write text and JSON, replacing an earlier report there. Raises OSError, and leaves that one then."""
+        content: dict[str, Any] = {
+            "title": self.title,
+            "time": self.time,
+            "passed": self.passed,
+            "not_run": list(self.not_run),
+            "groups": [
+                asdict(group) | {"checks": [asdict(check) | {"passed": check.passed} for check in group.checks]}
+                for group in self.groups
+            ],
+        }
+        with replacing(file) as output:
+            # a number that is not finite has no form in JSON
+            output.write(f"{self.text()}{JSON_BEGINS}{json.dumps(_finite(content), indent=1)}\n".encode())
+
+    def anonymous(self, output: Path) -> AcceptanceReport:
+        """Replace names of this host and user, folders, and addresses in details and variables.
+
+        Args:
+            output: the folder of the test.
+        """
+        names = _private_names(output)
+        return replace(self, groups=[_anonymous_group(group, names) for group in self.groups])
+
+
+def _private_names(output: Path) -> dict[str, str]:
+    """Return what stands for the names of this host and user, and for folders; those inside others come first."""
+    folders = {
+        str(Path.cwd()): "FOLDER",
+        tempfile.gettempdir(): "TEMPORARY",
+        str(Path.home()): "HOME",
+        sys.prefix: "PYTHON",
+        str(IMPORT_ROOT): "CHECKOUT",
+        str(output.absolute()): "OUTPUT",
     }
-    text = "\n".join(lines) + "\n"
-    # a number that is not finite has no form in JSON
-    file.write_text(text + JSON_BEGINS + json.dumps(_finite(content), indent=1) + "\n", encoding="utf-8")
-    return text
+    names = dict(sorted(folders.items(), key=lambda item: -len(item[0])))
+    names |= {socket.gethostname(): "HOST", _user(): "USER"}
+    public = ("root", "localhost")
+    return {name: stands_for for name, stands_for in names.items() if len(name) > 1 and name not in public}
 
 
-def anonymous(text: str) -> str:
-    """Replace the names of this host and user, and the user's folders."""
-    named = {str(Path.cwd()): "FOLDER", str(Path.home()): "HOME", socket.gethostname(): "HOST", _user(): "USER"}
-    for name, stands_for in named.items():
-        if len(name) > 1 and name not in ("root", "/root", "localhost"):
+def _anonymous_group(group: Group, names: Mapping[str, str]) -> Group:
+    def anonymous(text: str) -> str:
+        for name, stands_for in names.items():
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stands_for, text)
-    return text
+        return text
+
+    return Group(
+        anonymous(group.title),
+        [
+            replace(check, name=anonymous(check.name), detail=ADDRESS.sub("ADDRESS", anonymous(check.detail)))
+            for check in group.checks
+        ],
+        {name: anonymous(value) for name, value in group.facts.items()},
+        {name: ADDRESS.sub("ADDRESS", anonymous(value)) for name, value in group.variables.items()},
+    )
 
 
 def _user() -> str:
@@ -111,26 +163,35 @@ def _user() -> str:
         return ""
 
 
-def _facts(group: Group) -> list[str]:
-    width = max((len(name) for name in group.facts), default=0)
-    return [
-        line
-        for name, value in group.facts.items()
-        for line in textwrap.wrap(
-            f"{name:{width}}  {value}", WIDTH, subsequent_indent=" " * (width + 2), break_on_hyphens=False
-        )
-    ]
+def _wrap(text: str, indent: str = "", further: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent if further is None else further,
+        break_on_hyphens=False,
+    )
+
+
+def _facts(facts: Mapping[str, str]) -> list[str]:
+    width = max((len(name) for name in facts), default=0)
+    return [line for name, value in facts.items() for line in _wrap(f"{name:{width}}  {value}", "", " " * (width + 2))]
 
 
 def _checks(group: Group) -> list[str]:
     if not group.checks:
         return []
     lines = [f"{'check':{NAME}}{'value':>{VALUE}}{'tolerance':>{VALUE}}  verdict"]
+    previous = ""
     for check in group.checks:
         value = "none" if check.value is None else f"{check.value:.3g}"
         verdict = "passed" if check.passed else "FAILED"
-        lines.append(f"{check.name:{NAME}}{value:>{VALUE}}{check.tolerance:>{VALUE}.3g}  {verdict}")
-        lines += textwrap.wrap(check.detail, WIDTH, initial_indent="    ", subsequent_indent="    ")
+        *first, last = textwrap.wrap(check.name, NAME, break_on_hyphens=False)
+        lines += [*first, f"{last:{NAME}}{value:>{VALUE}}{check.tolerance:>{VALUE}.3g}  {verdict}"]
+        is_repeated = check.detail != "" and check.detail == previous
+        for line in ["for the same reason"] if is_repeated else check.detail.splitlines():
+            lines += _wrap(line, "    ", "      ")
+        previous = check.detail
     return lines
 
 

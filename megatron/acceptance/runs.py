@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import os
 import re
@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from megatron.acceptance.report import Check, Group
+from megatron.acceptance.rows import read_rows
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.exit_codes import DONE
-from megatron.launch.child_processes import kill_tree, python_path
+from megatron.launch.child_processes import end_with_parent, kill_tree, python_path
 
 MODELS = {
     "llama": "--architecture llama --position-embedding-type rope --num-query-groups 2 --ffn-hidden-size 344 "
@@ -85,9 +86,20 @@ def environment(mode: str) -> dict[str, str]:
 
 
 def run_process(command: list[str], variables: Mapping[str, str], log: Path, timeout_s: float = TIMEOUT_S) -> str:
-    """Run a command, its output to `log`; return why it did not end well, with its last lines, '' if it did."""
+    """Run a command, its output to `log`; return why it did not end well, with its last lines, '' if it did.
+
+    None of its processes outlives the call, whatever ends it, nor this process.
+    """
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=dict(variables), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command,
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C reaches this process alone, which ends the others
+            preexec_fn=end_with_parent(),
+        )
         try:
             status = process.wait(timeout_s)
             ended = "" if status == DONE else f"ended with status {status}"
@@ -95,11 +107,21 @@ def run_process(command: list[str], variables: Mapping[str, str], log: Path, tim
             ended = f"did not end in {timeout_s:g} s"
         finally:
             if process.poll() is None:
-                kill_tree(process.pid)
-                process.wait()
+                _kill(process)
     if not ended:
         return ""
-    return f"{ended}: {' | '.join(log.read_text(encoding='utf-8', errors='replace').splitlines()[-6:])[-900:]}"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join([ended, *"\n".join(lines[-6:])[-900:].splitlines()])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its descendants, and wait until they are gone: the next ones need their cards."""
+    import psutil
+
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    kill_tree(process.pid)
+    process.wait()
+    psutil.wait_procs(descendants, timeout=30)
 
 
 def train(folder: Path, flags: list[str], mode: str, devices: int) -> Outcome:
@@ -108,11 +130,16 @@ def train(folder: Path, flags: list[str], mode: str, devices: int) -> Outcome:
     command = [sys.executable, "-m", "megatron.cli.launch", "--devices-per-node", str(devices), "--", *flags]
     command += ["--device", device, "--results-dir", str(folder)]
     fault = run_process(command, environment(mode), folder.with_suffix(".log"))
-    metrics = folder / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
-    rows = [row for row in map(json.loads, lines) if row["kind"] == "train"]
-    named = re.findall(r"computed them on the CPU, waiting each time: (.*)", folder.with_suffix(".log").read_text())
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
+    log = folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+    named = re.findall(r"computed them on the CPU, waiting each time: (.*)", log)
     return Outcome(rows, fault, sorted(set(", ".join(named).split(", ")) - {""}))
+
+
+@functools.cache
+def train_on_cpu(folder: Path, flags: tuple[str, ...]) -> Outcome:
+    """Train on one rank of the CPU, once for both modes."""
+    return train(folder, list(flags), "cpu", 1)
 
 
 def write_data(prefix: Path, vocabulary: int) -> Path:
@@ -137,14 +164,11 @@ def compare_losses(folder: Path, model: str, mode: str, devices: int, steps: int
     words += ["--data-path", str(data)]
     name = f"{model}, {mode} mode"
     group = Group(f"{steps} steps of a tiny {name}, {layout}, against one rank of the CPU")
-    references = folder / f"{model}_cpu"
-    if not references.is_dir():
-        outcome = train(references, words, "cpu", 1)
-        if outcome.fault:
-            group.checks.append(Check(f"{model} on the CPU", None, 0.0, outcome.fault))
-            return group
-        (folder / f"{model}_cpu.json").write_text(json.dumps([row["lm_loss"] for row in outcome.rows]))
-    expected: list[float] = json.loads((folder / f"{model}_cpu.json").read_text())
+    reference = train_on_cpu(folder / f"{model}_cpu", tuple(words))
+    if reference.fault:
+        group.checks.append(Check(f"{model} on the CPU", None, 0.0, reference.fault))
+        return group
+    expected = [row["lm_loss"] for row in reference.rows]
     outcome = train(folder / f"{model}_{mode}", words + layout.flags, mode, devices)
     losses = [row["lm_loss"] for row in outcome.rows]
     names = (f"{name}: first loss, relative difference", f"{name}: every loss, relative difference")
@@ -162,21 +186,21 @@ def compare_losses(folder: Path, model: str, mode: str, devices: int, steps: int
     return group
 
 
-def throughput_flags(preset: str, layout: CardLayout, steps: int) -> list[str]:
+def throughput_flags(preset: str, layout: CardLayout, steps: int, length: int) -> list[str]:
     """Return the flags of the run whose throughput is measured: a constant rate, whatever schedule the preset has."""
-    flags = f"--config {preset} {SHARED} --bf16 --train-iters {steps} --seq-length 2048 --micro-batch-size 1"
+    flags = f"--config {preset} {SHARED} --bf16 --train-iters {steps} --seq-length {length} --micro-batch-size 1"
     flags += f" --global-batch-size {8 * layout.data} --lr 1e-4 --min-lr 0 --lr-decay-style constant"
     flags += " --lr-warmup-samples 0 --lr-warmup-iters 0 --lr-warmup-fraction none"
     return [*flags.split(), *layout.flags]
 
 
-def measure_throughput(folder: Path, preset: str, mode: str, devices: int, steps: int) -> Group:
-    """Train a preset in bfloat16 on the cards; report throughput, memory and graphs."""
+def measure_throughput(folder: Path, preset: str, mode: str, devices: int, steps: int, length: int) -> Group:
+    """Train a preset in bfloat16 on the cards, with sequences of `length`; report throughput, memory and graphs."""
     layout = CardLayout.of(devices)
     data = write_data(folder / "larger", 512)
-    flags = [*throughput_flags(preset, layout, steps), "--data-path", str(data)]
+    flags = [*throughput_flags(preset, layout, steps, length), "--data-path", str(data)]
     name = f"{preset}, {mode} mode"
-    group = Group(f"throughput of {name}, {layout}, bfloat16, sequences of 2,048")
+    group = Group(f"throughput of {name}, {layout}, bfloat16, {steps} steps of sequences of {length:,}")
     outcome = train(folder / f"throughput_{mode}", flags, mode, devices)
     losses = [row["lm_loss"] for row in outcome.rows]
     check = f"{name}: last loss over the first"
@@ -204,8 +228,9 @@ def _describe(group: Group, name: str, outcome: Outcome) -> None:
     """Add graphs, memory and fallbacks of a run that ended well."""
     last = outcome.rows[-1]
     graphs = [int(row["compiled_graphs"]) for row in outcome.rows]
-    later = graphs[-1] - graphs[min(SETTLED, len(graphs)) - 1]
-    group.checks.append(Check(f"{name}: graphs compiled after step {SETTLED}", float(later), 0.0))
+    if len(graphs) > SETTLED:
+        later = float(graphs[-1] - graphs[SETTLED - 1])
+        group.checks.append(Check(f"{name}: graphs compiled after step {SETTLED}", later, 0.0))
     keys = ("memory_allocated (GB)", "max_memory_allocated (GB)", "total_memory_available (GB)")
     group.facts |= {
         "graphs compiled by rank 0": f"{graphs[-1]}",

@@ -69,9 +69,9 @@ def check_software(devices: int) -> Group:
         "memory, MiB": ", ".join(sorted({memory for _, _, memory in found})) or "unknown (no hl-smi)",
         "python": platform.python_version(),
         **{package: installed(package) for package in PACKAGES},
-        "kernel": platform.release(),
-        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(REPORTED)},
+        "Linux": platform.release(),
     }
+    group.variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(REPORTED)}
     plugin, torch = (group.facts[name] for name in PACKAGES[:2])
     release = release_of(plugin)
     detail = "" if release else f"docs/gaudi.md lists no release of habana-torch-plugin {plugin}"

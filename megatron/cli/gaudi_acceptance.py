@@ -4,32 +4,34 @@
 
 Compares each of Habana's kernels with its plain twin and the losses of tiny models with the CPU's, and measures the
 throughput of a larger model. The report holds versions, numbers and error messages, and no names of hosts or users.
-Exit status: 0 if every check passed, 1 if one failed, 2 if the test cannot start.
+Exit status: 0 if every check passed, 1 if one failed, 2 if the test cannot start, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from megatron.acceptance import runs
 from megatron.acceptance.kernels import read_checks
-from megatron.acceptance.report import Group, failures, summary, write_report
+from megatron.acceptance.report import AcceptanceReport, Check, Group, summary
 from megatron.acceptance.software import check_software
 from megatron.cli.command import command, run_command
 from megatron.command_names import command_name
-from megatron.data.indexed import DataError
 from megatron.devices import count_devices, has_gaudi_plugin
-from megatron.exit_codes import DONE, FAILED, REFUSED
+from megatron.exit_codes import DONE, FAILED, REFUSED, shell_status
+from megatron.launch.child_processes import InterruptedBySignal, interruptible
 
 PARTS = ("kernels", "losses", "throughput")
 MODES = ("lazy", "eager")
-LARGER_STEPS = 20
+STOPPING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def build_acceptance_parser() -> argparse.ArgumentParser:
@@ -56,6 +58,10 @@ def build_acceptance_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="model whose throughput is measured (default: llama32_1b)",
     )
+    for name, default, text in (("steps", 20, "its steps"), ("seq-length", 2048, "tokens of its sequences")):
+        parser.add_argument(
+            f"--throughput-{name}", type=int, default=default, metavar="INT", help=f"{text} (default: {default})"
+        )
     parser.add_argument("--identify", action="store_true", help="keep names of hosts, users and folders in the report")
     return parser
 
@@ -70,37 +76,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     if faults := list(_faults(options, found, folder)):
         print("\n".join(["refused; nothing was started:", *(f"  - {fault}" for fault in faults)]), file=sys.stderr)
         return REFUSED
-    groups: list[Group] = []
-    status = run_command(lambda: _test(options, folder, groups), (DataError,), str(folder))
-    return FAILED if status == DONE and failures(groups) else status
+    acceptance = _Test(options, folder)
+    try:
+        with interruptible(STOPPING, deque()):
+            status = run_command(acceptance.run, (), str(folder), acceptance.kept)
+    except InterruptedBySignal as stop:
+        print(f"stopped by {signal.Signals(stop.number).name}{acceptance.kept()}", file=sys.stderr)
+        return shell_status(-stop.number)
+    return FAILED if status == DONE and not acceptance.report.passed else status
 
 
 def _faults(options: argparse.Namespace, found: int, folder: Path) -> Iterator[str]:
     if not has_gaudi_plugin():
-        yield "habana_frameworks.torch is not installed in this Python; run it in the Gaudi software's (docs/gaudi.md)"
+        yield (
+            f"habana_frameworks.torch is not installed in {sys.executable}; name the Python of the Gaudi software by "
+            "PYTHON (docs/gaudi.md)"
+        )
     if found == 0:
         yield "no Gaudi card is visible on this machine; hl-smi shows which are there"
     elif not 1 <= options.devices <= found:
         yield f"--devices {options.devices}: this machine shows {found} cards; take 1 to {found}"
-    if options.steps < 2:
-        yield f"--steps {options.steps} must be 2 or more, to compare losses after an update"
+    for name, steps in (("steps", options.steps), ("throughput-steps", options.throughput_steps)):
+        if steps < 2:
+            yield f"--{name} {steps} must be 2 or more, to see a loss after an update"
     if folder.exists():
         yield f"--output {folder} exists; name a new folder"
 
 
-def _test(options: argparse.Namespace, folder: Path, groups: list[Group]) -> None:
-    """Run the parts, and write the report after each of them, so that a machine that goes down leaves one."""
-    folder.mkdir(parents=True)
-    file = folder / "report.txt"
-    title = f"Gaudi acceptance test, {options.devices} card{'s' * (options.devices > 1)}"
-    text = ""
-    for name, part in _parts(options, folder):
-        began = time.monotonic()
-        group = part()
-        groups.append(group)
-        text = write_report(file, title, groups, identifies=options.identify)
-        print(f"{name}: {summary([group])}, {time.monotonic() - began:.0f} s", flush=True)
-    print(f"\n{text}\nreport: {file}")
+class _Test:
+    """The parts, and the report: written again after each of them, so that a machine that goes down leaves one."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._folder = folder
+        self._file = folder / "report.txt"
+        self._identifies = options.identify
+        self._parts = dict(_parts(options, folder))
+        title = f"Gaudi acceptance test, {options.devices} card{'s' * (options.devices > 1)}"
+        self.report = AcceptanceReport(title, (), tuple(self._parts))
+
+    def run(self) -> None:
+        """Run the parts. Raises OSError if the report cannot be written; it is on stdout then."""
+        self._folder.mkdir(parents=True)
+        for number, (name, part) in enumerate(self._parts.items(), start=1):
+            print(f"{name} ...", flush=True)
+            began = time.monotonic()
+            try:
+                group = part()
+            except Exception as error:  # whatever it is, the report must name it, and the other parts are run
+                group = Group(name, [Check(name, None, 0.0, f"{type(error).__name__}: {error}")])
+            groups, left = [*self.report.groups, group], tuple(self._parts)[number:]
+            self.report = AcceptanceReport(self.report.title, groups, left)
+            sent = self.report if self._identifies else self.report.anonymous(self._folder)
+            try:
+                sent.write(self._file)
+            except OSError:
+                print(f"\n{sent.text()}", flush=True)
+                raise
+            print(f"{name}: {summary([group])}, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"\n{sent.text()}\n{summary(self.report.groups)}; report: {self._file}")
+
+    def kept(self) -> str:
+        """Return the end of a message that says what is left of a test that did not end."""
+        left = len(self.report.not_run)
+        text = f"; {left} of {len(self._parts)} parts have not ended" if left else ""
+        return f"{text}; report so far: {self._file}" if self._file.is_file() else text
 
 
 def _parts(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[], Group]]]:
@@ -117,7 +156,13 @@ def _parts(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Cal
             yield (
                 f"throughput, {mode} mode",
                 partial(
-                    runs.measure_throughput, folder, options.throughput_preset, mode, options.devices, LARGER_STEPS
+                    runs.measure_throughput,
+                    folder,
+                    options.throughput_preset,
+                    mode,
+                    options.devices,
+                    options.throughput_steps,
+                    options.throughput_seq_length,
                 ),
             )
 

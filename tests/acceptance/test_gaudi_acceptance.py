@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.acceptance import kernels, report, software
-from megatron.acceptance.report import Check, Group
+from megatron.acceptance import kernels, report, runs, software
+from megatron.acceptance.report import AcceptanceReport, Check, Group
+from megatron.acceptance.rows import read_rows
 from megatron.acceptance.runs import MODELS, CardLayout, throughput_flags
+from megatron.cli import gaudi_acceptance
 from megatron.cli.gaudi_acceptance import MODES, PARTS, build_acceptance_parser, main
 from megatron.config.command_line import read_command_line
 from megatron.config.validation import check
@@ -43,7 +47,8 @@ def run_script(folder: Path, *flags: str, cards: str = "0,1", **variables: str) 
     )
     assert (folder / "report.txt").is_file(), done.stderr
     text, _, content = (folder / "report.txt").read_text().partition(report.JSON_BEGINS)
-    assert text in done.stdout
+    assert text.strip() in done.stdout
+    assert max(map(len, text.splitlines())) <= report.WIDTH
     return done.returncode, text, json.loads(content)
 
 
@@ -55,8 +60,9 @@ def test_the_script_passes_on_two_cards(tmp_path: Path) -> None:
     flags = "--parts kernels losses --modes lazy --models llama --steps 3".split()
     status, text, content = run_script(tmp_path / "out", *flags)
     assert (status, failed(content)) == (0, []), text
-    assert text.splitlines()[-1] == "passed"
-    assert max(map(len, text.splitlines())) <= report.WIDTH
+    count = sum(len(group["checks"]) for group in content["groups"])
+    assert text.splitlines()[1] == f"passed: {count} checks"
+    assert (content["passed"], content["not_run"]) == (True, [])
     titles = [group["title"] for group in content["groups"]]
     assert [title.split(",")[0] for title in titles[1:]] == [
         "kernels in lazy mode on one card",
@@ -70,9 +76,10 @@ def test_the_script_passes_on_two_cards(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cards", ["0", "0,1,2,3,4,5,6,7"])
+@pytest.mark.parametrize("cards", ["0", "0,1", "0,1,2,3,4,5,6,7"])
 def test_every_part_passes_in_both_modes(tmp_path: Path, cards: str) -> None:
-    status, text, content = run_script(tmp_path / "out", "--throughput-preset", "tiny_llama", cards=cards)
+    flags = "--throughput-preset tiny_llama --throughput-steps 6 --throughput-seq-length 128 --steps 10".split()
+    status, text, content = run_script(tmp_path / "out", *flags, cards=cards)
     assert (status, failed(content)) == (0, []), text
     assert len(content["groups"]) == 1 + 2 * 4
 
@@ -86,7 +93,7 @@ def test_help_fits_into_100_columns_and_names_every_choice(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("preset", ["llama32_1b", "tiny_llama", "tiny_bloom", "bloom_560m"])
 def test_any_preset_can_be_measured(preset: str) -> None:
-    config = read_command_line([*throughput_flags(preset, CardLayout.of(8), 20), "--data-path", "data"]).config
+    config = read_command_line([*throughput_flags(preset, CardLayout.of(8), 20, 2048), "--data-path", "data"]).config
     assert check(config, world_size=8) == []
     assert (config.training.train_iters, config.optimizer.lr, config.optimizer.min_lr) == (20, 1e-4, 0)
     warmup = (config.optimizer.lr_warmup_samples, config.optimizer.lr_warmup_iters)
@@ -100,7 +107,13 @@ def test_a_wrong_kernel_fails_the_script_by_its_name(tmp_path: Path) -> None:
     )
     assert status == 1
     assert failed(content) == ["FusedRMSNorm, float32", "FusedRMSNorm, bfloat16"]
-    assert text.splitlines()[-3:] == ["FAILED:", "  FusedRMSNorm, float32", "  FusedRMSNorm, bfloat16"]
+    (group,) = content["groups"][1:]
+    assert text.splitlines()[1:5] == [
+        f"FAILED: 2 of {len(group['checks']) + 1} checks",
+        f"  {group['title']}",
+        "    FusedRMSNorm, float32",
+        "    FusedRMSNorm, bfloat16",
+    ]
 
 
 @pytest.fixture
@@ -164,16 +177,132 @@ def test_a_number_that_is_missing_too_large_or_not_finite_fails(value: float | N
     assert not Check("a", value, 0.1).passed
 
 
+def test_what_has_not_run_is_named_and_nothing_passes_without_it() -> None:
+    whole = AcceptanceReport("test", [Group("kernels", [Check("a", 0.05, 0.1)])])
+    assert (whole.passed, whole.verdict()) == (True, ["passed: 1 check"])
+    part = AcceptanceReport("test", whole.groups, ("llama, lazy mode", "throughput, lazy mode"))
+    assert not part.passed
+    assert part.verdict() == ["INCOMPLETE, not run: llama, lazy mode; throughput, lazy mode", "passed: 1 check"]
+
+
+def test_no_line_of_a_report_is_wider_than_100_columns_and_a_reason_is_given_once() -> None:
+    long = "a_preset_of_" + "many_words_" * 9
+    checks = [Check(f"{long}: {name}", None, 1.0, f"/one/{'long' * 40}/path") for name in ("first", "second")]
+    text = AcceptanceReport(
+        "test", [Group(f"throughput of {long}, lazy", checks, {"a": "b " * 90})], ("x " * 70,)
+    ).text()
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    assert text.count("FAILED") == 3
+    assert text.count("for the same reason") == 1
+
+
+def test_a_kernel_that_raises_is_named_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, on_hpu: None, tmp_path: Path
+) -> None:
+    def raises(*args: Any) -> None:
+        raise RuntimeError("synStatus 26")
+
+    norm = import_module("habana_frameworks.torch.hpex.normalization").FusedRMSNorm
+    monkeypatch.setattr(norm, "apply", staticmethod(raises))
+    kernels.run_all(tmp_path / "checks")
+    assert {c.name: c.detail for c in kernels.read_checks(tmp_path / "checks", "") if not c.passed} == dict.fromkeys(
+        ["FusedRMSNorm, float32", "FusedRMSNorm, bfloat16"], "RuntimeError: synStatus 26"
+    )
+
+
+def test_a_process_that_hangs_is_ended_with_all_its_children(tmp_path: Path) -> None:
+    pids, log = tmp_path / "pids", tmp_path / "log"
+    script = f"echo stuck; sleep 600 & echo $! $$ > {pids}; kill -STOP $!; kill -STOP $$"
+    fault = runs.run_process(["bash", "-c", script], os.environ, log, timeout_s=3)
+    assert fault == "did not end in 3 s\nstuck"
+    assert [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}/exe").exists()] == []
+
+
+def test_a_row_that_a_killed_writer_left_in_half_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text('{"a": 1}\n{"a": ')
+    assert read_rows(tmp_path / "rows") == [{"a": 1}]
+    assert read_rows(tmp_path / "none") == []
+
+
+class Stages:
+    """Parts in place of those of the test: the first one passes, what the second one does is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, second: Callable[[], Group]) -> None:
+        def parts(options: Any, folder: Path) -> Iterator[tuple[str, Callable[[], Group]]]:
+            yield "first", lambda: Group("first", [Check("a", 0.0, 0.0)])
+            yield "second", second
+
+        monkeypatch.setattr(gaudi_acceptance, "_parts", parts)
+        monkeypatch.setattr(gaudi_acceptance, "_faults", lambda *_: iter(()))
+        monkeypatch.setenv("HABANA_VISIBLE_MODULES", "0")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")]
+)
+def test_a_signal_leaves_the_report_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    status: int,
+    said: str,
+) -> None:
+    def interrupted() -> Group:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal did not arrive")
+
+    Stages(monkeypatch, interrupted)
+    assert main(["--output", str(tmp_path / "out")]) == status
+    assert f"{said}; 1 of 2 parts have not ended; report so far: {tmp_path}/out/report.txt" in capsys.readouterr().err
+    text = (tmp_path / "out" / "report.txt").read_text()
+    assert text.splitlines()[1:3] == ["INCOMPLETE, not run: second", "passed: 1 check"]
+    assert json.loads(text.partition(report.JSON_BEGINS)[2])["passed"] is False
+
+
+def test_a_disk_that_is_full_leaves_the_earlier_report_and_prints_the_newer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fills() -> Group:
+        @contextlib.contextmanager
+        def full(path: Path) -> Iterator[None]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            yield
+
+        monkeypatch.setattr(report, "replacing", full)
+        return Group("second", [Check("b", 2.0, 1.0)])
+
+    Stages(monkeypatch, fills)
+    assert main(["--output", str(tmp_path / "out")]) == 1
+    said, file = capsys.readouterr(), tmp_path / "out" / "report.txt"
+    assert said.err == f"error: {file}: No space left on device; report so far: {file}\n"
+    assert "FAILED: 1 of 2 checks" in said.out
+    assert "INCOMPLETE, not run: second" in file.read_text()
+
+
+def test_an_error_in_a_part_fails_that_part_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Group:
+        raise ValueError("not this one")
+
+    Stages(monkeypatch, broken)
+    assert main(["--output", str(tmp_path / "out")]) == 1
+    assert "ValueError: not this one" in capsys.readouterr().out
+
+
 def test_a_report_names_neither_host_nor_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "gaudi-07")
     monkeypatch.setattr("getpass.getuser", lambda: "ada")
     detail = "gaudi-07: ada at 10.1.2.3: /home/ada/run failed; not gaudi-071"
-    groups = [Group("kernels", [Check("a", float("nan"), 0.1, detail)], {"software": "1.24.1.482"})]
+    variables = {"HCCL_COMM_ID": "10.1.2.3:5555", "PT_HPU_RECIPE_CACHE_CONFIG": f"{tmp_path}/cache,True"}
+    group = Group("kernels", [Check("a", float("nan"), 0.1, detail)], {"software": "1.24.1.482"}, variables)
+    full = AcceptanceReport("test", [group])
     for identifies in (False, True):
-        report.write_report(tmp_path / "report.txt", "test", groups, identifies=identifies)
+        (full if identifies else full.anonymous(tmp_path)).write(tmp_path / "report.txt")
         text = (tmp_path / "report.txt").read_text()
         assert (detail in text) == identifies
-        assert ("gaudi-07:" in text) == ("10.1.2.3" in text) == identifies
+        assert ("gaudi-07:" in text) == ("10.1.2.3" in text) == (str(tmp_path) in text) == identifies
         assert "1.24.1.482" in text
         assert json.loads(text.partition(report.JSON_BEGINS)[2])["passed"] is False
 

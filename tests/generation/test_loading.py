@@ -141,7 +141,7 @@ def test_adapters_are_loaded_with_their_base(
                 model.get_parameter(place).add_(update)
         expected = model(torch.from_numpy(TOKENS), use_cache=False).logits.transpose(0, 1).numpy()
     world_size, options = LAYOUTS[layout]
-    options |= {"merge_adapter": merge}
+    options = options | {"merge_adapter": merge}  # not in place: other tests read LAYOUTS
     assert_near(ranks(world_size)(loaded_logits, {"load": str(folder), **options}, TOKENS)[-1], expected)
 
 
