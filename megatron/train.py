@@ -366,8 +366,19 @@ def start() -> int:
 
 def preload() -> None:
     """Import what the ranks of a run on a CPU need, before they are forked."""
+    import numpy.ma  # noqa: F401  # numpy imports it late
+
+    import megatron.data.tokenizers.build
+    import megatron.models.families.bloom
+    import megatron.models.families.llama
+    import megatron.models.transformer
+    import megatron.observability.run_folder
+    import megatron.tasks.pretrain
     import megatron.training.build
-    import megatron.training.loop  # noqa: F401
+    import megatron.training.loop
+    import megatron.training.objective_check
+    import megatron.training.schedule_check
+    import megatron.training.start_weights  # noqa: F401
 
 
 def process() -> NoReturn:

@@ -93,8 +93,9 @@ def _join_process_group(device_kind: str, timeout: timedelta) -> None:
     if not deepspeed.comm.is_initialized():
         if device_kind == "cpu":
             # DeepSpeed 0.19.8 would compile an all-reduce for inference at the first start on a machine; a run
-            # killed while it does leaves a lock behind, which all later ones wait for
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            # killed while it does leaves a lock behind, which all later ones wait for. To read this table would call
+            # a compiler for each operator of DeepSpeed's, in every rank
+            vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         with quiet():
             deepspeed.init_distributed(
                 dist_backend=COLLECTIVES[device_kind],
