@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron.config.data import parse_split
 from megatron.config.dependents import idle_options
 from megatron.config.options import Config
 from megatron.config.validation import DOCUMENT_ENDS, divisors, parallel_batch_size
@@ -89,6 +90,11 @@ class PackedTask(Task):
         names = [name for name in DOCUMENT_ENDS if getattr(config.data, name)]
         documents = f"documents, which task={self.name} does not read"
         yield from idle_options(config, documents, "choose task=pretrain", names)
+        if not config.data.eval_iters and not config.data.per_split and any(parse_split(config.data.split)[1:]):
+            yield (
+                f"split={config.data.split} holds out {self.sample_name}s that nothing evaluates, as eval_iters=0; set "
+                "it, or take split=1,0,0"
+            )
         if sft.packing != "step":
             yield from idle_options(config, "packing=step", "choose that", ["max_batch_len"])
         if not self.varies_shapes:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.config.command_line import from_dict
+from megatron.config.dependents import idle_without
 from megatron.data.indexed import LOSS_MASK_SUFFIX
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.samples import rows_of_split
@@ -103,6 +104,17 @@ def test_a_file_too_small_for_validation_samples_is_named(
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("no validation ")
     assert said.endswith(f" in {path[0]}; the run has no validation loss")
+
+
+@pytest.mark.parametrize("kind", [SFTTask, PreferenceTask])
+def test_samples_that_are_held_out_and_not_evaluated_are_warned_of(kind: type[PackedTask]) -> None:
+    """As of `run_sft.sh --split 9,1,0`: the recipes have eval_iters=0."""
+    for split, eval_iters, warns in (("9,1,0", 0, True), ("9,1,0", 4, False), ("1,0,0", 0, False)):
+        config = from_dict({"data": {"data_path": ["a"], "split": split, "eval_iters": eval_iters}})
+        said = [line for line in kind(config).idle() if "nothing evaluates" in line]
+        assert [line.startswith(f"split={split} holds out ") for line in said] == [True] * warns
+    config = from_dict({"data": {"train_data_path": ["a"], "valid_data_path": ["b"], "eval_iters": 0}})
+    assert "valid_data_path=('b',) has no effect without eval_iters; set it, or leave it out" in idle_without(config)
 
 
 def contents_of_file(file: Any, kind: type[PackedTask]) -> list[tuple[int, ...]]:
