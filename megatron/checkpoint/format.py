@@ -395,6 +395,11 @@ def open_file(path: Path) -> Iterator[int]:
         # O_NONBLOCK: a pipe in its place must not block us
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
+        if not path.parent.exists():
+            raise CheckpointError(
+                f"{path.parent} is not there any more; a run that goes on removes its older checkpoints (--keep-last). "
+                "Start again, or let the run keep more"
+            ) from None
         raise CheckpointError(f"{path} is not there; {REMEDY}") from None
     except OSError as error:
         if error.errno == errno.ELOOP:

@@ -127,6 +127,16 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
         Checkpoint(folder)
 
 
+def test_a_checkpoint_that_its_run_has_removed_is_not_called_damaged(folder: Path) -> None:
+    """As where another process evaluates the newest checkpoint of a run with --keep-last 1."""
+    opened = Checkpoint(folder)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    with pytest.raises(CheckpointError, match="is not there any more; a run that goes on removes its"):
+        opened.verify()
+
+
 def test_swapped_files_are_found_at_opening(folder: Path) -> None:
     first, second = folder / "rank_00000.safetensors", folder / "rank_00001.safetensors"
     first.rename(folder / "other")
