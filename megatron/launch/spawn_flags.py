@@ -181,11 +181,12 @@ def _model_flags(model: str) -> tuple[SpawnFlag, ...]:
 
 
 def _schedule_flags(*, rate: str, shape: str, warmup: str, decay: str, optimizer: str, seed: str) -> list[SpawnFlag]:
+    of_decay = "; dpo.py declares 0.05, but passes it to nothing" if optimizer == "paged_adamw_32bit" else ""
     return [
         _to("--learning_rate", "HL_LR", default=rate),
         _choice("--lr_scheduler_type", _SHAPES, "`--lr-decay-style`", default=shape),
         SpawnFlag("--warmup_steps", "sets", "`--lr-warmup-iters`", settings=_warmup, default=warmup),
-        _to("--weight_decay", "--weight-decay", default=decay),
+        _to("--weight_decay", "--weight-decay", of_decay, default=decay),
         _choice(
             "--optimizer_type" if optimizer == "paged_adamw_32bit" else "--optim",
             _OPTIMIZERS,
@@ -232,6 +233,21 @@ def _output_flags(folder: str | None, save: str, logging: str | None) -> list[Sp
     ]
 
 
+def _adam_flags(note: str = "") -> list[SpawnFlag]:
+    """Settings of GaudiTrainingArguments; `note`: further text of the table."""
+    return [
+        _to("--adam_beta1", "--adam-beta1", note, default="0.9"),
+        _to("--adam_beta2", "--adam-beta2", note, default="0.999"),
+        _to("--adam_epsilon", "--adam-eps", note, default="1e-6"),
+        _to("--max_grad_norm", "--clip-grad", note, default="1.0"),
+    ]
+
+
+def _graphs(name: str) -> SpawnFlag:
+    text = "`--eval-graphs`, on HPU, where `HL_EVAL_ITERS` is set; else no effect"
+    return SpawnFlag(name, "sets", text, "switch", lambda value: [("graphs", "1" if is_true(value) else "0")])
+
+
 def _deepspeed_flag() -> SpawnFlag:
     return _to(
         "--deepspeed",
@@ -260,14 +276,18 @@ SFT: tuple[SpawnFlag, ...] = (
         lambda text: [("use_peft", str(is_true(text)))],
     ),
     _to("--max_seq_length", "HL_SEQ_LEN", "; longer samples are left out and counted", default="1024"),
-    _always("--packing", "samples are packed, and none attends to another"),
+    SpawnFlag(
+        "--packing",
+        "honoured",
+        "samples are packed, and none attends to another; a step has as many samples either way",
+        "switch",
+        lambda text: [("packing", "1" if is_true(text) else "0")],
+        "True",
+    ),
     _always("--remove_unused_columns", "columns that a form of rows does not name are not read"),
     *_schedule_flags(rate="5e-5", shape="linear", warmup="0", decay="0.0", optimizer="adamw_torch", seed="42"),
     _to("--warmup_ratio", "--lr-warmup-fraction"),
-    _to("--adam_beta1", "--adam-beta1", default="0.9"),
-    _to("--adam_beta2", "--adam-beta2", default="0.999"),
-    _to("--adam_epsilon", "--adam-eps", default="1e-6"),
-    _to("--max_grad_norm", "--clip-grad", default="1.0"),
+    *_adam_flags(),
     *_batch_flags("8", "1"),
     SpawnFlag("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs` counts", settings=_steps),
     SpawnFlag("--num_train_epochs", "sets", "`HL_NUM_EPOCHS`", settings=_epochs, default="3"),
@@ -297,9 +317,14 @@ SFT: tuple[SpawnFlag, ...] = (
     _switch("--use_cpu", "HL_DEVICE", "cpu", None),
     _switch("--use_lazy_mode", "HL_USE_LAZY_MODE", "1", "0"),
     _idle("--gaudi_config_name", "fused operators are chosen by the device"),
-    _idle("--use_hpu_graphs", "lazy mode keeps its graphs by itself", "switch"),
-    _idle("--use_hpu_graphs_for_training", "lazy mode keeps its graphs by itself", "switch"),
-    _idle("--use_hpu_graphs_for_inference", "lazy mode keeps its graphs by itself", "switch"),
+    _graphs("--use_hpu_graphs"),
+    _graphs("--use_hpu_graphs_for_inference"),
+    _refused(
+        "--use_hpu_graphs_for_training",
+        "the passes of training are recorded in each step, and no graph of them is kept; leave it out, or use "
+        "--use_hpu_graphs_for_inference for validations",
+        "switch",
+    ),
     _idle("--throughput_warmup_steps", "each log line has the throughput of its own steps"),
     _idle("--adjust_throughput", "each log line has the throughput of its own steps", "switch"),
     _idle("--pipelining_fwd_bwd", "the schedule of the vendor's scripts marks the steps", "switch"),
@@ -359,7 +384,8 @@ DPO: tuple[SpawnFlag, ...] = (
         settings=_max_length,
         default="1024",
     ),
-    *_schedule_flags(rate="5e-4", shape="cosine", warmup="100", decay="0.05", optimizer="paged_adamw_32bit", seed="0"),
+    *_schedule_flags(rate="5e-4", shape="cosine", warmup="100", decay="0.0", optimizer="paged_adamw_32bit", seed="0"),
+    *_adam_flags("; this flag is not dpo.py's, which has the default always"),
     *_batch_flags("1", "4"),
     SpawnFlag("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs`", settings=_steps, default="1000"),
     SpawnFlag("--num_train_epochs", "sets", "`HL_NUM_EPOCHS`, with `--max_steps -1`", settings=_epochs),

@@ -17,6 +17,7 @@ from megatron.config.options import ConfigError
 from megatron.data.indexed import DataError
 from megatron.data.sources import find_sources
 from megatron.data.splits import of_split
+from megatron.devices import detect_device
 from megatron.interop.folder_files import own_file, read_json
 from megatron.interop.huggingface_config import find_hub_folder, find_model
 from megatron.launch.finetune_file import deepspeed_flags
@@ -34,6 +35,8 @@ WANDB_PROJECT = "huggingface"
 """Project that transformers reports to by default."""
 EPOCHS = "3"
 """Epochs where neither they nor steps are given, as transformers has it."""
+GAUDI_ADAM = ("--adam-beta2", "0.999", "--adam-eps", "1e-6")
+"""Settings of GaudiTrainingArguments, which a finetune_lora.yaml has no keys for."""
 PEFT_MODULES = {"llama": "q_proj v_proj", "bloom": "query_key_value", "gpt2": "c_attn"}
 """Modules that PEFT adapts by default, by the model_type of a config.json."""
 CONFIG_FLAGS = {
@@ -106,6 +109,7 @@ def script_request(
         if name.startswith("--") and (group is command.settings or name not in command.settings)
         for word in (name, value)
     ]
+    flags += _graph_flags(command, hl_variables)
     if (file := command.get("deepspeed")) is not None:
         flags += deepspeed_flags(Path(file))
     request = from_environment(own | ranks.variables | hl_variables | given, kind, [*flags, *command.train_flags])
@@ -115,6 +119,21 @@ def script_request(
     request.notes[:0] = command.notes
     ranks.apply(request)
     return request, command.sources
+
+
+def _graph_flags(command: SpawnCommand, hl_variables: Mapping[str, str]) -> list[str]:
+    """Return the flags of validations by HPU graphs, with a note where they have no effect."""
+    if command.settings.get("graphs") != "1":
+        return []
+    device = hl_variables.get("HL_DEVICE") or command.settings.get("HL_DEVICE") or detect_device()
+    evaluates = hl_variables.get("HL_EVAL_ITERS", "0") != "0" or any(
+        re.match(r"--eval[-_]iters", word) for word in command.train_flags
+    )
+    if device == "hpu" and evaluates:
+        return ["--eval-graphs", "true"]
+    why = "there is no validation (HL_EVAL_ITERS)" if device == "hpu" else f"{device} has no HPU graphs"
+    command.notes.append(f"{command.sources['graphs']} has no effect: {why}")
+    return []
 
 
 def read_words(kind: Kind, words: Sequence[str]) -> SpawnCommand:
@@ -247,6 +266,12 @@ def _set_batch(request: LaunchRequest, command: SpawnCommand, hl_variables: Mapp
         )
     elif batch is not None and accumulation is not None:
         request.samples_per_rank = int(batch) * int(accumulation)
+        if command.get("packing") == "1":
+            command.notes.append(
+                f"a step has {request.samples_per_rank} samples for each data-parallel rank; sft.py --packing, its "
+                f"default, fills as many rows of {command.get('HL_SEQ_LEN')} tokens with several samples: for steps of "
+                "as many tokens raise --per_device_train_batch_size or --gradient_accumulation_steps"
+            )
 
 
 def _name_data(kind: Kind, command: SpawnCommand, hl_variables: Mapping[str, str]) -> None:
@@ -355,7 +380,7 @@ def finetune_request(script: str, words: Sequence[str], environment: Mapping[str
             "name in the folder config beside the script, or --config-dir"
         )
     config = [] if found is None else ["--config", str(found)]
-    request = from_environment({**ranks.variables, **environment}, "sft", [*config, *train_flags])
+    request = from_environment({**ranks.variables, **environment}, "sft", [*config, *GAUDI_ADAM, *train_flags])
     if found is None:  # the rest would follow from the missing file
         request.faults, request.unread = [], request.unread | {"config"}
     request.faults[:0] = faults

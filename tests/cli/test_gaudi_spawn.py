@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -16,7 +17,7 @@ from megatron.cli import gaudi_spawn
 from megatron.config.flags import flag
 from megatron.config.options import options
 from megatron.launch.hl_variables import VARIABLES
-from megatron.launch.plan import LaunchPlan
+from megatron.launch.plan import LaunchPlan, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.launch.spawn_flags import TABLES
 from megatron.launch.spawn_requests import finetune_request, script_request
@@ -100,7 +101,7 @@ def test_each_command_of_the_page_is_a_plan(trl: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     assert "8 ranks of megatron.generate" in shown.out
     assert "--use_hpu_graphs has no effect on the CPU" in shown.err
-    assert "graphs" not in shown.out.partition("ranks of megatron.generate")[2]
+    assert "-graphs" not in shown.out.partition("ranks of megatron.generate")[2]
 
 
 def test_each_published_command_is_a_plan_or_names_mixtral(
@@ -195,7 +196,7 @@ def test_dpo_py_trains_what_its_flags_and_defaults_say(trl: Path) -> None:
     )
     assert (training.global_batch_size, plan.config.sft.max_batch_len, training.seed) == (32, 1022, 0)
     optimizer = plan.config.optimizer
-    assert (optimizer.lr, optimizer.lr_warmup_iters, optimizer.weight_decay) == (5e-4, 100, 0.05)
+    assert (optimizer.lr, optimizer.lr_warmup_iters, optimizer.weight_decay) == (5e-4, 100, 0)
     assert (optimizer.zero_stage, optimizer.optimizer) == (3, "paged_adamw_32bit")
     assert (lora.lora_rank, lora.lora_alpha, lora.lora_dropout) == (8, 16, 0.05)
     assert (preference.beta, preference.max_prompt_length, preference.preference_loss) == (0.1, 256, "sigmoid")
@@ -205,6 +206,56 @@ def test_dpo_py_trains_what_its_flags_and_defaults_say(trl: Path) -> None:
     assert plan.fine_tuning.files[0].startswith(f"{PAIRED}/data/rl/")
     by_epochs = planned("dpo.py --model_name_or_path stack-llama-2 --max_steps -1").config.training
     assert (by_epochs.train_iters, by_epochs.num_epochs) == (None, 3)
+
+
+def test_defaults_are_those_of_gaudi_training_arguments(trl: Path) -> None:
+    """What the commands leave out: transformers' own values, but for two that optimum-habana changes."""
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    theirs = {field.name: field.default for field in dataclasses.fields(arguments)}
+    theirs |= {"adam_epsilon": 1e-6, "optim": "adamw_torch"}
+    of_dpo = {"learning_rate": 5e-4, "lr_scheduler_type": "cosine", "warmup_steps": 100, "seed": 0, "save_steps": 100}
+    finetune = "--world_size 7 --use_deepspeed finetune.py --config-name=finetune_lora.yaml"
+    for command, own in ((SFT, {}), ("dpo.py --model_name_or_path stack-llama-2", of_dpo), (finetune, None)):
+        config = planned(command).config
+        optimizer, expected = config.optimizer, theirs | (own or {})
+        adam = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps, optimizer.clip_grad)
+        names = ("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
+        assert adam == tuple(expected[name] for name in names), command
+        if own is None:  # its file has the rest
+            continue
+        assert (optimizer.lr, optimizer.min_lr, optimizer.weight_decay) == (
+            *(expected["learning_rate"], 0),
+            expected["weight_decay"],
+        )
+        assert optimizer.lr_decay_style == expected["lr_scheduler_type"]
+        assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction) == (expected["warmup_steps"], None)
+        assert (config.training.seed, config.checkpoint.save_interval) == (expected["seed"], expected["save_steps"])
+        assert config.training.bf16
+    training = planned(SFT).config.training
+    assert (training.num_epochs, training.global_batch_size) == (
+        theirs["num_train_epochs"],
+        theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"],
+    )
+
+
+def test_graphs_of_validations_are_for_hpus_that_validate(trl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, hpu = f"{SFT} --use_lazy_mode --use_hpu_graphs_for_inference", {"HL_DEVICE": "hpu"}
+    plan = planned(command, HL_EVAL_ITERS="2", **hpu)
+    assert plan.config.data.eval_graphs
+    for environment, why in ((hpu, "there is no validation"), ({"HL_EVAL_ITERS": "2"}, "cpu has no HPU graphs")):
+        plan = planned(command, **environment)
+        assert not plan.config.data.eval_graphs
+        assert any(note.startswith(f"--use_hpu_graphs_for_inference has no effect: {why}") for note in plan.notes)
+    with pytest.raises(RefusedError) as refused:
+        planned(f"{SFT} --use_hpu_graphs_for_training")
+    assert "--use_hpu_graphs_for_training=True is not supported: the passes of training" in refused.value.faults[0]
+
+
+def test_sft_py_says_that_its_steps_have_samples_and_not_rows(trl: Path) -> None:
+    note = "a step has 8 samples for each data-parallel rank; sft.py --packing, its default, fills as many rows of 1024"
+    assert any(each.startswith(note) for each in planned(SFT).notes)
+    for silent in (planned(f"{SFT} --packing False"), planned(SFT, HL_GBS="16")):
+        assert not any("fills as many rows" in each for each in silent.notes)
 
 
 def test_finetune_py_finds_its_file_as_hydra_does(trl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
