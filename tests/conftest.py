@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.habana import install as install_hpu
 from tests.ranks import RankPools
 
 # before torch is imported: ranks of one machine share its cores
@@ -64,5 +65,13 @@ def test_data() -> Path:
 def ranks() -> Iterator[RankPools]:
     """Pools of gloo ranks: `ranks(4)(function, *arguments)`. See tests/ranks.py."""
     pools = RankPools()
+    yield pools
+    pools.stop()
+
+
+@pytest.fixture(scope="session")
+def hpu_ranks() -> Iterator[RankPools]:
+    """Pools like `ranks`, whose processes have the device `hpu` of the stand-in, which they cannot give back."""
+    pools = RankPools(install_hpu)
     yield pools
     pools.stop()

@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -38,8 +39,8 @@ gc.collect()
 gc.freeze()
 
 
-def serve(pipe: Connection, rank: int, world_size: int) -> None:
-    """Run the tasks that come through the pipe, until it closes."""
+def serve(pipe: Connection, rank: int, world_size: int, prepare: Callable[[], None] | None = None) -> None:
+    """Run the tasks that come through the pipe, until it closes; `prepare` before them."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -47,6 +48,8 @@ def serve(pipe: Connection, rank: int, world_size: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
     }
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     num_modules = len(sys.modules)
     while True:
         if len(sys.modules) > num_modules + 100:

@@ -29,8 +29,8 @@ class RankFailure(AssertionError):
     """A rank raised, died or did not answer in time."""
 
 
-def _serve(pipe: Connection, rank: int, world_size: int) -> None:
-    importlib.import_module("tests.rank_server").serve(pipe, rank, world_size)
+def _serve(pipe: Connection, rank: int, world_size: int, prepare: Callable[[], None] | None) -> None:
+    importlib.import_module("tests.rank_server").serve(pipe, rank, world_size, prepare)
 
 
 def _start_server() -> None:
@@ -42,10 +42,10 @@ def _start_server() -> None:
 
 
 class RankPool:
-    """`world_size` processes in one world, started at the first call."""
+    """`world_size` processes in one world, started at the first call. Each runs `prepare` first."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, prepare: Callable[[], None] | None = None) -> None:
+        self.world_size, self._prepare = world_size, prepare
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -102,7 +102,8 @@ class RankPool:
         _start_server()
         for rank in range(self.world_size):
             ours, theirs = START_METHOD.Pipe()
-            process = START_METHOD.Process(target=_serve, args=(theirs, rank, self.world_size), daemon=True)
+            arguments = theirs, rank, self.world_size, self._prepare
+            process = START_METHOD.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -124,11 +125,12 @@ class RankPool:
 class RankPools:
     """A pool for each world size asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
         self._pools: dict[int, RankPool] = {}
+        self._prepare = prepare
 
     def __call__(self, world_size: int) -> RankPool:
-        return self._pools.setdefault(world_size, RankPool(world_size))
+        return self._pools.setdefault(world_size, RankPool(world_size, self._prepare))
 
     def stop(self) -> None:
         for pool in self._pools.values():

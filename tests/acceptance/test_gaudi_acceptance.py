@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from megatron.cli import gaudi_acceptance
 from megatron.cli.gaudi_acceptance import MODES, PARTS, build_acceptance_parser, main
 from megatron.config.command_line import read_command_line
 from megatron.config.validation import check
-from tests.habana import stand_in_packages
+from tests.habana import devices
+from tests.ranks import RankPools
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,12 +116,6 @@ def test_a_wrong_kernel_fails_the_script_by_its_name(tmp_path: Path) -> None:
     ]
 
 
-@pytest.fixture
-def on_hpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with stand_in_packages(monkeypatch), import_module("habana_frameworks.torch.on_cpu").known():
-        yield
-
-
 WRONG = [  # module, kernel, attribute, what the right result is multiplied with, beginnings of the checks that fail
     ("hpex.kernels", "FusedSDPA", "apply", "FusedSDPA"),
     ("hpex.kernels", "RotaryPosEmbeddingHelperV1", "apply", "rotary embedding"),
@@ -132,30 +126,16 @@ WRONG = [  # module, kernel, attribute, what the right result is multiplied with
 
 @pytest.mark.parametrize(("module", "kernel", "function", "named"), WRONG)
 def test_each_wrong_kernel_is_named(
-    monkeypatch: pytest.MonkeyPatch, on_hpu: None, tmp_path: Path, module: str, kernel: str, function: str, named: str
+    hpu_ranks: RankPools, tmp_path: Path, module: str, kernel: str, function: str, named: str
 ) -> None:
-    cls = getattr(import_module(f"habana_frameworks.torch.{module}"), kernel)
-    right = getattr(cls, function)
-
-    def wrong(*args: Any) -> Any:
-        return right(*args) * 1.05
-
-    monkeypatch.setattr(cls, function, staticmethod(wrong) if function == "apply" else wrong)
-    kernels.run_all(tmp_path / "checks")
+    hpu_ranks(1)(devices.check_a_wrong_kernel, tmp_path / "checks", module, kernel, function)
     checks = kernels.read_checks(tmp_path / "checks", "")
     assert {check.name.startswith(named) for check in checks if not check.passed} == {True}
     assert {check.passed for check in checks if check.name.startswith(named)} == {False}
 
 
-def test_an_optimizer_that_forgets_the_weight_decay_is_named(
-    monkeypatch: pytest.MonkeyPatch, on_hpu: None, tmp_path: Path
-) -> None:
-    optimizers = import_module("habana_frameworks.torch.hpex.optimizers")
-    right = optimizers.FusedAdamW.__init__
-    monkeypatch.setattr(
-        optimizers.FusedAdamW, "__init__", lambda *args, **options: right(*args, **options | {"weight_decay": 0.0})
-    )
-    kernels.run_all(tmp_path / "checks")
+def test_an_optimizer_that_forgets_the_weight_decay_is_named(hpu_ranks: RankPools, tmp_path: Path) -> None:
+    hpu_ranks(1)(devices.check_an_optimizer_without_decay, tmp_path / "checks")
     assert [c.name for c in kernels.read_checks(tmp_path / "checks", "") if not c.passed] == [
         "FusedAdamW, 5 updates, float32"
     ]

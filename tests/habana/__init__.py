@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -26,6 +28,25 @@ def loaded() -> list[str]:
 def _forget() -> None:
     for name in loaded():
         del sys.modules[name]
+
+
+@contextlib.contextmanager
+def importable() -> Iterator[None]:
+    """Packages that are found, but not loaded."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.pop(0)
+        _forget()
+        importlib.invalidate_caches()
+
+
+def install() -> None:
+    """Give this process the device `hpu` for good, and unload the packages."""
+    with importable(), patch.dict(os.environ):
+        importlib.import_module("habana_frameworks.torch.device").install()
 
 
 @contextlib.contextmanager

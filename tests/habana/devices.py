@@ -1,4 +1,4 @@
-"""Whole runs on the device `hpu` of the stand-in, inside the ranks of tests/ranks.py."""
+"""Whole runs on the device `hpu` of the stand-in, inside the ranks of the fixture `hpu_ranks`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from deepspeed.accelerator import real_accelerator
 
+from megatron.acceptance import kernels
 from megatron.tasks.task import Microbatch
 from megatron.training.engine import Engine
 from tests import runs
 from tests.evaluation import runs as evaluations
 from tests.generation import commands
-from tests.habana.runs import importable
+from tests.habana import importable
 
 
 @contextlib.contextmanager
 def on_hpu(*, lazy: bool = True, collectives: str = "false") -> Iterator[Any]:
-    """Give this process the device that DeepSpeed and torch know as hpu; yield the stand-in.
+    """Let DeepSpeed choose the device `hpu`, which this process has; yield the stand-in's.
 
     `collectives`: PT_HPU_ENABLE_LAZY_COLLECTIVES, without which a graph holds none.
     """
@@ -33,10 +35,11 @@ def on_hpu(*, lazy: bool = True, collectives: str = "false") -> Iterator[Any]:
     variables["PT_HPU_ENABLE_LAZY_COLLECTIVES"] = collectives
     with importable(), patch.dict(os.environ, variables):
         importlib.import_module("habana_frameworks.torch")
-        on_cpu = importlib.import_module("habana_frameworks.torch.on_cpu")
+        device = importlib.import_module("habana_frameworks.torch.device")
+        device.install()
         accelerator = importlib.import_module("deepspeed.accelerator.hpu_accelerator").HPU_Accelerator()
-        with on_cpu.known(), patch.object(real_accelerator, "ds_accelerator", accelerator):
-            yield on_cpu
+        with patch.object(real_accelerator, "ds_accelerator", accelerator):
+            yield device
     torch.use_deterministic_algorithms(deterministic)  # DeepSpeed's accelerator demands them
 
 
@@ -102,3 +105,25 @@ def evaluate(arguments: list[str], collectives: str = "false") -> Counter[str]:
     with on_hpu(collectives=collectives) as stand_in:
         evaluations.run(arguments, "hpu")
         return stand_in.counts()
+
+
+def check_a_wrong_kernel(file: Path, module: str, kernel: str, function: str) -> None:
+    """Write the checks of all kernels where the results of one are a twentieth too large."""
+    with on_hpu():
+        cls = getattr(importlib.import_module(f"habana_frameworks.torch.{module}"), kernel)
+        right = getattr(cls, function)
+
+        def wrong(*arguments: Any) -> Any:
+            return right(*arguments) * 1.05
+
+        setattr(cls, function, staticmethod(wrong) if function == "apply" else wrong)
+        kernels.run_all(file)
+
+
+def check_an_optimizer_without_decay(file: Path) -> None:
+    """Write the checks of all kernels where the optimizer leaves out the weight decay."""
+    with on_hpu():
+        optimizers = importlib.import_module("habana_frameworks.torch.hpex.optimizers")
+        right = optimizers.FusedAdamW.__init__
+        optimizers.FusedAdamW.__init__ = lambda *args, **options: right(*args, **options | {"weight_decay": 0.0})
+        kernels.run_all(file)

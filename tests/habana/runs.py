@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,22 +13,8 @@ from megatron.config.options import Config, ModelConfig
 from megatron.models.attention import FusedHPUAttention, own_slopes
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.kernels import habana
-from tests.habana import loaded
+from tests.habana import importable, loaded
 from tests.runs import train
-
-
-@contextlib.contextmanager
-def importable() -> Iterator[None]:
-    """Packages that are found, but not loaded."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.pop(0)
-        for name in loaded():
-            del sys.modules[name]
-        importlib.invalidate_caches()
 
 
 def train_on_cpu(arguments: str) -> tuple[str, list[str]]:

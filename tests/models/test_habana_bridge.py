@@ -39,6 +39,10 @@ SIGNATURES = [  # (published file, name there, module of the stand-in, name ther
     ("hpu/metrics/metrics.py", "metric_global", "hpu.metrics", "metric_global"),
     ("utils/internal.py", "is_lazy", "utils.internal", "is_lazy"),
     *(
+        ("distributed/hccl/__init__.py", name, "distributed.hccl", name)
+        for name in ("_setup_module_id", "_create_process_group_hccl", "initialize_distributed_hpu")
+    ),
+    *(
         ("hpu/graphs.py", f"{cls}.{name}", "hpu.graphs", f"{cls}.{name}")
         for cls, name in (
             *(("HPUGraph", "capture_begin"), ("HPUGraph", "capture_end"), ("HPUGraph", "replay")),

@@ -70,9 +70,9 @@ def test_losses_are_those_of_a_run_that_compiles_as_it_goes(
     ],
 )
 def test_hpu_meets_no_new_shape_after_the_first_step(
-    ranks: RankPools, data: dict[str, Path], tmp_path: Path, task: str, options: str
+    hpu_ranks: RankPools, data: dict[str, Path], tmp_path: Path, task: str, options: str
 ) -> None:
-    found = ranks(2)(
+    found = hpu_ranks(2)(
         devices.shapes, f"{FLAGS} {options} --data-path {data[task]} --device hpu --results-dir {tmp_path}"
     )
     for seen in found:

@@ -36,7 +36,7 @@ FLAGS = (
     ],
 )
 def test_replayed_evaluations_have_the_losses_of_others(
-    ranks: RankPools, tmp_path: Path, task: str, layout: str
+    hpu_ranks: RankPools, tmp_path: Path, task: str, layout: str
 ) -> None:
     if task != "pretrain":
         data = chats.write_chats(tmp_path / "data", chats.some_lengths(40, 30))
@@ -47,7 +47,7 @@ def test_replayed_evaluations_have_the_losses_of_others(
     flags += f" --data-path {data} {layout}"
     losses = []
     for option in ("", "--eval-graphs"):
-        found = ranks(2)(devices.train, f"{flags} {option} --results-dir {tmp_path / option}", "true")
+        found = hpu_ranks(2)(devices.train, f"{flags} {option} --results-dir {tmp_path / option}", "true")
         assert {fault for fault, _ in found} == {""}
         losses.append([row["lm_loss"] for kind in ("train", "valid") for row in runs.rows(tmp_path / option, kind)])
         for _, calls in found:
@@ -64,7 +64,7 @@ def test_replayed_evaluations_have_the_losses_of_others(
     assert losses[0] == losses[1]
 
 
-def test_graphs_need_lazy_mode(ranks: RankPools, tmp_path: Path) -> None:
+def test_graphs_need_lazy_mode(hpu_ranks: RankPools, tmp_path: Path) -> None:
     data = runs.write_dataset(tmp_path / "data")
-    (fault,) = ranks(1)(devices.train_eager, f"{FLAGS} --data-path {data} --eval-graphs")
+    (fault,) = hpu_ranks(1)(devices.train_eager, f"{FLAGS} --data-path {data} --eval-graphs")
     assert "eval_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1, or leave eval_graphs out" in fault

@@ -54,14 +54,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_a_run_on_hpu_has_the_losses_of_the_cpu(
-    ranks: RankPools, data: dict[str, Path], tmp_path: Path, model: str, kind: str
+    ranks: RankPools, hpu_ranks: RankPools, data: dict[str, Path], tmp_path: Path, model: str, kind: str
 ) -> None:
     flags = (
         f"--num-layers {LAYERS} --vocab-size 256 --seq-length 32 --train-iters {STEPS} --split 1,0,0 {MODELS[model]}"
     )
     flags += f" {KINDS[kind]} --data-path {data[kind]} --hidden-dropout 0 --attention-dropout 0 --adam-eps 1e-12"
     assert ranks(1)(runs.train, f"{flags} --results-dir {tmp_path / 'cpu'}") == [""]
-    found = ranks(4)(devices.train, f"{flags} {PARALLEL} --device hpu --results-dir {tmp_path / 'hpu'}")
+    found = hpu_ranks(4)(devices.train, f"{flags} {PARALLEL} --device hpu --results-dir {tmp_path / 'hpu'}")
     assert {fault for fault, _ in found} == {""}
     losses = [[row["lm_loss"] for row in runs.rows(tmp_path / name)] for name in ("cpu", "hpu")]
     assert len(losses[0]) == STEPS
@@ -89,11 +89,13 @@ def assert_documented(calls: Counter[str], model: str, *, is_last: bool, forward
 
 
 @pytest.mark.parametrize("model", ["llama", "bloom"])
-def test_texts_on_hpu_are_those_of_the_cpu(ranks: RankPools, tmp_path: Path, model: Literal["llama", "bloom"]) -> None:
+def test_texts_on_hpu_are_those_of_the_cpu(
+    ranks: RankPools, hpu_ranks: RankPools, tmp_path: Path, model: Literal["llama", "bloom"]
+) -> None:
     folder = str(commands.write_model(tmp_path, model))
     words = ["--load", folder, "--prompt", "a story", "--max-new-tokens", "12", "--tensor-model-parallel-size"]
     ((expected, _),) = ranks(1)(commands.generate, [*words, "1"])
-    found = ranks(4)(devices.generate, [*words, "2", "--pipeline-model-parallel-size", "2"])
+    found = hpu_ranks(4)(devices.generate, [*words, "2", "--pipeline-model-parallel-size", "2"])
     assert found[0][0] == expected != ""
     for _, _, calls in found:
         for kernel in ("apply_rotary_pos_emb", "FusedRMSNorm"):

@@ -3,6 +3,6 @@ import os
 from . import hpu as hpu
 
 if os.environ.get("HABANA_STAND_IN") == "1":  # a process of its own, which computes with the device
-    from . import on_cpu
+    from . import device
 
-    on_cpu.install()
+    device.install_in_process()

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from habana_frameworks.torch import stand_in
 from habana_frameworks.torch.hpu import random as random
 from habana_frameworks.torch.hpu.events import Event as Event
 from habana_frameworks.torch.utils.internal import is_lazy
+from torch.utils.checkpoint import DefaultDeviceType
 
 if is_lazy():
     from habana_frameworks.torch.hpu.graphs import HPUGraph as HPUGraph
     from habana_frameworks.torch.hpu.graphs import graph as graph
 
 
+HABANA_VISIBLE_MODULES_VAR = "HABANA_VISIBLE_MODULES"
+HLS_MODULE_ID_VAR = "HLS_MODULE_ID"
+
+
 def _lazy_init() -> None:
     """torch's generic code calls it before it uses the device."""
+    DefaultDeviceType.set_device_type("hpu")
 
 
 def is_available() -> bool:
@@ -38,6 +46,19 @@ def current_device() -> int:
 
 def set_device(device: Any) -> None:
     """One device a process: which of the node's it is, the process's environment says."""
+
+
+class device:
+    """The device for a while: there is one."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = device
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+        pass
 
 
 def synchronize() -> None:
@@ -91,20 +112,22 @@ def sdp_kernel(enable_recompute: bool = True) -> Iterator[dict[str, Any]]:
         enable_recompute_sdp(before)
 
 
-class Stream:
-    def wait_stream(self, stream: Any) -> None:
+class Stream(torch.Stream):
+    """The one stream, on which the CPU computes at once."""
+
+    def __new__(cls) -> Stream:
+        return super().__new__(cls, device="hpu" if "torch.hpu" in sys.modules else "cpu")
+
+    def wait_stream(self, stream: torch.Stream) -> None:
         assert isinstance(stream, Stream)
 
 
-_STREAM = Stream()
-
-
 def current_stream(device: Any = None) -> Stream:
-    return _STREAM
+    return Stream()
 
 
 def default_stream(device: Any = None) -> Stream:
-    return _STREAM
+    return Stream()
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ class FusedClipNorm:
     def __init__(self, parameters: Iterable[torch.nn.parameter.Parameter], max_norm: Any) -> None:
         params_list = list(parameters)
         self.dtype = params_list[0].dtype if params_list else torch.float32
-        self.max_norm_t = (torch.ones(1) * max_norm).to(self.dtype)
+        device = params_list[0].device if params_list else "cpu"
+        self.max_norm_t = (torch.ones(1) * max_norm).to(self.dtype).to(device)
         self.norm_type = 2.0
 
     def clip_norm(self, parameters: Any) -> Tensor:
