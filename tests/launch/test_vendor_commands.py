@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron.cli import launch
+from megatron.config.command_line import read_command_line
 from megatron.launch.hl_refused import REFUSED
-from megatron.launch.hl_variables import VARIABLES
+from megatron.launch.hl_variables import LLAMA_PRESETS, VARIABLES
 
 HOSTS = "HL_HOSTSFILE=hostsfile "
 FP8_2024 = "HL_USE_CACHE_FP8_WEIGHT_FWD=1 HL_USE_CACHE_FP8_WEIGHT=1 HL_USE_TRANSFORMER_ENGINE=1 "
@@ -125,6 +126,56 @@ USE_REGIONAL_COMPILATION USE_TE_CUSTOM_OP USE_TORCH_COMPILE USE_TORCH_COMPILED_A
 """
 
 
+# Defaults of these variables there, without what differs by model; '' where there is none.
+DEFAULTS = {
+    "LAUNCHER_TYPE": "mpirun", "DATA_DIR_ROOT": "/data/datasets/red_pajama", "DATA_FILE_PREFIX": "redpajama",
+    "TRANSFORMER_IMPL": "transformer_engine", "NUM_NODES": "1", "DP": "2", "TP": "2", "PP": "2", "MICRO_BATCH": "1",
+    "EXIT_INTERVAL": "0", "RESULTS_DIR": "", "RESULTS_DIR_PREFIX": ".", "SAVE": "1", "SAVE_INTERVAL": "2000",
+    "USE_DISTRIBUTED_OPTIMIZER": "1", "CHECKPOINTS_DIR": "", "VERIFY_CKPT": "1", "TENSORBOARD_DIR": "",
+    "KILL_SWITCH_FILE": "", "HOSTSFILE": "", "CKP_ACT": "0", "LOG_INTERVAL": "10", "LLAMA_VER": "3.1",
+    "LLAMA_MODEL_SIZE": "8", "SEQ_PARALLEL": "1", "OPTIMIZER": "fusedadamw", "DROPOUT": "0", "EVAL_ITERS": "100",
+    "EVAL_INTERVAL": "1000", "USE_FUSED_SDPA": "1", "USE_FUSED_SDPA_WITH_RECOMPUTE": "0", "USE_FAST_SOFTMAX": "1",
+    "USE_FUSED_RMSNORM": "1", "PROFILE_TYPE": "", "PROFILE_STEP_START": "3", "PROFILE_STEP_END": "4",
+    "PROFILE_RANKS": "0", "DETERMINISTIC_MODE": "1", "FP8": "0", "FP8_FORMAT": "hybrid", "FP8_MARGIN": "0",
+    "FP8_AMAX_COMPUTE_ALGO": "max", "FP8_SMOOTH_SWIGLU": "1", "TORCH_COMPILE_DISABLE": "0", "SKIP_TRAIN": "0",
+    "NUM_WORKERS": "2", "FP8_COVERAGE": "mlp_row_parallel=True attention=1", "ENV_FLAGS": "", "NO_LOAD_OPTIM": "0",
+    "NO_LOAD_RNG": "0", "FP8_ENFORCE_BF16_AMAX_REDUCTION": "1", "OVERRIDE_OPT_PARAM_SCHEDULER": "0",
+    "USE_CKPT_OPT_PARAM_SCHEDULER": "0", "BF16": "1", "HNIC": "0", "HCCL_OVER_OFI": "1", "HCCL_GAUDI_DIRECT": "1",
+    "FI_PROVIDER": "verbs", "FP8_AMAX_REDUCE": "1", "CACHE_FP8_WEIGHT": "1, Llama 3.1 8B: 0",
+    "CACHE_FP8_WEIGHT_FWD": "1, Llama 3.1 8B: 0", "TE_LIMIT_GRAPH_SIZE": "0, Llama 3.1 8B on DP 8: 1",
+    "TOKENIZER_TYPE": "GPTSentencePieceTokenizer, Llama 3: HuggingFaceTokenizer",
+    "TOKENIZER_MODEL": "tokenizer.model in the folder of the data",
+}  # fmt: skip
+COMPUTED = (
+    *("DATA_CACHE_DIR", "LOAD_DIR", "DEVICES_PER_NODE", "PE", "PPR", "USE_LAZY_MODE", "USE_TORCH_COMPILE", "GBS"),
+    *("SEQ_LEN", "TRAIN_ITERS", "HIDDEN_SIZE", "NUM_HEADS", "NUM_QUERY_GROUPS", "NUM_LAYERS", "FFN_HIDDEN_SIZE"),
+    *("FP8_MEASURE_INTERVAL", "FP8_AMAX_HISTORY_LEN"),
+)
+"""Variables whose default follows from others, or from the model: `MODELS`, and the tests of layouts, modes and fp8."""
+
+# by version: batch, length, steps, epsilon, warm-up, base of the positions; by size: width, query and key/value heads,
+# layers, width of the MLP, learning rate and its end
+VERSIONS = {
+    "1": (2048, 2048, 250000, 1e-8, 2000, 1e4),
+    "2": (1024, 4096, 500000, 1e-8, 2000, 1e4),
+    "3.1": (2048, 8192, 937500, 1e-5, 8000, 5e5),
+    "3.2": (1024, 8192, 937500, 1e-5, 8000, 5e5),
+}
+MODELS = {
+    ("1", "7"): (4096, 32, 32, 32, 11008, 3e-4, 3e-5),
+    ("1", "13"): (5120, 40, 40, 40, 13824, 3e-4, 3e-5),
+    ("1", "65"): (8192, 64, 64, 80, 22016, 1.5e-4, 1.5e-5),
+    ("2", "7"): (4096, 32, 32, 32, 11008, 3e-4, 3e-5),
+    ("2", "13"): (5120, 40, 40, 40, 13824, 3e-4, 3e-5),
+    ("2", "34"): (8192, 64, 8, 48, 22016, 1.5e-4, 1.5e-5),
+    ("2", "70"): (8192, 64, 8, 80, 28672, 1.5e-4, 1.5e-5),
+    ("3.1", "8"): (4096, 32, 8, 32, 14336, 3e-4, 3e-6),
+    ("3.1", "70"): (8192, 64, 8, 80, 28672, 1.5e-4, 1.5e-6),
+    ("3.1", "405"): (16384, 128, 8, 126, 53248, 8e-5, 8e-7),
+    ("3.2", "1"): (2048, 32, 8, 16, 8192, 4e-4, 4e-6),
+}
+
+
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -163,3 +214,41 @@ def test_every_variable_of_the_newest_script_is_known() -> None:
     names = PRETRAIN_LLAMA.split()
     assert len(names) == 107
     assert [name for name in names if f"HL_{name}" not in known] == []
+
+
+def test_every_default_is_that_of_the_newest_script_or_is_named_on_the_page() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "launching.md").read_text(encoding="utf-8")
+    others = page.partition("### Other defaults")[2].partition("### ")[0]
+    named = {row[1]: (row[2], row[3]) for row in map(cells, re.findall(r"^\| `HL_\w+` .*$", others, re.M))}
+    ours = {row[1]: row[3] for row in map(cells, re.findall(r"^\| `HL_\w+` .*$", page.replace(others, ""), re.M))}
+    supported = {variable.name.removeprefix("HL_") for variable in VARIABLES if "llama" in variable.scripts}
+    known = supported & set(PRETRAIN_LLAMA.split())
+    assert known == {*DEFAULTS, *COMPUTED}
+    differing = {
+        f"HL_{name}": (default, ours[f"HL_{name}"])
+        for name, default in DEFAULTS.items()
+        if re.sub(r"^preset: |\.0$", "", ours[f"HL_{name}"]) != default
+    }
+    assert named == differing
+
+
+def cells(row: str) -> list[str]:
+    """The cells of a table's row; the first is empty."""
+    return [cell.strip().strip("`") for cell in row.split("|")]
+
+
+@pytest.mark.parametrize(("version", "size"), MODELS)
+def test_a_preset_is_the_model_and_the_schedule_of_the_newest_script(version: str, size: str) -> None:
+    config = read_command_line(["--config", LLAMA_PRESETS[version][size]], frozenset()).config
+    model, training, optimizer = config.model, config.training, config.optimizer
+    heads = model.num_attention_heads
+    assert (
+        *(model.hidden_size, heads, model.num_query_groups or heads, model.num_layers, model.ffn_hidden_size),
+        *(optimizer.lr, optimizer.min_lr),
+    ) == MODELS[version, size]
+    assert (
+        *(training.global_batch_size, training.seq_length, training.train_iters),
+        *(optimizer.adam_eps, optimizer.lr_warmup_iters, model.rotary_base),
+    ) == VERSIONS[version]
+    adam = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad)
+    assert (adam, optimizer.lr_decay_style) == ((0.9, 0.95, 0.1, 1.0), "cosine")
