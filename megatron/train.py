@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -198,7 +199,8 @@ def evaluate_only(
         raise CheckpointError(f"skip_train evaluates a checkpoint, and {folder} holds none; give its folder as --load")
     begin("opening the data")
     task: Task = load_task(config)
-    datasets = raise_on_all_ranks(ctx, lambda: task.open_data(ctx))
+    with warnings_of_data():
+        datasets = raise_on_all_ranks(ctx, lambda: task.open_data(ctx))
     check_same_data(ctx, config, datasets)
     if all(dataset is None for dataset in datasets[1:]) and config.training.teacher_top_k is None:
         raise DataError("skip_train finds neither validation nor test data; raise their shares in split, or give paths")
@@ -223,7 +225,8 @@ def open_data(config: Config, ctx: ParallelContext, start: Start) -> tuple[Task,
     from megatron.training.resume import check_data
 
     task: Task = load_task(config)
-    datasets = raise_on_all_ranks(ctx, lambda: task.open_data(ctx))
+    with warnings_of_data():
+        datasets = raise_on_all_ranks(ctx, lambda: task.open_data(ctx))
     check_same_data(ctx, config, datasets)
     saved, fingerprint = start.saved_data, datasets[0].fingerprint
     if saved is not None and (change := raise_on_all_ranks(ctx, lambda: check_data(saved, config, task, fingerprint))):
@@ -231,6 +234,19 @@ def open_data(config: Config, ctx: ParallelContext, start: Start) -> tuple[Task,
     if description := raise_on_all_ranks(ctx, lambda: task.describe(datasets[0])):
         announce(ctx, description)
     return task, datasets
+
+
+@contextlib.contextmanager
+def warnings_of_data() -> Iterator[None]:
+    """Let one rank of each host warn of the data, which all of its ranks open alike."""
+    log = logging.getLogger("megatron.data")
+    level = log.level
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def complete_data(

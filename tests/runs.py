@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,20 @@ def announced(arguments: str) -> list[str]:
     said: list[str] = []
     with patch("megatron.train.announce", lambda ctx, text: said.append(text)):
         assert train(arguments) == ""
+    return said
+
+
+def warned_of_data(arguments: str) -> list[str]:
+    """What a rank warns of the data of a run that ends well."""
+    said: list[str] = []
+    log = logging.getLogger("megatron.data")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        assert train(arguments) == ""
+    finally:
+        log.removeHandler(handler)
     return said
 
 

@@ -105,6 +105,16 @@ def test_another_path_is_named_with_the_saved_one(data: Path, tmp_path: Path) ->
         resume(config(data, 5), config(f"1 {data} 1 {other}", 5))
 
 
+def test_one_rank_of_a_host_warns_of_its_data(ranks: RankPools, tmp_path: Path) -> None:
+    small = runs.write_dataset(tmp_path / "small", documents=4)
+    flags = f"--data-path {small} --split 99,1,0 --train-iters 1 --lr-warmup-iters 0"
+    first, second = ranks(2)(runs.warned_of_data, flags)
+    assert (first, second) == (
+        [f"no validation documents in {small} (split=99,1,0); the run has no validation loss"],
+        [],
+    )
+
+
 def test_a_run_is_refused_before_anything_is_built_and_goes_on_when_allowed(
     ranks: RankPools, tmp_path: Path, data: Path
 ) -> None:
