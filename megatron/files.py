@@ -102,6 +102,16 @@ def write_durably(path: Path, content: bytes) -> None:
         sync_file(file)
 
 
+def disk_shortage(folder: Path, needed_bytes: int) -> str | None:
+    """Return a sentence that states free and needed space if the disk of `folder` has too little; else None."""
+    free = shutil.disk_usage(folder).free
+    if free >= needed_bytes:
+        return None
+    unit, size = ("GB", 1e9) if needed_bytes >= 1e9 else ("MB", 1e6)
+    named = folder.parent if folder.name.startswith(".") and folder.name.strip(".") else folder  # a work folder
+    return f"{named} has {free / size:.1f} {unit} free, but the result needs {needed_bytes / size:.1f} {unit}"
+
+
 @contextlib.contextmanager
 def replacing(path: Path, *, partial_name: str | None = None) -> Iterator[IO[bytes]]:
     """Open a new file for writing, which replaces `path` when the block ends; if it fails, `path` is unchanged.

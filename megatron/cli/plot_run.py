@@ -34,8 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise PlotError(f"--output {output} does not end in .png")
         by_name = dict(zip(run_names(paths), runs, strict=True))
         draw_loss(by_name, output) if options.loss_only else draw(by_name, output)
-    except (PlotError, OSError) as error:
+    except PlotError as error:
         print(f"plot_run: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"plot_run: {error.filename or output}: {error.strerror or error}", file=sys.stderr)
         return REFUSED
     print(f"wrote {output}")
     return DONE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron.data.checksums import ReportBytes, file_sha256, read_checksums
 from megatron.data.indexed import DataError, IndexedDataset
 from megatron.data.indexed_builder import SEALED_NAME, IndexedDatasetBuilder, check_absent
 from megatron.data.manifest import check_shards, merged_writer, read_manifest
+from megatron.files import disk_shortage
 
 ReportPhase = Callable[[str, int], AbstractContextManager[ReportBytes]]
 """Called with a phase ("copying", "reading back") and its bytes; the block receives them as they are processed."""
@@ -100,12 +100,8 @@ def check_space(inputs: Sequence[IndexedDataset], folder: Path) -> None:
     needed = sum(
         data.num_tokens * data.dtype.itemsize + (12 + 4) * len(data) + (8 + 8) * data.num_documents for data in inputs
     )
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise DataError(
-            f"{folder} has {free / 1e9:.1f} GB free, but the merged dataset needs {needed / 1e9:.1f} GB; make room, or "
-            "put --output-prefix on another disk"
-        )
+    if shortage := disk_shortage(folder, needed):
+        raise DataError(f"{shortage}; free space, or put --output-prefix on another disk")
 
 
 def verify_sealed(prefix: Path, inputs: Sequence[IndexedDataset], progress: ReportBytes) -> None:

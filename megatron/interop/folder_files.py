@@ -9,14 +9,13 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.files import appearing
+from megatron.files import appearing, disk_shortage
 
 Precision = Literal["fp32", "bf16", "fp16"]
 EXPORT_RECORD = "export.json"
@@ -87,9 +86,5 @@ def new_folder(save: Path) -> Iterator[Path]:
 
 def check_space(folder: Path, needed_bytes: int, option: str) -> None:
     """Raise CheckpointError if the disk has too little space for the result; `option` is what sets its folder."""
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise CheckpointError(
-            f"{folder} has {free / 1e9:.1f} GB free, but the result needs {needed_bytes / 1e9:.1f} GB; free space, or "
-            f"set {option} to another disk"
-        )
+    if shortage := disk_shortage(folder, needed_bytes):
+        raise CheckpointError(f"{shortage}; free space, or set {option} to another disk")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.accelerator import ALLOCATED, MAX_ALLOCATED
+from megatron.files import replacing
 from megatron.observability.lines import TIMER_SUFFIX
 from megatron.observability.metrics_file import METRICS_FILE
 
@@ -185,7 +186,8 @@ def pyplot() -> Any:
 
 def save(figure: Any, output: Path, dpi: int) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=dpi)
+    with replacing(output) as file:
+        figure.savefig(file, format="png", dpi=dpi)
     pyplot().close(figure)
 
 

@@ -310,7 +310,7 @@ def test_a_full_disk_is_reported_before_writing(
     make("llama_gqa", tmp_path / "hf")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     said = refused(capsys, "--load", tmp_path / "hf", "--save", tmp_path / "native", "--to", "native")
-    assert "0.0 GB free" in said
+    assert "0.0 MB free" in said
     assert names(tmp_path) == ["hf"]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,22 @@ def test_one_run_with_validation_becomes_a_png(tmp_path: Path, capsys: pytest.Ca
     assert plot_run.main([str(run), "--output", str(output)]) == 0
     assert output.read_bytes().startswith(PNG)
     assert capsys.readouterr().out == f"wrote {output}\n"
+
+
+def test_a_full_disk_leaves_the_earlier_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(figure: Any, file: Any, **options: Any) -> None:
+        file.write_bytes(PNG) if isinstance(file, Path) else file.write(PNG)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fill)
+    run, output = write(tmp_path / "run", row(10)), tmp_path / "run.png"
+    output.write_bytes(b"earlier")
+    assert plot_run.main([str(run), "--output", str(output)]) == 2
+    assert capsys.readouterr().err == f"plot_run: {output}: No space left on device\n"
+    assert output.read_bytes() == b"earlier"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.png"]
 
 
 def test_the_loss_alone_is_a_small_picture_with_both_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,7 +320,7 @@ def test_a_full_disk_is_predicted_and_handled(
     inputs = [str(write_dataset(tmp_path / name, [200_000])) for name in "ab"]
     command = ["--input", *inputs, "--output-prefix", str(small_disk / "d")]
     assert merge_datasets.main(command) == 1
-    assert f"{small_disk} has 0.0 GB free, but" in capsys.readouterr().err
+    assert f"{small_disk} has 0.5 MB free, but the result needs 0.8 MB" in capsys.readouterr().err
     # others may fill the disk during the merge
     monkeypatch.setattr("megatron.data.merge.check_space", lambda inputs, folder: None)
     assert merge_datasets.main(command) == 1
