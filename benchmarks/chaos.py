@@ -80,9 +80,10 @@ class Outcome:
 
 
 def session_leaders(pid: int) -> list[int]:
-    """The live processes below this one that lead a session, as ranks do."""
+    """The live processes below this one that lead a session, as ranks do, but its own child, the agent."""
     try:
-        below = psutil.Process(pid).children(recursive=True)
+        launcher = psutil.Process(pid)
+        below = set(launcher.children(recursive=True)) - set(launcher.children())
         return sorted(child.pid for child in below if os.getsid(child.pid) == child.pid and child.status() != "zombie")
     except (psutil.NoSuchProcess, ProcessLookupError):
         return []
