@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import chaos
 from tests.hosts import Host, Hosts
 from tests.runs import TINY, rows
 
 ROOT = Path(__file__).resolve().parent.parent
+EXACT = ("iteration", "consumed_samples", "lm_loss", "learning_rate", "grad_norm")
 ITERATIONS = 2000  # more than most of these runs do
 TIMEOUT_S = 300.0
 
@@ -54,6 +56,9 @@ class Run:
         path = self._results / "metrics.jsonl"
         wait_until(lambda: path.exists() and f'"iteration":{iteration},' in path.read_text(), self)
 
+    def wait_for_words(self, words: str) -> None:
+        wait_until(lambda: words in self.said, self)
+
     @property
     def has_ended(self) -> bool:
         return self.process.poll() is not None
@@ -83,3 +88,18 @@ def python_processes(host: Host) -> str:
 
 def losses(results: Path) -> dict[int, float]:
     return {row["iteration"]: row["lm_loss"] for row in rows(results)}
+
+
+def kill_rank(host: Host) -> None:
+    """Kill the only rank of a host: it leads a session below the fork server."""
+    shown = host.run("ps", "-eo", "pid,sid,args").stdout.splitlines()
+    (pid,) = [line.split()[0] for line in shown if "multiprocessing" in line and line.split()[0] == line.split()[1]]
+    assert host.run("kill", "-KILL", pid).returncode == 0
+
+
+def assert_equal_runs(one: Path, other: Path, num_steps: int) -> None:
+    """Assert that two results folders have the same weights, bit for bit, and the same steps."""
+    assert chaos.differing(one / "checkpoints", other / "checkpoints") == []
+    steps = [[[row[key] for key in EXACT] for row in chaos.steps_of(folder)] for folder in (one, other)]
+    assert steps[0] == steps[1]
+    assert len(steps[0]) == num_steps

@@ -38,6 +38,11 @@ VERSION_S = 20.0
 ENDING_S = FAILED_GRACE_S + 20.0
 # Seconds that mpirun gives processes between SIGTERM and SIGKILL once one has failed, instead of one second
 KILL_TIMEOUT_S = "5"
+# Idle seconds, interval and number of probes after which mpirun and its daemons give each other up: like ssh with pdsh
+# they are patient with a network that fails. Where ranks restart, the agents give up a host after half a minute anyway.
+KEEP_ALIVE, SHORT_KEEP_ALIVE = ("30", "30", "19"), ("15", "10", "3")
+# The largest status of a process that a signal ended, and that of a run that has lost a host, as with ssh.
+OF_SIGNALS, LOST_HOST = 192, 255
 # variables of the kinds that DeepSpeed's launcher passes on too
 PREFIXES = ("PYTHON", "UCX", "MLFLOW")
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -112,7 +117,10 @@ def run_with_mpirun(plan: LaunchPlan, environment: dict[str, str]) -> int:
     names = {*plan.environment, *theirs, *[name for name in environment if name.startswith(PREFIXES)]}
     # by variables, which a user's own precede: versions 4 and 5 have other flags for them
     ssh = {"plm_rsh_args": shared} if (shared := os.environ.get("PDSH_SSH_ARGS_APPEND")) else {}
-    for name, value in {"odls_base_sigkill_timeout": KILL_TIMEOUT_S, **ssh}.items():
+    alive = SHORT_KEEP_ALIVE if plan.max_restarts else KEEP_ALIVE
+    alive_names = [f"oob_tcp_keepalive_{name}" for name in ("time", "intvl", "probes")]
+    own = {"odls_base_sigkill_timeout": KILL_TIMEOUT_S, **ssh, **dict(zip(alive_names, alive, strict=True))}
+    for name, value in own.items():
         environment.setdefault(f"OMPI_MCA_{name}", value)
         environment.setdefault(f"PRTE_MCA_{name.replace('rsh', 'ssh')}", value)
     if plan.nodes > 1:
@@ -142,14 +150,26 @@ class MpirunOutput(threading.Thread):
         self._lines = lines
         self.ready = 0
         """Number of agents that take signals."""
+        self.ended = 0
+        """Number of agents that have ended by themselves."""
         self.failed: tuple[str, int] | None = None
         """Host and status of the agent that failed first."""
+
+    def has_lost_host(self, status: int, nodes: int) -> bool:
+        """Return whether mpirun, which ended by this status, has lost a host and made the other agents stop.
+
+        Version 4 then ends by a negative number, version 5 by 0.
+        """
+        if self.failed is not None or self.ready < nodes:
+            return False
+        return status > OF_SIGNALS or (status == 0 and self.ended < nodes)
 
     def run(self) -> None:
         for line in self._lines:
             text, messages = without_messages(line)
             for host, status in messages:
                 self.ready += status is None
+                self.ended += status is not None
                 if status and self.failed is None:
                     self.failed = host, status
             sys.stderr.write(text.decode(errors="replace"))
@@ -179,6 +199,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPla
     status = shell_status(mpirun.returncode)
     if mpirun.returncode <= 0 and output.failed is not None:  # it had to be killed
         status = output.failed[1]
+    elif output.has_lost_host(status, plan.nodes):
+        print("mpirun has lost a host; ranks may still run there", file=sys.stderr)
+        status = LOST_HOST
     # a second signal ends the ranks by the one that mpirun has passed on, or a start by no signal of its own
     if requested is not None and (status == 128 + _passed_on(requested) or (status and output.ready < plan.nodes)):
         return shell_status(-requested)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -216,6 +217,24 @@ def test_agents_without_numbers_take_one_secret_each(tmp_path: Path, monkeypatch
 def test_messages_of_agents_are_taken_out_of_the_output() -> None:
     line = b"half a line\x1eagent node1 ready\nand \x1eagent node2 ended 137\n"
     assert without_messages(line) == (b"half a lineand ", [("node1", None), ("node2", 137)])
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "is_lost"),
+    [
+        ("ready ready ended0 ended0", 0, False),
+        ("ready ready ended0", 0, True),  # Open MPI 5
+        ("ready ready ended0", 205, True),  # Open MPI 4
+        ("ready ready ended4", 4, False),
+        ("ready", 213, False),  # not all have started
+        ("ready ready", 137, False),  # an agent was killed
+    ],
+)
+def test_a_host_that_mpirun_has_lost_is_no_end_of_the_run(said: str, status: int, is_lost: bool) -> None:
+    lines = "".join(f"\x1eagent node {word.replace('d0', 'd 0').replace('d4', 'd 4')}\n" for word in said.split())
+    output = mpirun.MpirunOutput(io.BytesIO(lines.encode()))
+    output.run()
+    assert output.has_lost_host(status, 2) is is_lost
 
 
 def test_a_run_over_two_nodes_has_its_hosts_in_a_file_that_is_removed(

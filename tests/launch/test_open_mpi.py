@@ -17,9 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch.mpirun import mpirun_fault
+from megatron.exit_codes import HUNG
+from megatron.launch.mpirun import LOST_HOST, mpirun_fault
 from tests import runs
+from tests.cli.test_gaudi_spawn_runs import SFT, made_up, run, write_examples
+from tests.host_runs import Run, assert_equal_runs, kill_rank, python_processes, wait_until
 from tests.hosts import Hosts, send_signal, why_not
+from tests.ranks import RankPools
 from tests.runs import TINY
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -71,6 +75,16 @@ def test_ranks_on_one_machine_train_to_the_end(layout: dict[str, str], tmp_path:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert (tmp_path / "results" / "checkpoints" / "latest").read_text().startswith("global_step3\n")
     assert "\x1e" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_gaudi_spawn_starts_its_ranks_by_mpirun(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    trl = write_examples(tmp_path, made_up(24))
+    assert "--use_deepspeed" in SFT
+    words = ["--use_mpi" if word == "--use_deepspeed" else word for word in SFT]
+    run(trl, words, world_size="2", max_steps="2", warmup_steps="1", logging_steps="1")
+    assert [path.name for path in (trl / "sft" / "hf_format").glob("samples_*")] == ["samples_8"]
 
 
 @pytest.mark.slow
@@ -134,3 +148,50 @@ def test_a_run_over_two_hosts_ends_on_both(end: str, tmp_path: Path) -> None:
             time.sleep(0.2)
         assert left == [], said
         assert not Path(hosts_file[1]).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_ranks_restart_after_one_dies_on_either_host(tmp_path: Path, ranks: RankPools) -> None:
+    """The weights are those of an undisturbed run, bit for bit: mpirun knows the agents alone, and these go on."""
+    steps, whole = 60, tmp_path / "whole"
+    (tmp_path / "data").mkdir()
+    data = runs.write_dataset(tmp_path / "data" / "text").parent
+    flags = f"--config tiny_bloom --train-samples {8 * steps} --results-dir {whole} --save {whole}/checkpoints"
+    assert set(ranks(2)(runs.train, f"{flags} --save-interval 5 --data-path {data}/text")) == {""}
+    layout = {"HL_DP": "2", "HL_TP": "1", "HL_PP": "1", "HL_SAVE_INTERVAL": "5", "HL_MAX_RESTARTS": "2"}
+    with Hosts(2, tmp_path / "hosts") as hosts:
+        length = ["--train-samples", str(8 * steps)]
+        run = Run(hosts, hosts.login, data, tmp_path / "run", *length, nodes=2, HL_LAUNCHER_TYPE="mpirun", **layout)
+        for rank, host in enumerate(hosts):
+            run.wait_for_iteration(8 + 20 * rank)
+            kill_rank(host)
+            run.wait_for_words(f"rank {rank} on {host.name} was killed by SIGKILL; restart 1 of 2")
+        assert run.status() == 0, run.said
+        assert run.said.count("resumed ") == 2, run.said
+        assert not any(python_processes(host) for host in hosts)
+    assert_equal_runs(tmp_path / "run", whole, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_host_that_is_cut_off_ends_the_run_and_its_own_ranks(max_restarts: int, tmp_path: Path) -> None:
+    """By the watchdog of the ranks; where these restart, by the agents, and by mpirun half a minute later."""
+    (tmp_path / "data").mkdir()
+    data = runs.write_dataset(tmp_path / "data" / "text").parent
+    layout = {"HL_DP": "2", "HL_TP": "1", "HL_PP": "1", "HL_SAVE_INTERVAL": "5", "HL_MAX_RESTARTS": str(max_restarts)}
+    with Hosts(2, tmp_path / "hosts") as hosts:
+        flags = ["--watchdog-timeout-s", "120" if max_restarts else "10"]
+        run = Run(hosts, hosts.login, data, tmp_path / "run", *flags, nodes=2, HL_LAUNCHER_TYPE="mpirun", **layout)
+        run.wait_for_iteration(3)
+        hosts[1].cut_off()
+        assert run.status() == (LOST_HOST if max_restarts else HUNG), run.said
+        said = (
+            "mpirun has lost a host; ranks may still run there"
+            if max_restarts
+            else "watchdog: no progress for 10 s; the run ends"
+        )
+        assert said in run.said
+        for host in hosts:  # on the second one, which nobody reaches, mpirun's daemon remains for a while
+            wait_until(lambda host=host: not python_processes(host), run, while_it_runs=False)  # type: ignore[misc]

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chaos
 from tests import runs
-from tests.host_runs import Run, python_processes, wait_until
-from tests.hosts import Host, Hosts, why_not
+from tests.host_runs import Run, assert_equal_runs, kill_rank, python_processes
+from tests.hosts import Hosts, why_not
 from tests.ranks import RankPools
 
 pytestmark = pytest.mark.slow
 
 STEPS = 120
-EXACT = ("iteration", "consumed_samples", "lm_loss", "learning_rate", "grad_norm")
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +32,6 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_equal_runs(one: Path, other: Path) -> None:
-    assert chaos.differing(one / "checkpoints", other / "checkpoints") == []
-    steps = [[[row[key] for key in EXACT] for row in chaos.steps_of(folder)] for folder in (one, other)]
-    assert steps[0] == steps[1]
-    assert len(steps[0]) == STEPS
-
-
 class SpareRun(Run):
     """Two hosts and a spare one, from `whole`'s options."""
 
@@ -49,9 +40,6 @@ class SpareRun(Run):
         layout |= {"HL_SPARE_HOSTS": "1", "HL_MAX_RESTARTS": str(max_restarts)}
         flags = ["--train-samples", str(8 * STEPS)]
         super().__init__(hosts, hosts.login, data, results, *flags, nodes=2, **layout)
-
-    def wait_for_words(self, words: str) -> None:
-        wait_until(lambda: words in self.said, self)
 
 
 @pytest.fixture
@@ -81,7 +69,7 @@ def test_a_spare_host_takes_the_place_of_one_that_is_lost(
     )
     assert run.status() == 0, run.said
     assert not any(python_processes(host) for host in hosts)
-    assert_equal_runs(tmp_path / "run", whole)
+    assert_equal_runs(tmp_path / "run", whole, STEPS)
 
 
 def test_a_spare_host_takes_the_place_of_one_that_fails_twice(
@@ -99,11 +87,4 @@ def test_a_spare_host_takes_the_place_of_one_that_fails_twice(
     assert run.status() == 0, run.said
     assert "node2 waits as a spare host" in run.said
     assert not any(python_processes(host) for host in hosts)
-    assert_equal_runs(tmp_path / "run", whole)
-
-
-def kill_rank(host: Host) -> None:
-    """Kill the only rank of a host: it leads a session below the fork server."""
-    shown = host.run("ps", "-eo", "pid,sid,args").stdout.splitlines()
-    (pid,) = [line.split()[0] for line in shown if "multiprocessing" in line and line.split()[0] == line.split()[1]]
-    assert host.run("kill", "-KILL", pid).returncode == 0
+    assert_equal_runs(tmp_path / "run", whole, STEPS)
