@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from megatron.acceptance.software import RELEASES
 from megatron.cli.gaudi_acceptance import build_acceptance_parser
 from megatron.cli.launch import build_launch_parser
@@ -44,6 +46,18 @@ def test_the_image_starts_from_the_newest_release_and_keeps_its_torch() -> None:
     assert _numbers(RELEASES[0].python or "") >= _numbers(python)
 
 
+def test_pip_keeps_the_builds_of_torch_and_deepspeed_that_the_vendor_installed() -> None:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    wanted = {one.name: one for one in map(Requirement, (line for line in lines if not line.startswith("#")))}
+    for name, versions in {
+        "torch": [f"{release.torch}{suffix}" for release in RELEASES for suffix in ("a0+git3c5ac0f", "+hpu")],
+        "deepspeed": ["0.16.1+hpu.synapse.v1.21.0"],
+    }.items():
+        # pip takes an installed pre-release
+        assert [v for v in versions if not wanted[name].specifier.contains(v, prereleases=True)] == []
+        assert {one.operator for one in wanted[name].specifier} == {">="}
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
@@ -57,8 +71,8 @@ def test_the_flags_and_variables_of_the_page_exist() -> None:
         for flag in action.option_strings
     }
     unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", outside)) - known
-    # of other programs: the vendor's installer, docker, and generation
-    assert unknown <= {"--type", "--ipc", "--shm-size", "--net", "--use-graphs"}
+    # of other programs: the vendor's installer, docker, generation, and optimum-habana's scripts
+    assert unknown <= {"--type", "--ipc", "--shm-size", "--net", "--use-graphs", "--use_hpu_graphs"}
     assert set(re.findall(r"\bHL_[A-Z0-9_]+", PAGE)) - {"HL_"} <= {variable.name for variable in VARIABLES}
     assert {name for name in re.findall(r"(?:scripts|tools)/\w+\.\w+", PAGE) if not (ROOT / name).is_file()} == set()
 

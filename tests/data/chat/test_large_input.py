@@ -71,7 +71,7 @@ def tokenizer(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("how", "groups"), [("read", 30), pytest.param("preprocess", 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("how", "groups"), [("read", 45), pytest.param("preprocess", 60, marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, tokenizer: Path, how: str, groups: int) -> None:
     """JSONL, a JSON array, Parquet, Arrow, and preferences: several times the input takes no more memory."""
     (folder := tmp_path / "data").mkdir()

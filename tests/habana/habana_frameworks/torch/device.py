@@ -97,10 +97,21 @@ def counts() -> Counter[str]:
 
 
 def _spoil(module: str, name: str) -> None:
-    """Let the results of a kernel be a tenth too large."""
+    """Let the results of a kernel be a tenth too large, or the updates of the optimizer."""
     kernel = getattr(importlib.import_module(f"habana_frameworks.torch.{module}"), name)
-    apply = kernel.apply
-    kernel.apply = staticmethod(lambda *args, **kwargs: apply(*args, **kwargs) * 1.1)
+    method = {"FusedClipNorm": "clip_norm", "FusedAdamW": "_update"}.get(name, "apply")
+    right = getattr(kernel, method)
+
+    def update(optimizer: Any, group: Any, trained: Any) -> None:
+        rate, group["lr"] = group["lr"], group["lr"] * 1.1
+        right(optimizer, group, trained)
+        group["lr"] = rate
+
+    def larger(*args: Any, **kwargs: Any) -> Any:
+        return right(*args, **kwargs) * 1.1
+
+    wrong = update if method == "_update" else larger
+    setattr(kernel, method, staticmethod(wrong) if method == "apply" else wrong)
 
 
 def install_in_process() -> None:
