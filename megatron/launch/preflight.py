@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.config.command_line import CommandLine, faults_in_all, read_command_line
 from megatron.config.data import parse_data_path
 from megatron.config.dependents import slow_mode
+from megatron.config.devices import known_device
 from megatron.config.flags import flag
 from megatron.config.options import Config, on_device
 from megatron.config.validation import check, idle
@@ -139,6 +140,9 @@ def _choose_device(request: LaunchRequest, command: CommandLine) -> str | None:
         return requested
     if request.nodes > 1 and request.rendezvous is None:
         return "auto"
+    named = {known_device(config.parallel.device_memory) for config in command.configs}
+    if request.dry_run and requested == "auto" and len(named) == 1 and (device := named.pop()) is not None:
+        return device.kind  # a plan for devices that this machine need not have
     return detect_device(allow_hpu=requested != "no-hpu")
 
 

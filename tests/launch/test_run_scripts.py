@@ -33,6 +33,17 @@ def run(script: str, folder: Path, *arguments: str, **variables: str) -> subproc
     )
 
 
+def test_a_plan_for_a_named_device_needs_none_of_that_kind(tmp_path: Path) -> None:
+    """The command of docs/launching.md, on a machine that has a CPU alone: it was refused as of device=cpu."""
+    plan = run("run_bloom13b.sh", tmp_path, "--device-memory", "gaudi2", HL_DRY_RUN="1", HL_TP="4", HL_DP="2")
+    assert plan.returncode == 0, plan.stderr
+    assert "1 node x 8 hpu devices = 8 ranks" in plan.stdout
+    assert "of 94.6 GiB (Gaudi 2)" in plan.stdout
+    on_cpu = {"HL_DEVICE": "cpu", "HL_DRY_RUN": "1"}
+    refused = run("run_bloom13b.sh", tmp_path, "--device-memory", "gaudi2", **on_cpu)
+    assert "device_memory=gaudi2 is that of a hpu device, but device=cpu" in refused.stderr
+
+
 @pytest.mark.skipif(SHELLCHECK is None, reason="needs shellcheck")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_script_is_shellcheck_clean(script: str) -> None:
