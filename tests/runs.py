@@ -40,12 +40,12 @@ def write_dataset(prefix: Path, documents: int = 60, vocabulary: int = 128, seed
     return prefix
 
 
-def train(arguments: str, device: str = "cpu") -> str:
-    """One run; the fault that ended it, or ''."""
+def train(arguments: str, device: str = "cpu", *, lazy: bool = True) -> str:
+    """One run; the fault that ended it, or ''. `lazy`: the mode of an HPU."""
     try:
         config = load_config([*TINY.split(), *arguments.split()])
         check_deepspeed(config)
-        run(on_device(config, device, lazy=True), ParallelContext.build(config.parallel, device))
+        run(on_device(config, device, lazy=lazy), ParallelContext.build(config.parallel, device))
     except ConfigError as error:
         return str(error)
     except Exception as error:

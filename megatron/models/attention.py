@@ -89,7 +89,8 @@ class RotaryEmbedding:
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin of each pair of channels, each [length, d/2] float32."""
         if self._table is None or self._table[0].shape[0] < length or self._table[0].device != device:
-            angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies).to(device)
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies)
+            angles = angles.to(device, non_blocking=True)
             self._table = angles.cos(), angles.sin()
         cos, sin = self._table
         return cos[:length], sin[:length]
@@ -143,7 +144,7 @@ class AttentionMask:
             seen = seen & (key >= packing.starts_BS[:, None, :, None])
         if self._slopes is None:
             return seen
-        bias = self._slopes.to(device)[None, :, None, None] * (key - query).float()
+        bias = self._slopes.to(device, non_blocking=True)[None, :, None, None] * (key - query).float()
         return bias.to(dtype).masked_fill(~seen, float("-inf"))
 
 

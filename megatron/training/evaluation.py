@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from megatron.data.separate_sets import SeparateSets
 from megatron.observability.metrics import MetricsLog
 from megatron.planning.progress import Progress
@@ -121,7 +124,9 @@ def evaluate(
         return size if per_epoch is None else min(size, per_epoch - consumed_samples)
 
     plan = task.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
-    total, normaliser, consumed_samples, metrics = 0.0, 0.0, 0, None
+    losses: list[Tensor] = []
+    normalisers: list[float] = []
+    consumed_samples, metrics = 0, None
     for _ in range(num_batches):
         if stops():
             return None
@@ -130,8 +135,12 @@ def evaluate(
             break
         microbatches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
         batch = engine.evaluate(microbatches, len(keys))
-        total, normaliser = total + float(batch.loss) * batch.normaliser, normaliser + batch.normaliser
+        losses.append(batch.loss)
+        normalisers.append(batch.normaliser)
         consumed_samples += size
         if batch.metrics is not None:
             metrics = batch.metrics if metrics is None else metrics + batch.metrics
+    means = torch.stack(losses).flatten().tolist() if losses else []  # one wait for the device
+    total = sum(mean * weight for mean, weight in zip(means, normalisers, strict=True))
+    normaliser = sum(normalisers, 0.0)
     return Evaluated(total / (normaliser if normaliser > 0 else 1.0), normaliser, engine.read_metrics(metrics))

@@ -73,5 +73,7 @@ class StepLosses:
             )
         device = result.total.device
         numbers = [number for name in self._task.metrics for number in result.metrics[name]]
-        sums = torch.stack([torch.as_tensor(n, dtype=torch.float32, device=device) for n in numbers]).view(-1, 2)
+        # numbers of the host without a wait for the device, which `as_tensor` has if it is given one
+        parts = [torch.as_tensor(n, dtype=torch.float32).to(device, non_blocking=True) for n in numbers]
+        sums = torch.stack(parts).view(-1, 2)
         self.metrics = sums if self.metrics is None else self.metrics + sums

@@ -24,7 +24,7 @@ from megatron.training.deepspeed_versions import prints_steps
 from megatron.training.engine import Engine, to_device
 from megatron.training.evaluation_graphs import EvaluationGraphs
 from megatron.training.losses import StepLosses
-from megatron.training.pipeline_executor import StageModule, WeightPass
+from megatron.training.pipeline_executor import Headers, StageModule, WeightPass
 
 
 class PipelineEngine(Engine):
@@ -38,6 +38,7 @@ class PipelineEngine(Engine):
         engine._INSTRUCTION_MAP = table | {kind: marked(table[kind]) for kind in passes}
         if not self.config.uses_own_schedule:  # ours leaves out what is frozen by itself
             engine._INSTRUCTION_MAP[BackwardPass] = marked(_if_needed(table[BackwardPass]))
+            _announce_on_hosts(engine, self.ctx)
         self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
         if not prints_steps(engine) and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
@@ -102,6 +103,21 @@ def _if_needed(backward: Callable[..., None]) -> Callable[..., None]:
             engine.pipe_buffers["outputs"][buffer_id] = None
 
     return run
+
+
+def _announce_on_hosts(engine: Any, ctx: ParallelContext) -> None:
+    """Replace DeepSpeed's announcement of shapes: its receiver reads ten numbers from the device, a wait each."""
+    headers = Headers(ctx)
+
+    def send(stream: Any, stage: int) -> None:
+        headers.send(stream, engine.grid.stage_to_global(stage_id=stage))
+
+    def receive(stage: int) -> Any:
+        is_tuple, shapes = headers.receive(engine.grid.stage_to_global(stage_id=stage))
+        buffers = tuple(torch.empty(shape, dtype=dtype, device=ctx.device) for dtype, shape in shapes)
+        return buffers if is_tuple else buffers[0]
+
+    engine._send_tensor_meta, engine._recv_tensor_meta = send, receive
 
 
 def _of_first_chunk(function: Callable[..., Any], **calls: Callable[[], None]) -> Callable[..., Any]:

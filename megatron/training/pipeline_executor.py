@@ -126,6 +126,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         """Shapes of the inputs of each chunk, used again where they never change."""
         self._announced: set[int] = set()
         """Chunks whose output's shape the next stage knows."""
+        self._headers = Headers(ctx)
 
     def _train_schedule(self) -> _Instructions:
         return _Instructions(self._sized(self._schedule, self.micro_batches), self.stage_id)
@@ -227,17 +228,13 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         rank, _ = self._neighbour(chunk, 1)
         if self.dynamic_shape or chunk not in self._announced:
             self._announced.add(chunk)
-            header = _header(outputs, self.DTYPE_TO_ID)
-            work = dist.isend(header, rank, group=self.ctx.control_group, tag=HEADER_TAG)
-            self._sending.append(([work], [header]))
+            self._headers.send(outputs, rank)
         self._send(_tensors(outputs), rank)
 
     def _post_activation(self, buffer_id: int, chunk: int) -> None:
         rank, _ = self._neighbour(chunk, -1)
         if self.dynamic_shape or chunk not in self._shapes:
-            header = torch.empty(HEADER_SIZE, dtype=torch.int64)
-            dist.recv(header, rank, group=self.ctx.control_group, tag=HEADER_TAG)
-            self._shapes[chunk] = _read_header(header, self.ID_TO_DTYPE)
+            self._shapes[chunk] = self._headers.receive(rank)
         is_tuple, shapes = self._shapes[chunk]
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in shapes]
         self._receiving[PostActivation, chunk, buffer_id] = [dist.irecv(tensor, rank) for tensor in tensors]
@@ -287,19 +284,35 @@ def _tensors(stream: Any) -> Sequence[Tensor]:
     return [stream] if isinstance(stream, Tensor) else stream
 
 
-def _header(stream: Any, ids: dict[torch.dtype, int]) -> Tensor:
-    """Return what the next stage has to know to receive these tensors."""
-    numbers = [int(not isinstance(stream, Tensor)), len(_tensors(stream))]
-    for tensor in _tensors(stream):
-        numbers += [ids[tensor.dtype], tensor.dim(), *tensor.shape]
-    return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)))
+class Headers:
+    """Messages that say of the next ones which shapes they have.
 
+    They go from host to host: of one on the device, the host that receives it would wait for all that its device has
+    to compute before.
+    """
 
-def _read_header(header: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[bool, list[tuple[torch.dtype, list[int]]]]:
-    is_tuple, count, *rest = header.tolist()
-    found = []
-    for _ in range(count):
-        kind, dim, *rest = rest
-        found.append((dtypes[kind], rest[:dim]))
-        rest = rest[dim:]
-    return bool(is_tuple), found
+    def __init__(self, ctx: ParallelContext) -> None:
+        self._group = ctx.control_group
+        self._sending: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, stream: Any, rank: int) -> None:
+        """Announce the tensors of a stream."""
+        numbers = [int(not isinstance(stream, Tensor)), len(_tensors(stream))]
+        for tensor in _tensors(stream):
+            numbers += [PipelineEngine.DTYPE_TO_ID[tensor.dtype], tensor.dim(), *tensor.shape]
+        header = torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)))
+        self._sending.append((dist.isend(header, rank, group=self._group, tag=HEADER_TAG), header))
+        while len(self._sending) > MOST_SENDS:
+            wait_for([self._sending.popleft()[0]])
+
+    def receive(self, rank: int) -> tuple[bool, list[tuple[torch.dtype, list[int]]]]:
+        """Return whether the tensors that come are a tuple, and dtype and shape of each."""
+        header = torch.empty(HEADER_SIZE, dtype=torch.int64)
+        dist.recv(header, rank, group=self._group, tag=HEADER_TAG)
+        is_tuple, count, *rest = header.tolist()
+        found = []
+        for _ in range(count):
+            kind, dim, *rest = rest
+            found.append((PipelineEngine.ID_TO_DTYPE[kind], rest[:dim]))
+            rest = rest[dim:]
+        return bool(is_tuple), found

@@ -43,16 +43,23 @@ def on_hpu(*, lazy: bool = True, collectives: str = "false") -> Iterator[Any]:
     torch.use_deterministic_algorithms(deterministic)  # DeepSpeed's accelerator demands them
 
 
-def train(arguments: str, collectives: str = "false") -> tuple[str, Counter[str]]:
-    """Return the fault of a run, and the calls of Habana's kernels and step marks."""
-    with on_hpu(collectives=collectives) as stand_in:
-        return runs.train(arguments, "hpu"), stand_in.counts()
+def train(
+    arguments: str, collectives: str = "false", *, lazy: bool = True
+) -> tuple[str, Counter[str], list[Counter[str]]]:
+    """Return the fault of a run, its calls, and those of each step. `host_read of FILE`: those of one file."""
+    steps: list[Counter[str]] = []
+    train_step = Engine.train_step
 
+    def noted(engine: Engine, *batches: Any, **options: Any) -> Any:
+        before = stand_in.counts()
+        result = train_step(engine, *batches, **options)
+        steps.append(stand_in.counts() - before)
+        return result
 
-def train_eager(arguments: str) -> str:
-    """Return the fault of a run in eager mode."""
-    with on_hpu(lazy=False):
-        return runs.train(f"{arguments} --no-torch-compile", "hpu")
+    with on_hpu(lazy=lazy, collectives=collectives) as stand_in, patch.object(Engine, "train_step", noted):
+        fault, calls = runs.train(arguments, "hpu", lazy=lazy), stand_in.counts()
+        reads = [Path(call["where"].rsplit(":", 1)[0]).name for call in stand_in.stand_in.called("host_read")]
+        return fault, calls + Counter(f"host_read of {name}" for name in reads), steps
 
 
 @dataclass(frozen=True)
