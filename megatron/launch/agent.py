@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from multiprocessing import resource_tracker
 
 from megatron.control.run_secret import MissingSecretError, find_secret
@@ -249,6 +250,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
     which importing deepspeed does.
     """
     os.environ["MEGATRON_MAIN"] = options.main  # for launch/preload.py
+    os.environ["MEGATRON_PIPELINE"] = "1" if has_pipeline(train_flags) else "0"
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
     raise_limit()
     with noted_signals(SIGNALS) as received:
@@ -281,6 +283,13 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
         except RendezvousFailedError as error:
             report(str(error))
             return FAILED
+
+
+def has_pipeline(train_flags: Sequence[str]) -> bool:
+    """Return whether the flags set more than one pipeline stage. What a file says of it is not read."""
+    words = [part for word in train_flags for part in word.split("=", 1)]
+    values = [value for name, value in pairwise(words) if name == "--pipeline-model-parallel-size"]
+    return values[-1:] not in ([], ["1"])
 
 
 def main(arguments: Sequence[str]) -> int:

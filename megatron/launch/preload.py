@@ -17,5 +17,7 @@ if set_death_signal := end_with_parent():
 
 import torch.distributed  # noqa: F401
 
+if os.environ.get("MEGATRON_PIPELINE") == "1":  # by which the backward pass of all stages but the last imports sympy
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # importing deepspeed elsewhere selects a device
     importlib.import_module(os.environ.get("MEGATRON_MAIN", "megatron.train")).preload()

@@ -524,6 +524,20 @@ def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pyt
     assert 0 < waited_s - failed_s[0] < 4.5, "and half a second for the kernel"
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--config tiny_bloom", False),
+        ("--pipeline-model-parallel-size 1 --seed 2", False),
+        ("--pipeline-model-parallel-size 2", True),
+        ("--pipeline-model-parallel-size=4 --seed 1", True),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-size 1", False),
+    ],
+)
+def test_a_pipeline_is_found_in_the_flags(flags: str, expected: bool) -> None:
+    assert agent.has_pipeline(flags.split()) is expected
+
+
 def test_one_node_needs_neither_torch_nor_a_listener() -> None:
     code = (
         "import os, sys, psutil\n"

@@ -50,6 +50,26 @@ def test_a_run_imports_what_it_needs_before_the_fork_and_nothing_else(tmp_path: 
     assert result.stdout.splitlines()[-2:] == ["after the fork:", "imported:"], result.stdout
 
 
+STAGE = """
+import sys
+import megatron.launch.preload
+import torch
+preloaded = set(sys.modules)
+torch.ones(2, requires_grad=True).mul(2).backward(torch.ones(2))
+print("after the fork:", *sorted(set(sys.modules) - preloaded)[:3])
+"""
+
+
+def test_the_backward_pass_of_a_stage_imports_nothing_after_the_fork() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", STAGE],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MEGATRON_PIPELINE": "1", "DS_ACCELERATOR": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "after the fork:\n", result.stdout + result.stderr
+
+
 @pytest.mark.parametrize(
     ("cls", "arguments"),
     [
