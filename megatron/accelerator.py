@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron.devices import VISIBLE, count_devices, has_gaudi_plugin
+from megatron.devices import NO_PLUGIN, VISIBLE, count_devices, has_gaudi_plugin
 
 # names of Habana's Optimum, for every device; its "GB" are 2^30 bytes
 ALLOCATED = "memory_allocated (GB)"
@@ -120,10 +120,7 @@ def _missing_hpu() -> str:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("habana_frameworks"):
             return f"habana_frameworks.torch does not load: {error}"
-        return (
-            "habana_frameworks.torch is not installed; it comes with the image or the installer of the Gaudi software, "
-            "never by pip from the public index (docs/gaudi.md)"
-        )
+        return NO_PLUGIN
     # it asserts that torch's release is the one it is built for, and in lazy mode that torch is Habana's build; of a
     # version without a local part, as that of a stock torch, it reads an attribute that is not there
     except (ImportError, OSError, AssertionError, AttributeError) as error:

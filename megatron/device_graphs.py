@@ -31,7 +31,7 @@ def graph_faults(
     if device not in DEVICES:
         yield f"{option} is for {' and '.join(DEVICES)} devices, not {device}; leave it out"
     elif device == "hpu" and lazy is False:
-        yield f"{option} on HPU needs lazy mode; set {LAZY_MODE}=1, or leave {option} out"
+        yield f"{option} on HPU needs lazy mode; set {LAZY_MODE}=1 (HL_USE_LAZY_MODE=1), or leave {option} out"
     elif device == "hpu" and tensor_size > 1:
         value = environment.get(LAZY_COLLECTIVES, ON[0])
         if value.lower() not in ON:

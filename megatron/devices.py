@@ -13,6 +13,13 @@ from pathlib import Path
 # variables that restrict the devices of a process and its children
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
 
+NO_PLUGIN = (
+    "habana_frameworks.torch is not installed; it comes with the image or the installer of the Gaudi software, never "
+    "by pip from the public index (docs/gaudi.md)"
+)
+SEEN_BY = {"cuda": "nvidia-smi", "hpu": "hl-smi"}
+"""Command that lists the devices of a kind."""
+
 
 def detect_device(*, allow_hpu: bool = True) -> str:
     """Return the first available one of hpu, cuda and cpu by device files and installed packages, without torch."""

@@ -32,9 +32,12 @@ def check_fp8(config: Config) -> Iterator[str]:
     if training.precision != "bf16":
         yield f"{given} needs bf16, not {training.precision}; turn bf16 on"
     if training.recompute_granularity == "full" or training.recomputed_modules - {"core_attn"}:
+        modules = f", recompute_modules={','.join(sorted(training.recomputed_modules))}"
         yield (
-            f"{given} recomputes no matrix products, nor what they read: with recompute_granularity=selective, "
-            "core_attn alone; choose that, or none"
+            f"{given} recomputes no matrix products, nor what they read, as "
+            f"recompute_granularity={training.recompute_granularity}"
+            f"{modules if training.recompute_granularity == 'selective' else ''} does; use selective with core_attn "
+            "alone, or none"
         )
     if config.lora.lora_rank or config.model.quantize_base != "none":
         yield f"{given} trains whole weights, without adapters and quantize_base; leave these out, or fp8_format"

@@ -15,7 +15,7 @@ from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.control.run_secret import MissingSecretError, run_secret
 from megatron.descriptors import limit_fault
-from megatron.devices import count_devices, cpu_lacks_float16
+from megatron.devices import NO_PLUGIN, SEEN_BY, VISIBLE, count_devices, cpu_lacks_float16, has_gaudi_plugin
 from megatron.generation.load_options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.cores import CoresError, own_sockets, rank_cores
@@ -206,13 +206,28 @@ def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
     if device not in ("hpu", "cuda"):
         return
     available = count_devices(device)
-    if available < devices_per_node:
+    needed = f"{devices_per_node} {device} devices are needed, but"
+    visible, layout = VISIBLE[device], "HL_NGPU_PER_NODE (--devices-per-node)"
+    if available < devices_per_node and os.environ.get(visible):
         yield (
-            f"{devices_per_node} {device} devices are needed, but this machine has {available}; set HL_NGPU_PER_NODE "
-            f"(--devices-per-node) and the layout to {available} at most, or HL_DEVICE=cpu"
+            f"{needed} {visible}={os.environ[visible]} leaves {available} of this machine's; list more, or set "
+            f"{layout} lower, and the layout"
+        )
+    elif available == 0:
+        yield f"{needed} this machine has 0; {SEEN_BY[device]} lists those that its driver sees. Or set HL_DEVICE=cpu"
+    elif available < devices_per_node:
+        yield (
+            f"{needed} this machine has {available}; set {layout} and the layout to {available} at most, or "
+            "HL_DEVICE=cpu"
         )
     elif device == "hpu":
         yield from check_modules(devices_per_node)
+
+
+def check_plugin(device: str, activate_dir: str | None) -> Iterator[str]:
+    """Yield a fault if this machine has HPUs without their package, unless an environment is activated first."""
+    if device == "hpu" and count_devices("hpu") and not activate_dir and not has_gaudi_plugin():
+        yield f"device hpu is not there: {NO_PLUGIN}; or use HL_DEVICE=cpu (--device cpu)"
 
 
 def check_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int) -> Iterator[str]:

@@ -184,6 +184,7 @@ def plan_ranks(
         request.faults += check_variables(device, devices)
     else:
         request.faults += checks.check_local_devices(device, devices)
+        request.faults += checks.check_plugin(device, request.activate_dir)
         request.faults += checks.check_precision(device, "fp32" if load.precision == "auto" else load.precision)
     if is_chat and hosts:
         request.faults.append("--chat needs its ranks on this machine; leave the hostsfile out")

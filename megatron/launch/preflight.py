@@ -256,6 +256,7 @@ def _check_machine(request: LaunchRequest, layout: Layout, *, is_remote: bool) -
     if request.nodes > 1 and request.rendezvous is None:
         return
     yield from checks.check_local_devices(device, layout.devices_per_node)
+    yield from checks.check_plugin(device, request.activate_dir)
     yield from checks.check_cores(layout.devices_per_node, request.cores_per_rank, request.ranks_per_socket)
     yield from checks.check_precision(device, layout.config.training.precision)
     yield from checks.check_descriptors(layout.config, device, layout.world_size)

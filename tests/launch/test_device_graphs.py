@@ -52,7 +52,7 @@ def test_validations_by_graphs_in_eager_mode_are_refused_before_ranks_start() ->
     with pytest.raises(RefusedError) as refused:
         trained({"HL_USE_LAZY_MODE": "0"}, "--eval-graphs")
     assert refused.value.faults == [
-        "eval_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1, or leave eval_graphs out"
+        "eval_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1 (HL_USE_LAZY_MODE=1), or leave eval_graphs out"
     ]
 
 
@@ -71,7 +71,7 @@ def test_tokens_by_graphs_have_lazy_mode_and_collectives(monkeypatch: pytest.Mon
     assert faults() == []
     monkeypatch.setenv(LAZY_MODE, "0")
     assert faults("--use-graphs") == [
-        "use_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1, or leave use_graphs out"
+        "use_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1 (HL_USE_LAZY_MODE=1), or leave use_graphs out"
     ]
 
 

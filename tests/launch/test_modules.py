@@ -69,12 +69,30 @@ def test_modules_that_are_missing_or_in_use_are_named_in_one_message(
     assert said in "".join(found)
 
 
+def test_a_machine_without_the_plugin_or_without_cards_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_gaudi_plugin", lambda: False)
+    monkeypatch.setattr(checks, "count_devices", lambda device: 8)
+    (fault,) = checks.check_plugin("hpu", None)
+    assert fault.startswith(
+        "device hpu is not there: habana_frameworks.torch is not installed; it comes with the image"
+    )
+    assert not list(checks.check_plugin("cuda", None)) + list(checks.check_plugin("hpu", "environment"))
+    monkeypatch.setattr(checks, "count_devices", lambda device: 0)
+    assert list(checks.check_plugin("hpu", None)) == []  # the cards are missing first
+    monkeypatch.delenv(modules.LISTED, raising=False)
+    (fault,) = checks.check_local_devices("hpu", 8)
+    assert fault == (
+        "8 hpu devices are needed, but this machine has 0; hl-smi lists those that its driver sees. Or set "
+        "HL_DEVICE=cpu"
+    )
+
+
 def test_a_launch_and_an_agent_refuse_them_on_hpu_alone(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(modules.LISTED, "4,5")
     (fault,) = checks.check_local_devices("hpu", 2)
     assert "5 is in use (held by process 42)" in fault
     (fault,) = checks.check_local_devices("hpu", 8)
-    assert "8 hpu devices are needed, but this machine has 2" in fault
+    assert fault.startswith("8 hpu devices are needed, but HABANA_VISIBLE_MODULES=4,5 leaves 2 of this machine's; list")
     monkeypatch.setenv("DS_ACCELERATOR", "hpu")
     with pytest.raises(modules.ModulesError, match="5 is in use"):
         modules.require_modules(2)

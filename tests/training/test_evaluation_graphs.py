@@ -68,4 +68,4 @@ def test_graphs_need_lazy_mode(hpu_ranks: RankPools, tmp_path: Path) -> None:
     data = runs.write_dataset(tmp_path / "data")
     flags = f"{FLAGS} --data-path {data} --eval-graphs --no-torch-compile"
     ((fault, *_),) = hpu_ranks(1)(devices.train, flags, lazy=False)
-    assert "eval_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1, or leave eval_graphs out" in fault
+    assert "eval_graphs on HPU needs lazy mode; set PT_HPU_LAZY_MODE=1 (HL_USE_LAZY_MODE=1), or leave" in fault
