@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.habana import install as install_hpu
+from tests.habana import skip_with_cuda
 from tests.ranks import RankPools
 
 # before torch is imported: ranks of one machine share its cores
@@ -72,6 +73,7 @@ def ranks() -> Iterator[RankPools]:
 @pytest.fixture(scope="session")
 def hpu_ranks() -> Iterator[RankPools]:
     """Pools like `ranks`, whose processes have the device `hpu` of the stand-in, which they cannot give back."""
+    skip_with_cuda()
     pools = RankPools(install_hpu)
     yield pools
     pools.stop()

@@ -71,8 +71,8 @@ def test_the_flags_and_variables_of_the_page_exist() -> None:
         for flag in action.option_strings
     }
     unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", outside)) - known
-    # of other programs: the vendor's installer, docker, generation, and optimum-habana's scripts
-    assert unknown <= {"--type", "--ipc", "--shm-size", "--net", "--use-graphs", "--use_hpu_graphs"}
+    # of other programs: the vendor's installer, docker, and generation
+    assert unknown <= {"--type", "--ipc", "--shm-size", "--net", "--use-graphs"}
     assert set(re.findall(r"\bHL_[A-Z0-9_]+", PAGE)) - {"HL_"} <= {variable.name for variable in VARIABLES}
     assert {name for name in re.findall(r"(?:scripts|tools)/\w+\.\w+", PAGE) if not (ROOT / name).is_file()} == set()
 

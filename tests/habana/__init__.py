@@ -21,6 +21,14 @@ import pytest
 PACKAGES = ("habana_frameworks", "intel_transformer_engine", "pyhlml")
 
 
+def skip_with_cuda() -> None:
+    """Skip a test of the stand-in's device where torch is built with CUDA: torch refuses to have both devices."""
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("the stand-in's device needs a torch that is built without CUDA")
+
+
 def loaded() -> list[str]:
     return [name for name in sys.modules if name.split(".")[0] in PACKAGES]
 

@@ -8,11 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from megatron import accelerator
-from megatron.config.options import Config, ModelConfig
-from megatron.models.attention import FusedHPUAttention, own_slopes
-from megatron.parallel.context import ParallelContext
-from megatron.parallel.kernels import habana
 from tests.habana import importable, loaded
 from tests.runs import train
 
@@ -21,31 +16,6 @@ def train_on_cpu(arguments: str) -> tuple[str, list[str]]:
     """The fault of a run, and the modules of Habana's that it loaded."""
     with importable():
         return train(arguments), loaded()
-
-
-def attention(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> Any:
-    return FusedHPUAttention(own_slopes(model, ctx), recompute=model.fused_sdpa_recompute)
-
-
-def optimizer(config: Config, ctx: ParallelContext) -> Any:
-    options = config.optimizer
-    fused = importlib.import_module("habana_frameworks.torch.hpex.optimizers").FusedAdamW
-    return fused, {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
-
-
-def train_with_habanas_kernels(arguments: str) -> tuple[str, Counter[str]]:
-    """The fault of a run in lazy mode with Habana's kernels and optimizer on CPU tensors, and its calls of them."""
-    with (
-        importable(),
-        patch.object(accelerator, "is_lazy", lambda device: True),
-        patch("megatron.models.attention.build_kernel", attention),
-        patch("megatron.models.attention.choose_kernels", lambda *_, **__: habana(fused_norm=True)),
-        patch("megatron.training.optimizer._choose", optimizer),
-    ):
-        stand_in = importlib.import_module("habana_frameworks.torch.stand_in")
-        fault, calls = train(arguments), Counter(name for name, _ in stand_in.calls)
-        calls["shapes of FusedSDPA"] = len({call["shape"] for call in stand_in.called("FusedSDPA")})
-        return fault, calls
 
 
 @dataclass(frozen=True)

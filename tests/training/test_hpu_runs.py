@@ -1,4 +1,4 @@
-"""Runs with the stand-in of Habana's packages: losses of the CPU, and how often its kernels and marks are called."""
+"""Runs on the device of the stand-in: losses of the CPU, and how often its kernels and marks are called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.habana.runs import train_on_cpu, train_with_habanas_kernels
+from tests.habana import devices
+from tests.habana.runs import train_on_cpu
 from tests.ranks import RankPools
 from tests.runs import rows, write_dataset
 
@@ -16,12 +17,12 @@ BLOOM = "--architecture bloom --position-embedding-type alibi --attention-dropou
 
 
 @pytest.mark.parametrize("model", [LLAMA, BLOOM], ids=["llama", "bloom"])
-def test_habanas_kernels_train_as_the_cpus(ranks: RankPools, tmp_path: Path, model: str) -> None:
+def test_habanas_kernels_train_as_the_cpus(ranks: RankPools, hpu_ranks: RankPools, tmp_path: Path, model: str) -> None:
     data = write_dataset(tmp_path / "data")
     flags = f"--data-path {data} {model} --train-iters {STEPS} --split 1,0,0 --adam-eps 1e-12 --log-memory-interval 0"
     ((fault, modules),) = ranks(1)(train_on_cpu, f"{flags} --results-dir {tmp_path / 'cpu'}")
     assert (fault, modules) == ("", [])  # found, and neither loaded nor called
-    ((fault, calls),) = ranks(1)(train_with_habanas_kernels, f"{flags} --results-dir {tmp_path / 'hpu'}")
+    ((fault, calls, _),) = hpu_ranks(1)(devices.train, f"{flags} --device hpu --results-dir {tmp_path / 'hpu'}")
     assert fault == ""
     losses = [[row["lm_loss"] for row in rows(tmp_path / name)] for name in ("cpu", "hpu")]
     assert len(losses[0]) == STEPS
