@@ -41,7 +41,8 @@ LONG_FIRST = (
     "launch/test_run_dpo cli/test_gaudi_spawn_runs cli/test_gaudi_spawn data/test_sources "
     "interop/test_deepspeed_checkpoint test_api_callbacks training/test_exports "
     "data/chat/test_tool_chats test_extending training/test_adapters planning/test_fit test_finetuning "
-    "generation/test_generator test_distillation acceptance/test_gaudi_acceptance"
+    "generation/test_generator test_distillation acceptance/test_gaudi_acceptance "
+    "training/test_hpu_layouts habana/test_device"
 ).split()
 """Files of more than a quarter of a minute, the longest first: if one came last, the other processes would idle."""
 

@@ -86,7 +86,7 @@ class _Recorder(TorchDispatchMode):
     def _kept(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.untyped_storage()._cdata in self._made:
             return value
-        place = value.storage_offset(), tuple(value.shape), value.stride()
+        place = int(value.storage_offset()), tuple(value.shape), value.stride()
         return _Outside(StorageWeakRef(value.untyped_storage()), value.device, value.dtype, place)
 
 
