@@ -211,7 +211,7 @@ def test_dpo_py_trains_what_its_flags_and_defaults_say(trl: Path) -> None:
 def test_defaults_are_those_of_gaudi_training_arguments(trl: Path) -> None:
     """What the commands leave out: transformers' own values, but for two that optimum-habana changes."""
     arguments = pytest.importorskip("transformers").TrainingArguments
-    theirs = {field.name: field.default for field in dataclasses.fields(arguments)}
+    theirs: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(arguments)}
     theirs |= {"adam_epsilon": 1e-6, "optim": "adamw_torch"}
     of_dpo = {"learning_rate": 5e-4, "lr_scheduler_type": "cosine", "warmup_steps": 100, "seed": 0, "save_steps": 100}
     finetune = "--world_size 7 --use_deepspeed finetune.py --config-name=finetune_lora.yaml"

@@ -91,6 +91,7 @@ def test_a_split_that_leaves_no_validation_documents_says_so(tmp_path: Path, cap
     for split, said in (("949,50,1", f"no validation documents in {text} (split=949,50,1); the run has no"), ("1", "")):
         caplog.clear()
         train, valid, _ = build(config(text, split=split), (9, 9, 0))
+        assert train is not None
         assert (len(train) >= 9, valid) == (True, None)
         assert [record.getMessage() for record in caplog.records] == ([f"{said} validation loss"] if said else [])
 

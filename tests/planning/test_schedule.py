@@ -265,8 +265,8 @@ def test_a_warmup_longer_than_the_run_is_named_with_the_rate_that_is_reached() -
     assert warning is not None
     assert warning.endswith("its learning rate reaches 1.6e-06 instead of lr=2e-05; lower lr_warmup_iters=25")
     assert schedule.learning_rate(32) == pytest.approx(1.6e-6)
-    for kept in ({"lr_warmup_iters": 3}, {}):
-        assert Schedule(training, OptimizerConfig(**kept), samples_per_epoch=39).unended_warmup() is None
+    for kept in (OptimizerConfig(lr_warmup_iters=3), OptimizerConfig()):
+        assert Schedule(training, kept, samples_per_epoch=39).unended_warmup() is None
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD"])

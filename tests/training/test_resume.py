@@ -373,9 +373,9 @@ def test_a_folder_of_another_run_is_refused_unless_requested(tmp_path: Path) -> 
             start(f"{ROPE} {words}")
     # going back in the folder itself is a branch of that run
     assert start(f"{ROPE} --save {used} --load {used} --ckpt-step 5").run.ancestors[0].run == theirs.id
-    ours = start(f"{ROPE} --save {used} --allow-used-save")
-    assert ours.checkpoint is None
-    save_of(ours.run, used, 3)
+    beside = start(f"{ROPE} --save {used} --allow-used-save")
+    assert beside.checkpoint is None
+    save_of(beside.run, used, 3)
     # each command goes on with its own run, whichever saved last
     assert step_of(start(f"{ROPE} --save {used}")) == 3
     assert step_of(start(f"{ROPE} --save {used} --load model")) == 5
