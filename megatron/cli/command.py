@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import io
 import sys
 from collections.abc import Callable, Sequence
 
@@ -10,16 +12,21 @@ from megatron.exit_codes import DONE, FAILED
 from megatron.files import READER_LEFT, discard_output
 
 INTERRUPTED = 130
-
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Main = Callable[[Sequence[str] | None], int]
 
 
 def command(main: Main) -> Callable[..., int]:
-    """Decorate the main function of a command: it ends without a traceback when its reader leaves, as `| head` does."""
+    """Decorate the main function of a command: it ends without a traceback where its output cannot be written.
+
+    Its reader has left, as `| head` does, or the disk is full. Letters that stdout's encoding lacks are escaped.
+    """
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's; a path may have any letter
         try:
             try:
                 return main(argv)
@@ -28,6 +35,12 @@ def command(main: Main) -> Callable[..., int]:
         except BrokenPipeError:
             discard_output()
             return READER_LEFT
+        except OSError as error:  # such as `> FILE`; run_command has handled those of other files
+            if error.errno not in NO_SPACE:
+                raise
+            discard_output()
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+            return FAILED
 
     return run
 

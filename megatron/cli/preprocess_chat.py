@@ -99,7 +99,9 @@ def add_row_flags(group: argparse._ArgumentGroup) -> None:
         "--row-format",
         choices=("auto", "mixed", "messages", "sharegpt", "prompt_completion", "alpaca", "question_answer", "text"),
         default="auto",
-        help="form of the rows: one for each file, found by their keys; found for each row; or this (default: auto)",
+        metavar="FORM",
+        help="form of the rows: auto (one for each file, found by their keys), mixed (found for each row), or one of "
+        "messages, sharegpt, prompt_completion, alpaca, question_answer, text (default: auto)",
     )
     group.add_argument(
         "--prompt-template",

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -57,3 +58,29 @@ def test_a_pipe_that_closes_early_shows_nothing() -> None:
     ran = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
     assert ran.stderr == ""
     assert ran.stdout.splitlines()[1] in ("0", str(READER_LEFT))
+
+
+def test_a_full_disk_under_the_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command_line = [sys.executable, f"{IMPORT_ROOT}/tools/plan.py", "--config", "tiny_llama"]
+        ran = subprocess.run(command_line, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ran.returncode, ran.stderr) == (1, "error: the output cannot be written: No space left on device\n")
+
+
+def test_letters_that_an_encoding_lacks_are_escaped() -> None:
+    work = command(lambda argv: print("größer") or 0)  # type: ignore[func-returns-value]
+    with tempfile.TemporaryFile("w+", encoding="ascii") as narrow:
+        with contextlib.redirect_stdout(narrow):
+            assert work() == 0
+        narrow.seek(0)
+        assert narrow.read() == "gr\\xf6\\xdfer\n"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_help_fits_100_columns(
+    tool: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with contextlib.suppress(SystemExit):
+        importlib.import_module(f"megatron.cli.{tool}").main(["--help"])
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 100] == []
