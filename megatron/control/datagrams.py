@@ -77,6 +77,11 @@ class Datagrams:
                     messages.append((message, place))
         return messages
 
+    def interrupt(self) -> None:
+        """Have a `receive` of another thread return at once, by an empty datagram to itself, which is ignored."""
+        with contextlib.suppress(OSError):
+            self._socket.sendto(b"", self._socket.getsockname())
+
     def close(self) -> None:
         self._selector.close()
         self._socket.close()

@@ -243,6 +243,10 @@ class Channel:
             called |= self._read(message, place)
         return called
 
+    def interrupt(self) -> None:
+        """Have a `wait` of another thread return at once."""
+        self._datagrams.interrupt()
+
     def _read(self, message: dict[str, Any], place: Any) -> bool:
         if "endings" in message:
             self.endings |= {int(rank): str(ending) for rank, ending in message["endings"].items()}

@@ -69,7 +69,7 @@ class Watchdog:
         self._host, self._main = socket.gethostname(), threading.main_thread().ident
         self._look_s = min(2.0, max(0.1, self._timeout_s / 20))
         self._thread: threading.Thread | None = None
-        self._leaving = False
+        self._leaving = threading.Event()
         self._channel: Channel | None = None
         self._agent: AgentLink | None = None
         self._folder: Path | None = None
@@ -171,7 +171,9 @@ class Watchdog:
     ) -> None:
         if self._thread is None:
             return
-        self._leaving = True
+        self._leaving.set()
+        if self._channel is not None:
+            self._channel.interrupt()
         self._thread.join(timeout=GIVE_UP_S)
         faulthandler.cancel_dump_traceback_later()
         if self._channel is not None:
@@ -232,11 +234,11 @@ class Watchdog:
     # The thread
 
     def _watch(self) -> None:
-        while not self._leaving:
+        while not self._leaving.is_set():
             try:
                 self._look()
             except Exception as error:
-                if not self._leaving and not self._broken:
+                if not self._leaving.is_set() and not self._broken:
                     self._broken = True
                     self._print(f"rank {self.rank}: the watchdog goes on after {type(error).__name__}: {error}")
                 time.sleep(0.1)
@@ -272,7 +274,7 @@ class Watchdog:
 
     def _listen(self, timeout_s: float) -> None:
         if self._channel is None:
-            time.sleep(min(max(0.0, timeout_s), self._look_s))
+            self._leaving.wait(min(max(0.0, timeout_s), self._look_s))
         elif self._channel.wait(timeout_s):
             self._channel.send(self._report())
 

@@ -421,3 +421,14 @@ def test_where_all_ranks_are_lost_the_verdict_has_their_reasons() -> None:
         "  rank 1 on node0 (process 101): Connection reset",
         "  all ranks lost touch with another rank in step 7, train",
     ]
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_the_end_of_a_run_does_not_wait_for_the_next_look(has_others: bool) -> None:
+    watchdog = Watchdog(of(600.0))
+    watchdog._look_s = 3600.0
+    if has_others:
+        watchdog._channel = channels(1)[0]
+    with watchdog:
+        assert watchdog._thread is not None
+    assert not watchdog._thread.is_alive()
