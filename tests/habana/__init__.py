@@ -1,8 +1,8 @@
 """A stand-in of Habana's Python packages that computes on the CPU: put this folder on sys.path.
 
 Names, order and defaults of arguments, types of results and assertions are those of HabanaAI/gaudi-pytorch-bridge
-1.19.0; tests/models/test_habana_bridge.py compares them where MEGATRON_GAUDI_BRIDGE names a checkout of it. Tensors
-stay CPU tensors, so it does not show a tensor on the wrong device.
+1.19.0; tests/models/test_habana_bridge.py compares them where MEGATRON_GAUDI_BRIDGE names a checkout of it. Tensors are
+on the device `hpu` in processes that `install` has given it (the fixture `hpu_ranks`), else on the CPU.
 """
 
 from __future__ import annotations
