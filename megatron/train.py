@@ -364,7 +364,7 @@ def start() -> int:
             print(error, file=sys.stderr)
         return REFUSED
     except Exception as error:
-        from megatron.resilience.errors import USER_FAULTS, PeerLostError, TrainingAborted, exit_status
+        from megatron.resilience.errors import USER_FAULTS, PeerLostError, TrainingAborted, exit_status, message_of
 
         rank = os.environ.get("RANK", "0")
         if isinstance(error, TrainingAborted):
@@ -373,7 +373,7 @@ def start() -> int:
         elif isinstance(error, PeerLostError):
             print_error(str(error))
         elif isinstance(error, USER_FAULTS):
-            print_error(f"rank {rank}: {error}")
+            print_error(f"rank {rank}: {message_of(error)}")
         else:
             print_error(traceback.format_exc().rstrip())
         return exit_status(error)

@@ -48,6 +48,13 @@ LASTING = {
 _ERRNO = re.compile(r"(?:\[[Ee]rrno |os error )(\d+)")
 
 
+def message_of(error: Exception) -> str:
+    """Return the message of a user's fault: of an OSError of one file its path and the reason, without a number."""
+    if isinstance(error, OSError) and isinstance(error.filename, str) and error.filename2 is None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def exit_status(error: Exception) -> int:
     """Return the exit status of a process that ends by this error: REFUSED where a restart would fail again."""
     if isinstance(error, OtherRankFailed):

@@ -36,11 +36,11 @@ def status_of(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -
         print_error("interrupted" if _is_first() else "")
         return INTERRUPTED
     except Exception as error:
-        from megatron.resilience.errors import USER_FAULTS, OtherRankFailed, exit_status, is_lost_peer
+        from megatron.resilience.errors import USER_FAULTS, OtherRankFailed, exit_status, is_lost_peer, message_of
 
         if isinstance(error, USER_FAULTS):
             is_own = isinstance(error, OSError) and not isinstance(error, OtherRankFailed)
-            print_error(str(error) if _is_first() or is_own else "")
+            print_error(message_of(error) if _is_first() or is_own else "")
         elif is_lost_peer(error):
             print_error("another rank has ended, and this one with it" if _is_first() else "")
         else:

@@ -30,7 +30,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.planning.progress import Progress
 from megatron.resilience import job
 from megatron.resilience import shutdown as stop
-from megatron.resilience.errors import OtherRankFailed, exit_status
+from megatron.resilience.errors import OtherRankFailed, exit_status, message_of
 from megatron.resilience.shutdown import KillSwitch, Shutdown, Signals
 from megatron.training.checkpoints import Checkpoints
 from tests import runs
@@ -587,3 +587,11 @@ def caused(error: Exception, cause: Exception) -> Exception:
 )
 def test_the_status_says_whether_another_try_makes_sense(error: Exception, status: int) -> None:
     assert exit_status(error) == status
+
+
+def test_a_fault_of_a_file_is_its_path_and_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        (tmp_path / "missing").read_text()
+    assert message_of(caught.value) == f"{tmp_path / 'missing'}: No such file or directory"
+    assert message_of(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    assert message_of(DataError("a.bin is damaged")) == "a.bin is damaged"
