@@ -10,7 +10,7 @@ import pytest
 from tests import runs
 from tests.habana import devices
 from tests.ranks import RankPools
-from tests.tasks import chats
+from tests.tasks import chats, pairs
 
 STEPS, EVALUATIONS, BATCHES = 4, 3, 2
 PP2 = "--pipeline-model-parallel-size 2 --bf16"
@@ -29,6 +29,7 @@ FLAGS = (
         ("pretrain", ""),
         ("sft", PP2),
         ("packed", TP2),
+        ("dpo", "--lora-rank 4"),  # its reference is the model with the adapters switched off
         pytest.param("packed", "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("pretrain", TP2, marks=pytest.mark.slow),
         pytest.param("pretrain", PP2, marks=pytest.mark.slow),
@@ -38,7 +39,10 @@ FLAGS = (
 def test_replayed_evaluations_have_the_losses_of_others(
     hpu_ranks: RankPools, tmp_path: Path, task: str, layout: str
 ) -> None:
-    if task != "pretrain":
+    if task == "dpo":
+        data = pairs.write_pairs(tmp_path / "data", pairs.some_pairs(40, 30))
+        flags = f"{FLAGS} --task preference --max-batch-len 96 --no-compile-ahead"
+    elif task != "pretrain":
         data = chats.write_chats(tmp_path / "data", chats.some_lengths(40, 30))
         rows = PACKED if task == "packed" else "--packing none --bucketing optimal --num-buckets 3"
         flags = f"{FLAGS} --task sft {rows} --no-compile-ahead"
