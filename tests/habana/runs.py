@@ -1,14 +1,15 @@
-"""Whole runs inside the ranks of tests/ranks.py, on the CPU with Habana's packages importable."""
+"""Whole runs inside the ranks of tests/ranks.py with Habana's packages importable: on the CPU, and in fp8 on hpu."""
 
 from __future__ import annotations
 
 import importlib
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tests.habana import importable, loaded
+from tests.habana.devices import on_hpu
 from tests.runs import train
 
 
@@ -24,6 +25,8 @@ class Fp8Run:
 
     fault: str
     calls: Counter[str]
+    readers: set[str]
+    """Files whose lines wait for the device."""
     recipes: list[dict[str, Any]]
     scales: list[list[float]]
     """Of each layer of the engine: those of inputs, weights and outputs' gradients."""
@@ -44,15 +47,16 @@ def plain(recipe: Any) -> dict[str, Any]:
 
 
 def train_in_fp8(arguments: str) -> Fp8Run:
-    """A run on CPU tensors with the stand-in of the transformer engine, on this rank."""
-    with importable(), patch("megatron.config.validation.check_fp8_device", lambda config: []):
+    """A run on hpu with the stand-in of the transformer engine, on this rank."""
+    with on_hpu():
         stand_in = importlib.import_module("habana_frameworks.torch.stand_in")
         linear = importlib.import_module("intel_transformer_engine.linear")
-        fault = train(f"--bf16 {arguments}")
+        fault = train(f"--bf16 --device hpu {arguments}", "hpu")
         layers = [layer for layer in linear.built if layer.fp8_meta]
         return Fp8Run(
             fault,
             Counter(name for name, _ in stand_in.calls),
+            {Path(call["where"].rsplit(":", 1)[0]).name for call in stand_in.called("host_read")},
             [vars(call["recipe"]) | plain(call["recipe"]) for call in stand_in.called("fp8_autocast")[:1]],
             [
                 [float(scale) for name in ("fwd", "bwd") for scale in layer.fp8_meta[f"scaling_{name}"].scale]

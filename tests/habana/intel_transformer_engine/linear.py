@@ -70,17 +70,17 @@ class Linear(torch.nn.Module):
         state = FP8GlobalStateManager
         if not state.enabled:
             return F.linear(inp, weight, bias)
-        measures = self._advance(state.recipe)
+        measures = self._advance(state.recipe, weight.device)
         output: Tensor = _Product.apply(inp, weight, self, state.recipe, measures, is_first_microbatch)
         return output if bias is None else output + bias
 
-    def _advance(self, recipe: DelayedScaling) -> bool:
+    def _advance(self, recipe: DelayedScaling, device: torch.device) -> bool:
         """Count a pass, update the scales at the start of an interval; return True in the last passes of one."""
         if not self.fp8_meta:
             self.fp8_meta = {
-                "scaling_fwd": FP8TensorMeta(recipe.amax_history_len, 2),
-                "scaling_hybrid": FP8TensorMeta(recipe.amax_history_len, 2),
-                "scaling_bwd": FP8TensorMeta(recipe.amax_history_len, 1),
+                "scaling_fwd": FP8TensorMeta(recipe.amax_history_len, 2, device),
+                "scaling_hybrid": FP8TensorMeta(recipe.amax_history_len, 2, device),
+                "scaling_bwd": FP8TensorMeta(recipe.amax_history_len, 1, device),
             }
         self.fp8_meta["recipe"] = recipe
         largest = {"fwd": recipe.fp8_format.value.max_fwd, "hybrid": E5M2_MAX, "bwd": recipe.fp8_format.value.max_bwd}
@@ -113,7 +113,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, layer: Linear, recipe: DelayedScaling, measures: bool, first: bool | None
     ) -> Tensor:
         ctx.layer, ctx.recipe, ctx.measures = layer, recipe, measures
-        smooth = torch.ones(())
+        smooth = torch.ones((), device=x.device)
         if layer.use_fp8_smooth_swiglu:  # per channel; source: arXiv:2409.12517, section 4.4
             smooth = x.detach().abs().flatten(0, -2).amax(0).float().clamp(min=2.0**-24).log2().ceil().exp2()
         ctx.smooth = smooth

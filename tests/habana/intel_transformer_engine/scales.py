@@ -9,14 +9,14 @@ from torch import Tensor
 class FP8TensorMeta:
     """Scales of several tensors, and the largest absolute values from which they follow, newest first."""
 
-    def __init__(self, history_len: int, num_tensors: int) -> None:
-        self.scale = torch.ones(num_tensors)
-        self.scale_inv = torch.ones(num_tensors)
-        self.amax_history = torch.zeros(history_len, num_tensors)
+    def __init__(self, history_len: int, num_tensors: int, device: torch.device) -> None:
+        self.scale = torch.ones(num_tensors, device=device)
+        self.scale_inv = torch.ones(num_tensors, device=device)
+        self.amax_history = torch.zeros(history_len, num_tensors, device=device)
 
     def resize(self, history_len: int) -> None:
         kept = self.amax_history[:history_len]
-        self.amax_history = torch.cat([kept, torch.zeros(history_len - len(kept), kept.shape[1])])
+        self.amax_history = torch.cat([kept, kept.new_zeros(history_len - len(kept), kept.shape[1])])
 
     def measure(self, index: int, amax: Tensor) -> None:
         self.amax_history[:, index] = self.amax_history[:, index].roll(1)
