@@ -536,7 +536,7 @@ def test_a_host_with_other_code_is_refused_by_name_on_every_node_before_the_firs
     said = f"megatron's code on {socket.gethostname()} differs from that on the first host"
     nodes = make_nodes(3, 3)
     waiting = nodes.start(nodes.make(0), nodes.make(1))
-    nodes.server(nodes.made[0])
+    until(lambda: all(node._client is not None for node in nodes.made))  # which have the digest
     monkeypatch.setattr(nodes_rendezvous, "code_digest", lambda: "of another commit")
     for one in (*nodes.start(nodes.make(2)), *waiting):
         with pytest.raises(DifferentCodeError, match=said):
