@@ -114,7 +114,7 @@ def _wait(child: int, woken: int, received: list[int], connection: Sequence[int]
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str | None]:
-    """Make a folder and remove it at the end, with all that is in it; None where there is no place for one."""
+    """Yield a new temporary folder, removed with its content at the end; None where none can be made."""
     folder = None
     with contextlib.suppress(OSError):  # a read-only system; what needs no temporary file runs all the same
         if len(tempfile.gettempdir()) <= LONGEST_TMPDIR:

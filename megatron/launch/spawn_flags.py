@@ -181,7 +181,7 @@ def _model_flags(model: str) -> tuple[SpawnFlag, ...]:
 
 
 def _schedule_flags(*, rate: str, shape: str, warmup: str, decay: str, optimizer: str, seed: str) -> list[SpawnFlag]:
-    of_decay = "; dpo.py declares 0.05, but passes it to nothing" if optimizer == "paged_adamw_32bit" else ""
+    of_decay = "; dpo.py declares 0.05, but never uses it" if optimizer == "paged_adamw_32bit" else ""
     return [
         _to("--learning_rate", "HL_LR", default=rate),
         _choice("--lr_scheduler_type", _SHAPES, "`--lr-decay-style`", default=shape),
@@ -385,7 +385,7 @@ DPO: tuple[SpawnFlag, ...] = (
         default="1024",
     ),
     *_schedule_flags(rate="5e-4", shape="cosine", warmup="100", decay="0.0", optimizer="paged_adamw_32bit", seed="0"),
-    *_adam_flags("; this flag is not dpo.py's, which has the default always"),
+    *_adam_flags("; dpo.py has no such flag and always uses the default"),
     *_batch_flags("1", "4"),
     SpawnFlag("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs`", settings=_steps, default="1000"),
     SpawnFlag("--num_train_epochs", "sets", "`HL_NUM_EPOCHS`, with `--max_steps -1`", settings=_epochs),

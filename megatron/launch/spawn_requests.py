@@ -131,7 +131,7 @@ def _graph_flags(command: SpawnCommand, hl_variables: Mapping[str, str]) -> list
     )
     if device == "hpu" and evaluates:
         return ["--eval-graphs", "true"]
-    why = "there is no validation (HL_EVAL_ITERS)" if device == "hpu" else f"{device} has no HPU graphs"
+    why = "the run has no validation; set HL_EVAL_ITERS" if device == "hpu" else f"{device} has no HPU graphs"
     command.notes.append(f"{command.sources['graphs']} has no effect: {why}")
     return []
 

@@ -242,7 +242,10 @@ def test_graphs_of_validations_are_for_hpus_that_validate(trl: Path, monkeypatch
     command, hpu = f"{SFT} --use_lazy_mode --use_hpu_graphs_for_inference", {"HL_DEVICE": "hpu"}
     plan = planned(command, HL_EVAL_ITERS="2", **hpu)
     assert plan.config.data.eval_graphs
-    for environment, why in ((hpu, "there is no validation"), ({"HL_EVAL_ITERS": "2"}, "cpu has no HPU graphs")):
+    for environment, why in (
+        (hpu, "the run has no validation; set HL_EVAL_ITERS"),
+        ({"HL_EVAL_ITERS": "2"}, "cpu has no HPU graphs"),
+    ):
         plan = planned(command, **environment)
         assert not plan.config.data.eval_graphs
         assert any(note.startswith(f"--use_hpu_graphs_for_inference has no effect: {why}") for note in plan.notes)

@@ -53,7 +53,7 @@ def operators(device: torch.device) -> list[Tensor]:
     storage.resize_(0)
     storage.resize_(48)
     chunks, (values, places) = torch.stack(base.unbind(1)), torch.topk(base.flatten(), 3)
-    scaled = base * torch.tensor(2.0)  # a number on the host is no tensor on another device
+    scaled = base * torch.tensor(2.0)  # tensors without dimensions may stay on the CPU, as with CUDA
     return [grown, strided, base, indexed, chunks, values, places, scaled, torch.cat([x, base]).cumsum(0)]
 
 
