@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks import chaos
 from tests.hosts import Host, Hosts
+from tests.ranks import HANG_S
 from tests.runs import TINY, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT = ("iteration", "consumed_samples", "lm_loss", "learning_rate", "grad_norm")
 ITERATIONS = 2000  # more than most of these runs do
-TIMEOUT_S = 300.0
 
 
 class Run:
@@ -65,13 +65,13 @@ class Run:
 
     def status(self) -> int:
         try:
-            return self.process.wait(TIMEOUT_S)
+            return self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"the run did not end in {TIMEOUT_S} s:\n{self.said}")
+            pytest.fail(f"the run did not end in {HANG_S} s:\n{self.said}")
 
 
 def wait_until(is_so: Callable[[], bool], run: Run, *, while_it_runs: bool = True) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + HANG_S
     while not is_so():
         assert not (while_it_runs and run.has_ended), run.said
         assert time.monotonic() < deadline_s, run.said

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.ranks import HANG_S
+
 NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 PROGRAMS = {
     "ip": "iproute2",
@@ -40,7 +42,6 @@ PROGRAMS = {
 }
 """What hosts are made of, and the runs on them need: the program, and Debian's package of it."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-START_TIMEOUT_S = 30.0
 
 # A host's own part of the machine. The fresh /run is where sshd wants a folder.
 SET_UP = """
@@ -313,7 +314,7 @@ class Hosts(Sequence[Host]):
             (self._folder / f"hosts.{own}").write_text("".join(f"{address} {name}\n" for name, address in known))
 
     def _wait_for_sshd(self) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
+        deadline_s = time.monotonic() + HANG_S
         for host in self._hosts:
             while (said := self.login.run("ssh", host.address, "true")).returncode:
                 host.check()

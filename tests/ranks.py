@@ -23,6 +23,8 @@ from benchmarks.alternating import free_port as free_port
 
 START_METHOD = multiprocessing.get_context("forkserver")
 GRACE_S = 5.0
+HANG_S = 1200.0
+"""Limit of what a test waits for. It ends a hang; no result depends on how busy the machine is."""
 
 
 class RankFailure(AssertionError):
@@ -50,7 +52,7 @@ class RankPool:
         self._processes: list[Any] = []
 
     def __call__(
-        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0, **options: Any
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = HANG_S, **options: Any
     ) -> list[Any]:
         """function(*arguments, **options) on every rank -> results in order of rank. Raises RankFailure."""
         if not self._processes:

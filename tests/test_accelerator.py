@@ -20,6 +20,7 @@ import torch
 
 from megatron import accelerator, devices
 from tests.habana import stand_in_packages
+from tests.ranks import HANG_S
 
 KEYS = ["memory_allocated (GB)", "max_memory_allocated (GB)", "total_memory_available (GB)"]
 
@@ -264,7 +265,7 @@ def test_real_deepspeed_follows_the_choice() -> None:
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-3:] == ["cpu cpu None None", ", ".join(KEYS), "True"]

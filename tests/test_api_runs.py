@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from megatron.config.command_line import load_config
 from tests import runs
 from tests.finetuning_files import write_chats, write_model
-from tests.ranks import free_port
+from tests.ranks import HANG_S, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTATION = ROOT / "docs" / "finetuning.md"
@@ -67,7 +67,7 @@ def start(folder: Path, code: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def end(process: subprocess.Popen[str], timeout_s: float = 120) -> str:
+def end(process: subprocess.Popen[str], timeout_s: float = HANG_S) -> str:
     """What it printed; it must end with status 0."""
     try:
         said, _ = process.communicate(timeout=timeout_s)
@@ -189,14 +189,14 @@ def test_an_interrupted_run_saves_leaves_no_process_and_goes_on_when_called_agai
     process = start(tmp_path, INTERRUPTED.replace("EPOCHS", "20000"))
     log = tmp_path / "out" / "full_logs_global0.log"
     try:
-        deadline_s = time.monotonic() + 90
+        deadline_s = time.monotonic() + HANG_S
         while not log.is_file() or "iteration       10/" not in log.read_text():
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert "KeyboardInterrupt" in said

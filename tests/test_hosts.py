@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import Hosts, send_signal, why_not
+from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -88,11 +89,11 @@ def is_alive(pid: int) -> bool:
 
 def test_nothing_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "hosts")]
-    killed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
+    killed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=HANG_S)
     assert killed.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in killed.stdout.split()]
     assert len(pids) >= 9, "itself; of each host unshare, its first process, nsenter and sleep"
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + HANG_S
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline_s, alive
         time.sleep(0.05)

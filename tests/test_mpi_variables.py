@@ -12,6 +12,7 @@ import pytest
 
 from megatron.config.options import ConfigError
 from megatron.mpi_variables import HYDRA, OPEN_MPI, OURS, adopt_mpi_variables
+from tests.ranks import HANG_S
 
 MPIRUN = shutil.which("mpirun")
 SHOWN = (
@@ -64,7 +65,7 @@ def test_a_real_mpirun_sets_what_is_read(tmp_path: Path) -> None:
     else:
         command = [given]
     ran = subprocess.run(
-        [*command, "-n", "2", sys.executable, "-c", SHOWN], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [*command, "-n", "2", sys.executable, "-c", SHOWN], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
     )
     # in files: mpirun may mix the lines of its ranks
     assert [(path.name, path.read_text()) for path in sorted(tmp_path.glob("rank?"))] == [

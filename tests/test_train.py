@@ -17,7 +17,7 @@ from megatron.config.options import ConfigError
 from megatron.resilience.shutdown import Signals
 from megatron.train import main
 from tests import runs
-from tests.ranks import RankPools
+from tests.ranks import HANG_S, RankPools
 
 EXACT = ("iteration", "consumed_samples", "lm_loss", "learning_rate", "grad_norm", "global_batch_size")
 
@@ -237,7 +237,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=HANG_S,
     )
 
 

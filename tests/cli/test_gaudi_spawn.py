@@ -22,6 +22,7 @@ from megatron.launch.preflight import preflight
 from megatron.launch.spawn_flags import TABLES
 from megatron.launch.spawn_requests import finetune_request, script_request
 from tests.finetuning_files import write_chats, write_config
+from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "from_optimum_habana.md").read_text(encoding="utf-8")
@@ -385,7 +386,7 @@ def test_a_wrong_command_is_refused_under_the_names_that_were_written(
 
 def test_the_page_of_flags_is_what_the_tool_prints() -> None:
     tool = [sys.executable, str(ROOT / "tools" / "document_gaudi_spawn.py")]
-    printed = subprocess.run(tool, capture_output=True, text=True, check=True, timeout=120).stdout
+    printed = subprocess.run(tool, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
     assert printed == FLAGS_PAGE, "run `python tools/document_gaudi_spawn.py > docs/gaudi_spawn_flags.md`"
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron.cli.prepare_cache import main
 from tests import runs
 from tests.data.datasets import write_dataset
-from tests.ranks import RankPools
+from tests.ranks import HANG_S, RankPools
 
 RUN = "--train-iters 40 --global-batch-size 4 --seq-length 8 --vocab-size 200 --eval-iters 2 --split 8,1,1"
 
@@ -100,4 +100,4 @@ def test_it_needs_neither_torch_nor_a_launcher(data: Path) -> None:
     # 8 ranks are not here, and need not be
     flags = ["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2", "--num-layers", "2"]
     words = ["--data-path", str(data / "a"), *RUN.split(), *flags]
-    subprocess.run([sys.executable, "-c", program, *words], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-c", program, *words], check=True, stdout=subprocess.DEVNULL, timeout=HANG_S)

@@ -17,6 +17,7 @@ from megatron.cli import merge_datasets, preprocess_data, train_tokenizer
 from megatron.data.document_blocks import BLOCK_BYTES
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
+from tests.ranks import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")
@@ -206,7 +207,7 @@ def test_a_line_of_a_gigabyte_costs_neither_memory_nor_the_rest(tmp_path: Path) 
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
         assert done.returncode == status
         assert f"in.jsonl:2: longer than {64 << 20} bytes" in done.stderr
@@ -356,7 +357,7 @@ def test_help_answers_without_importing_the_libraries() -> None:
     )
     for name in ("preprocess_data.py", "train_tokenizer.py"):
         command = [sys.executable, "-c", program, str(REPOSITORY / "tools" / name)]
-        done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stderr
         assert "--input" in done.stdout
 
@@ -392,7 +393,7 @@ def test_training_a_tokenizer_is_deterministic(tmp_path: Path, corpus: Path) -> 
     for threads in ("1", "2"):
         command = [sys.executable, str(REPOSITORY / "tools" / "train_tokenizer.py"), "--input", str(corpus)]
         command += ["--vocab-size", "350", "--output-dir", str(tmp_path / threads)]
-        subprocess.run(command, check=True, env={**os.environ, "RAYON_NUM_THREADS": threads}, timeout=60)
+        subprocess.run(command, check=True, env={**os.environ, "RAYON_NUM_THREADS": threads}, timeout=HANG_S)
     for name in names(tmp_path / "1"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 

@@ -23,6 +23,7 @@ from megatron.cli import preprocess_data
 from megatron.data import document_blocks, preprocess
 from megatron.data.checksums import read_checksums
 from megatron.data.indexed import IndexedDataset
+from tests.ranks import HANG_S
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")
@@ -311,7 +312,11 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 
     small = subprocess.run(
-        [sys.executable, str(TOOL), *command(tmp_path)], preexec_fn=limit, capture_output=True, text=True, timeout=60
+        [sys.executable, str(TOOL), *command(tmp_path)],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert small.returncode == 1
     assert "File too large" in small.stderr

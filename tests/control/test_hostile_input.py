@@ -16,6 +16,7 @@ from megatron.control.datagrams import LARGEST_BYTES, Datagrams
 from megatron.control.messages import MAC_BYTES, SIZE, Connection
 from megatron.launch.rendezvous_server import MOST_STRANGERS, Server
 from megatron.network import listening_socket
+from tests.ranks import HANG_S
 from tests.strangers import Bomb
 
 SECRET = b"known to the agents of a test"
@@ -43,7 +44,7 @@ def connected(place: tuple[str, int]) -> Connection:
 
 def exchange(connection: Connection, awaited: str, **message: object) -> dict[str, object]:
     """Send once that is possible, and return the first answer."""
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + HANG_S
     has_sent = False
     while time.monotonic() < deadline_s:
         if answers := [answer for answer in connection.receive() if answer["kind"] == awaited]:

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron.data import batches as batches_module
 from megatron.data.batches import STEPS_AHEAD, Batches, dealt_evenly
 from megatron.data.indexed import DataError
+from tests.ranks import HANG_S
 
 
 class Counting:
@@ -240,7 +241,7 @@ def test_no_way_to_end_a_process_hangs(then: str, said: str) -> None:
         [sys.executable, "-W", "ignore", "-c", PROGRAM + then],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HANG_S,
         env=os.environ | {"PYTHONWARNINGS": "ignore"},
     )
     assert (run.stdout, run.returncode) == (said, 0), run.stderr

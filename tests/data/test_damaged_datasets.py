@@ -25,6 +25,7 @@ from megatron.cli import inspect_dataset, merge_datasets
 from megatron.data.indexed import HEADER_BYTES, DataError, IndexedDataset
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from tests.data.datasets import write_dataset
+from tests.ranks import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LENGTHS = [2, 3, 4]
@@ -291,7 +292,7 @@ def test_a_killed_merge_leaves_nothing_that_looks_finished(tmp_path: Path) -> No
     tool = REPOSITORY / "tools" / "merge_datasets.py"
     command = [sys.executable, str(tool), "--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "out/d")]
     merge = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + HANG_S
     while not any((tmp_path / "out").glob("*/dataset.bin")) and merge.poll() is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)

@@ -21,6 +21,7 @@ from megatron.data.indexed import DataError
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from tests.data.datasets import open_dataset, write_dataset
 from tests.data.twins import numpy_sample_index
+from tests.ranks import HANG_S
 
 
 def numpy_index(
@@ -245,7 +246,7 @@ def test_racing_processes_share_one_whole_cache(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "d")], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = {run.communicate(timeout=60)[0] for run in runs}
+    said = {run.communicate(timeout=HANG_S)[0] for run in runs}
     assert [run.returncode for run in runs] == [0, 0]
     assert len(said) == 1
     assert sum(name.endswith(".npy") for name in os.listdir(tmp_path / "cache")) == 3

@@ -16,6 +16,7 @@ import pytest
 from megatron.data import index_cache
 from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays
 from tests.data.datasets import write_dataset
+from tests.ranks import HANG_S
 
 SPECS = {"numbers": ArraySpec((5,), np.dtype(np.int32))}
 
@@ -188,7 +189,7 @@ def test_each_node_without_the_cache_builds_it_once_and_all_agree(
     a, b = write_dataset(tmp_path / "a", [10] * 1500), write_dataset(tmp_path / "b", [7, 0, 30] * 500)
     given = [option, *words.format(a=a, b=b).split()]
     ranks = [start(tmp_path / node, given) for node in ("node0", "node0", "node1", "node1")]
-    said = [rank.communicate(timeout=60)[0].split() for rank in ranks]
+    said = [rank.communicate(timeout=HANG_S)[0].split() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4
     assert len({(digest, fingerprint) for digest, fingerprint, _ in said}) == 1
     built = [int(count) for _, _, count in said]

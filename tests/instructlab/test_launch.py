@@ -14,6 +14,7 @@ import pytest
 
 from megatron.api import TorchrunArgs
 from megatron.instructlab.launch import agent_command, meaning, run_to_the_end
+from tests.ranks import HANG_S
 
 
 @pytest.mark.parametrize(
@@ -101,12 +102,12 @@ def test_a_signal_reaches_the_ranks_first_and_then_takes_its_course(
         [sys.executable, "-c", CALLER, str(tmp_path), *command], stdout=subprocess.PIPE, text=True
     )
     try:
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + HANG_S
         while not (tmp_path / "ready").exists():
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
         caller.send_signal(number)
-        said, _ = caller.communicate(timeout=20)
+        said, _ = caller.communicate(timeout=HANG_S)
     finally:
         caller.kill()
     assert (tmp_path / "received").read_text() == str(int(number))

@@ -35,7 +35,7 @@ from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.launch.restart_policy import Failure
 from tests import runs
-from tests.ranks import free_port
+from tests.ranks import HANG_S, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHELLCHECK = shutil.which("shellcheck") or shutil.which(str(Path(sys.executable).parent / "shellcheck"))
@@ -485,7 +485,7 @@ def test_a_signal_that_waits_while_a_rank_starts_is_a_clean_stop() -> None:
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "rank.run_main('megatron.train', [])\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (ended.returncode, ended.stdout) == (0, "noted 15\n"), ended.stderr
 
 
@@ -553,7 +553,7 @@ def test_one_node_needs_neither_torch_nor_a_listener() -> None:
         "assert agent.run_agent(agent.AgentOptions(ranks_per_node=2, max_restarts=3), [], 'fork') == 0\n"
         "print(listening, {'torch', 'numpy', 'deepspeed'} & set(sys.modules))\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert ran.stdout == "[] set()\n", ran.stderr
 
 
@@ -605,7 +605,7 @@ def test_a_node_that_waits_for_a_restart_stops_cleanly_with_the_others(stopped: 
     try:
         wait_for(lambda: "; restart 2 of 5, in " in output.read_text(), output.read_text)
         nodes[stopped].send_signal(signal.SIGTERM)
-        assert [node.wait(timeout=60) for node in nodes] == [0, 0], output.read_text()
+        assert [node.wait(timeout=HANG_S) for node in nodes] == [0, 0], output.read_text()
     finally:
         for node in nodes:
             node.kill()
@@ -670,7 +670,7 @@ def running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + HANG_S
     while any(map(running, pids)):
         assert time.monotonic() < deadline_s, f"still running: {[pid for pid in pids if running(pid)]}"
         time.sleep(0.02)
@@ -683,7 +683,7 @@ def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(name: str, capfd:
     process, pids = started()
     assert chaos.session_leaders(process.pid) == sorted(pids[1:]), "the agent is not a rank"
     process.send_signal(number)
-    shown, _ = process.communicate(timeout=30)
+    shown, _ = process.communicate(timeout=HANG_S)
     assert sorted(shown.splitlines()) == [f"stopped 0 {number}", f"stopped 1 {number}"]
     assert process.returncode == 0
     assert capfd.readouterr().err.startswith(f"{name}: the ranks stop after this step and save")
@@ -709,7 +709,7 @@ def check_that_nothing_remains(what: str, temporary: Path) -> None:
         process.send_signal(signal.SIGQUIT)
     else:
         os.kill({"owner": process.pid, "agent": pids[0], "rank": pids[1]}[what], signal.SIGKILL)
-    status = process.wait(timeout=30)
+    status = process.wait(timeout=HANG_S)
     assert status == {"owner": -9, "SIGQUIT": 128 + 3, "reader of its output": 1}.get(what, 128 + 9)
     wait_until_gone(pids)
     assert list(temporary.iterdir()) == []
@@ -723,7 +723,7 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
     time.sleep(0.6)  # twice what a rank needs to end
     assert all(map(running, pids))
     process.send_signal(signal.SIGTERM)
-    shown, _ = process.communicate(timeout=30)
+    shown, _ = process.communicate(timeout=HANG_S)
     assert sorted(shown.splitlines()) == ["stopped 0 15", "stopped 1 15"]
     wait_until_gone(pids)
 
@@ -734,7 +734,8 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
 NODE = """
 import sys
 from megatron.launch import agent, rendezvous_server
-rendezvous_server.LAST_CALL_S, rendezvous_server.KEEP_ALIVE_S = 2, 2
+rendezvous_server.LAST_CALL_S = 2
+rendezvous_server.KEEP_ALIVE_S = 60  # a node that the machine keeps waiting is not lost
 sys.exit(agent.main(sys.argv[1:]))
 """
 
@@ -751,7 +752,7 @@ def node(number: int, rendezvous: str, flags: list[str], output: Path) -> subpro
         )
 
 
-def wait_for(condition: Callable[[], bool], what: Callable[[], str], timeout_s: float = 200.0) -> None:
+def wait_for(condition: Callable[[], bool], what: Callable[[], str], timeout_s: float = HANG_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, what()
@@ -778,12 +779,15 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
         path = results / "run.json"
         return path.exists() and json.loads(path.read_text())["starts"][-1]["world_size"] == 4
 
-    def wait_for_words(*words: str) -> None:
-        """In this order, in what the first node shows from now on."""
-        place = len(outputs[0].read_text())
+    def length() -> int:
+        return len(outputs[0].read_text())
+
+    def wait_for_words(after: int, *words: str) -> None:
+        """In this order, in what the first node shows beyond the first `after` characters."""
 
         def are_there() -> bool:
-            text, at = outputs[0].read_text(), place
+            assert agents[0].poll() is None, shown()
+            text, at = outputs[0].read_text(), after
             for word in words:
                 at = text.find(word, at) + 1
                 if at == 0:
@@ -797,20 +801,25 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
         start_node()
         # on a busy machine the first may begin without the second, which then joins
         wait_for(run_together, shown)
-        wait_for_words("saved", "saved")
+        wait_for_words(length(), "saved", "saved")
 
+        # taken before what is awaited can happen: the nodes may be quicker than this process
+        before = length()
         ranks = [psutil.Process(pid) for pid in chaos.session_leaders(agents[1].pid)]
         agents[1].kill()
         agents[1].wait()
         wait_for(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks), shown)
-        wait_for_words("2 ranks on 1 node from now on, instead of 4", "resumed", "saved")
+        wait_for_words(before, "2 ranks on 1 node from now on, instead of 4", "resumed", "saved")
 
+        before = length()
         start_node()  # one comes back
-        wait_for_words("the nodes have changed; the ranks save and restart", "4 ranks on 2 nodes", "resumed", "saved")
+        wait_for_words(
+            before, "the nodes have changed; the ranks save and restart", "4 ranks on 2 nodes", "resumed", "saved"
+        )
         for agent in (agents[0], agents[2]):
             agent.send_signal(signal.SIGTERM)
         for agent in (agents[0], agents[2]):
-            assert agent.wait(timeout=60) == 0, shown()
+            assert agent.wait(timeout=HANG_S) == 0, shown()
     finally:
         for agent in agents:
             agent.kill()
@@ -865,7 +874,7 @@ def test_the_slurm_script_starts_an_agent_on_each_node(tmp_path: Path) -> None:
         env=slurm(tmp_path, srun) | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert ran.returncode == 0, ran.stderr
     for said in (
@@ -883,7 +892,7 @@ def test_the_slurm_script_requeues_what_was_stopped_by_the_time_limit(tmp_path: 
     try:
         wait_for((tmp_path / "started").exists, lambda: "no srun", 30)
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=30) == status
+        assert job.wait(timeout=HANG_S) == status
     finally:
         job.kill()
         job.wait()
@@ -897,7 +906,11 @@ def test_the_slurm_script_requeues_what_failed_for_lack_of_a_node(
     """Slurm does not, with --no-kill. Without a node that is down a new start would fail as this one did."""
     environment = slurm(tmp_path, f"exit {status}", lost)
     ran = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "slurm.sbatch")], env=environment, capture_output=True, text=True, timeout=60
+        ["bash", str(ROOT / "scripts" / "slurm.sbatch")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert ran.returncode == status
     assert (tmp_path / "requeued").exists() == requeued
@@ -943,7 +956,7 @@ def test_the_pods_of_the_kubernetes_job_are_nodes_of_one_run(tmp_path: Path) -> 
         env=without_variables() | variables | {"PYTHON": sys.executable, "HL_DRY_RUN": "1", "HL_DEVICE": "hpu"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         cwd=tmp_path,
     )
     assert ran.returncode == 0, ran.stderr

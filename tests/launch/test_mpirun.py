@@ -22,10 +22,10 @@ from megatron.launch.agent_messages import without_messages
 from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from tests import runs
+from tests.ranks import HANG_S
 from tests.runs import TINY
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT_S = 240.0
 # records its command, starts the processes on this machine, and passes on SIGUSR1
 FAKE = """#!{python}
 import os, signal, subprocess, sys
@@ -115,14 +115,14 @@ class Run:
 
     def status(self) -> int:
         try:
-            return self.process.wait(TIMEOUT_S)
+            return self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             pytest.fail(self.said)
 
 
 def wait_until(is_so: Callable[[], bool], run: Run) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + HANG_S
     while not is_so():
         assert run.process.poll() is None, run.said
         assert time.monotonic() < deadline_s, run.said

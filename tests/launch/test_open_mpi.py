@@ -23,12 +23,11 @@ from tests import runs
 from tests.cli.test_gaudi_spawn_runs import SFT, made_up, run, write_examples
 from tests.host_runs import Run, assert_equal_runs, kill_rank, python_processes, wait_until
 from tests.hosts import Hosts, send_signal, why_not
-from tests.ranks import RankPools
+from tests.ranks import HANG_S, RankPools
 from tests.runs import TINY
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MPIRUN = os.environ.get("MEGATRON_MPIRUN") or shutil.which("mpirun") or ""
-TIMEOUT_S = 300.0
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +69,7 @@ def test_ranks_on_one_machine_train_to_the_end(layout: dict[str, str], tmp_path:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert (tmp_path / "results" / "checkpoints" / "latest").read_text().startswith("global_step3\n")
@@ -104,7 +103,7 @@ def test_a_run_over_two_hosts_ends_on_both(end: str, tmp_path: Path) -> None:
         metrics = tmp_path / "results" / "metrics.jsonl"
 
         def wait_until(is_so: Callable[[], bool]) -> None:
-            deadline_s = time.monotonic() + TIMEOUT_S
+            deadline_s = time.monotonic() + HANG_S
             while not is_so():
                 assert time.monotonic() < deadline_s, log.read_text(errors="replace")
                 assert process.poll() is None, log.read_text(errors="replace")
@@ -128,7 +127,7 @@ def test_a_run_over_two_hosts_ends_on_both(end: str, tmp_path: Path) -> None:
             victim = hosts[1].run("pgrep", "-P", found[0]).stdout.split()[0] if end == "rank" else found[0]
             hosts[1].run("kill", "-KILL", victim)
         try:
-            status = process.wait(TIMEOUT_S)
+            status = process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             pytest.fail(log.read_text(errors="replace"))
         said = log.read_text(errors="replace")
@@ -137,7 +136,7 @@ def test_a_run_over_two_hosts_ends_on_both(end: str, tmp_path: Path) -> None:
             assert (tmp_path / "results" / "checkpoints" / "latest").exists(), said
         if end == "rank":
             assert re.search(r"rank \d on node2 was killed by SIGKILL", said)
-        deadline_s = time.monotonic() + 20.0
+        deadline_s = time.monotonic() + HANG_S
         left = ["?"]
         while left and time.monotonic() < deadline_s:  # a launcher that was killed waits for nothing
             left = [

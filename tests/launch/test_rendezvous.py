@@ -33,7 +33,7 @@ from megatron.launch.rendezvous import (
     split_endpoint,
 )
 from megatron.launch.restart_policy import Failure
-from tests.ranks import free_port
+from tests.ranks import HANG_S, free_port
 from tests.strangers import Bomb
 
 KILLED = Failure(rank=1, host="node1", returncode=-9)
@@ -102,7 +102,7 @@ def make_nodes() -> Iterator[Callable[..., Nodes]]:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + HANG_S
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -344,7 +344,7 @@ def test_clocks_that_differ_between_hosts_delay_nothing() -> None:
         for number, skew_s in enumerate(("0", "90"))
     ]
     try:
-        ended = [process.communicate(timeout=60)[0] for process in started]
+        ended = [process.communicate(timeout=HANG_S)[0] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -15,6 +15,7 @@ from megatron.config.options import ConfigError
 from megatron.launch.hl_help import script_help
 from megatron.launch.hl_refused import REFUSED
 from megatron.launch.hl_variables import LLAMA_PRESETS, VARIABLES, Script
+from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ["run_bloom13b.sh", "run_llama.sh", "run_sft.sh", "run_dpo.sh"]
@@ -29,7 +30,7 @@ def run(script: str, folder: Path, *arguments: str, **variables: str) -> subproc
         env=environment | {"PYTHON": sys.executable} | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
 
 

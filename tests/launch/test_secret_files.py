@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.launch import agent_command
+from tests.ranks import HANG_S
 
 NAME = ".megatron-login.11.1795440743117060914.0"
 
@@ -42,7 +43,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + HANG_S
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -21,6 +21,7 @@ from megatron.observability.rank_times import straggler_stats
 from megatron.observability.step_metrics import Speed
 from tests.observability.test_metrics import STEP
 from tests.observability.test_rank_times import rank_times
+from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEED = Speed(128.0, 16384.0, 4096.0, 0.0123, None)
@@ -94,7 +95,7 @@ def run_on_terminal(width: int, *arguments: str) -> str:
         pass
     finally:
         os.close(own)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=HANG_S)
     assert (process.returncode, errors) == (0, b""), errors.decode()
     return b"".join(parts).decode()
 

@@ -24,6 +24,7 @@ from megatron.observability.rank_times import straggler_stats
 from megatron.observability.step_metrics import Speed, StepMetrics
 from megatron.planning.flops import flops_per_token
 from tests.observability.test_rank_times import rank_times
+from tests.ranks import HANG_S
 
 MEMORY = {"memory_allocated (GB)": 1.0, "max_memory_allocated (GB)": 1.234, "total_memory_available (GB)": 80.0}
 STEP = StepMetrics(
@@ -412,7 +413,7 @@ print(sorted({"torch", "tensorboard", "deepspeed", "tqdm"} & set(sys.modules)))
 """
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert result.stdout.splitlines() == ["ran", "[]"]
 

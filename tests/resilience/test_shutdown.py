@@ -34,7 +34,7 @@ from megatron.resilience.errors import OtherRankFailed, exit_status, message_of
 from megatron.resilience.shutdown import KillSwitch, Shutdown, Signals
 from megatron.training.checkpoints import Checkpoints
 from tests import runs
-from tests.ranks import RankPools
+from tests.ranks import HANG_S, RankPools
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
@@ -54,7 +54,7 @@ class World:
     def __init__(self, size: int) -> None:
         self.numbers = [0] * size
         self.calls = 0
-        self._all_are_here = threading.Barrier(size, timeout=30)
+        self._all_are_here = threading.Barrier(size, timeout=HANG_S)
 
     def context(self, rank: int) -> Any:
         def largest(number: int) -> int:
@@ -236,7 +236,7 @@ def test_a_look_that_hangs_is_reported_and_not_waited_for(
         assert "no answer within 0.05 s" in record.getMessage()
         assert [thread.name for thread in threading.enumerate()].count("kill switch") == 1
         answers.set()
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + HANG_S
         while not switch.is_there():
             assert time.monotonic() < deadline_s, "the answer that came late was not heard"
     assert len(caplog.records) == 1
@@ -476,7 +476,7 @@ print(decision.reason)
 
 def run_program(repeat_s: float, *names: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(repeat_s), *names], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM, str(repeat_s), *names], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
     )
 
 
@@ -518,7 +518,7 @@ def test_a_second_signal_ends_even_a_process_that_hangs(first: str, second: str)
         time.sleep(0.5)
         assert process.poll() is None, "the first one waits for the step"
         process.send_signal(getattr(signal, second))
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert process.returncode == 128 + getattr(signal, second)
@@ -538,12 +538,12 @@ def test_a_signal_during_the_imports_is_a_wanted_stop(data: Path, tmp_path: Path
     command += ["--train-iters", "100000", "--results-dir", str(tmp_path / "results")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + HANG_S
         while not heeds(process.pid, signal.SIGUSR1):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         process.send_signal(signal.SIGUSR1)
-        shown, _ = process.communicate(timeout=120)
+        shown, _ = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert process.returncode == 0

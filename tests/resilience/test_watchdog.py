@@ -27,7 +27,7 @@ from megatron.resilience import watchdog as module
 from megatron.resilience.errors import PeerLostError, is_lost_peer
 from megatron.resilience.rank_reports import FAILED, LOST, SHOWN, STUCK, Channel, Report, verdict
 from megatron.resilience.watchdog import Watchdog
-from tests.ranks import RankPools
+from tests.ranks import HANG_S, RankPools
 
 
 def report(rank: int, phase: str = "train", step: int = 7, **changes: Any) -> Report:
@@ -244,7 +244,7 @@ def exchange() -> tuple[list[int], str, bool]:
     for address in channel._collectors.values():
         for content in (forged, bytes(MAC_BYTES) + forged, b"\xff no json", b"[" * 60000):
             channel._datagrams._socket.sendto(content, address)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + HANG_S
     while time.monotonic() < deadline_s and not (channel.call and (not channel.collects or len(channel.reports) == 4)):
         channel.send(mine)
         channel.wait(0.05)

@@ -26,7 +26,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.planning.progress import Progress, RunningEstimate
 from megatron.resilience.replica_check import checksum, odd_ones
 from tests import runs
-from tests.ranks import RankPools
+from tests.ranks import HANG_S, RankPools
 from tests.training import layouts, planted
 from tests.training.test_layouts import arguments
 
@@ -294,7 +294,7 @@ def test_giving_up_exits_with_3(data: Path) -> None:
     flags = f"--data-path {data} --train-iters 30 --max-skipped-in-a-row 3 --lr 1e30 --lr-decay-style constant"
     command = [sys.executable, "-m", "megatron.train", *runs.TINY.split(), *flags.split()]
     run = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "DS_ACCELERATOR": "cpu"}
+        command, capture_output=True, text=True, timeout=HANG_S, env={**os.environ, "DS_ACCELERATOR": "cpu"}
     )
     assert run.returncode == 3, run.stderr
     assert "training aborted: 3 steps in a row were skipped" in run.stderr

@@ -19,7 +19,7 @@ from tests.training.faulty_run import STEP, Ended, Zygote
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 TIMEOUT_S = 5
-IN_TIME_S = TIMEOUT_S + 5
+IN_TIME_S = 300  # a fault that nobody notices ends with the collectives, after 30 minutes
 SAVE, SAVE_EVERY_STEP = "--save {folder}/saved", "--save {folder}/saved --save-interval 1 --no-async-save"
 
 

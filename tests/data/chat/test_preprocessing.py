@@ -26,6 +26,7 @@ from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.checksums import read_checksums
 from megatron.data.indexed import DataError, IndexedDataset
 from tests.data.chat.test_conversation import bytes_json, turn
+from tests.ranks import HANG_S
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
@@ -209,7 +210,7 @@ def unguarded_script(tmp_path: Path, tokenizer: Path, *more: str) -> list[str]:
 
 
 def test_workers_do_not_run_the_callers_script(tmp_path: Path, tokenizer: Path) -> None:
-    run = subprocess.run(unguarded_script(tmp_path, tokenizer), capture_output=True, text=True, timeout=120)
+    run = subprocess.run(unguarded_script(tmp_path, tokenizer), capture_output=True, text=True, timeout=HANG_S)
     assert run.stdout == "started\n300\n", run.stderr
 
 
@@ -218,12 +219,12 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path, tokenizer: Path) -> No
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"started\n"
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + HANG_S
         while not (children := psutil.Process(parent.pid).children(recursive=True)):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         parent.kill()
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=HANG_S)
     assert alive == []
 
 
