@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.accelerator import free_memory_bytes
@@ -38,7 +37,7 @@ from megatron.generation.passes import PromptPass, StagePasses, prompt_passes
 from megatron.generation.requests import Completion, Request
 from megatron.models.attention import SelfAttention
 from megatron.models.kv_cache import KVCache, row_bytes
-from megatron.parallel.distributed_waits import wait_for
+from megatron.parallel.messages import Sends, receive
 from megatron.resilience.errors import raise_on_all_ranks
 
 VERDICT_TAG = 5
@@ -241,7 +240,6 @@ class _Replica:
         self._groups = [RowGroup(index * size, size) for index in range(num_groups)]
         self._waiting: deque[Unit] = units_of(requests, options, size)
         self._pending: dict[int, list[_Pending]] = {group.first: [] for group in self._groups}
-        self._sent: deque[tuple[Any, Tensor]] = deque()
         length = max((len(request.prompt) + self._most(request) for request in requests), default=1)
         attentions, num_rows = attention_layers(model.module), num_groups * size
 
@@ -263,6 +261,8 @@ class _Replica:
         statistics.kept_tokens += self._num_kept
         statistics.cache_bytes = self._cache.num_bytes
         self._others = [] if ctx.world_size == 1 else self._model_ranks()
+        # the oldest have been received by then: their rows have had a turn since
+        self._sends = Sends(most=16 * len(self._groups) * len(self._others))
 
     def run(self, on_token: OnToken) -> Iterator[list[Completion]]:
         """Yield the texts that ended, turn by turn of the groups."""
@@ -272,8 +272,7 @@ class _Replica:
                     yield self._turn(group, on_token)
         self._statistics.graphs += self._passes.num_graphs - self._graphs_before
         self._passes.end_sends()
-        while self._sent:
-            wait_for([self._sent.popleft()[0]])
+        self._sends.end()
 
     def _turn(self, group: RowGroup, on_token: OnToken) -> list[Completion]:
         finished = self._apply(group, on_token)
@@ -392,11 +391,8 @@ class _Replica:
             width = 3 + self._options.max_new_tokens
             messages.append(torch.tensor([row + [0] * (width - len(row)) for row in padded]))
         group = self._model.ctx.control_group
-        for rank in self._others:
-            self._sent += [(dist.isend(each, rank, group=group, tag=VERDICT_TAG), each) for each in messages]
-        # the oldest have been received: their rows have had a turn since
-        while len(self._sent) > 8 * len(self._groups) * len(self._others) * 2:
-            wait_for([self._sent.popleft()[0]])
+        for rank, message in itertools.product(self._others, messages):
+            self._sends.send(message, rank, group=group, tag=VERDICT_TAG)
 
     def _receive(self, pending: _Pending) -> list[Verdict]:
         verdicts = [Verdict.decode(row) for row in self._received(len(pending.rows), 4 + 2 * self._num_alternatives)]
@@ -409,7 +405,7 @@ class _Replica:
 
     def _received(self, rows: int, columns: int) -> list[list[int]]:
         message = torch.empty(rows, columns, dtype=torch.int64)
-        dist.recv(message, self._others[0], group=self._model.ctx.control_group, tag=VERDICT_TAG)
+        receive(message, self._others[0], group=self._model.ctx.control_group, tag=VERDICT_TAG)
         return message.tolist()  # type: ignore[no-any-return]
 
     @property

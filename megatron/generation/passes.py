@@ -9,16 +9,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.generation.graphs import PassGraphs
 from megatron.generation.model import InferenceModel
 from megatron.models.kv_cache import BUCKET, CachedTokens, DecodeStep, KVCache, PrefillChunk, bucketed
-from megatron.parallel.distributed_waits import wait_for
+from megatron.models.transformer import unpack
+from megatron.parallel.messages import StageMessages
 
 CHUNK = 512
 """Largest number of tokens of a prompt that go through the stages at once."""
@@ -85,7 +84,7 @@ class StagePasses:
     def __init__(self, model: InferenceModel, cache: KVCache, *, use_graphs: bool) -> None:
         self.model, self.cache = model, cache
         self._ctx = model.ctx
-        self._sending: deque[tuple[Any, Tensor]] = deque()
+        self._messages = StageMessages(model.ctx, model.config.model.hidden_size, model.dtype)
         self._graphs = PassGraphs(model.ctx) if use_graphs else None
 
     @property
@@ -102,7 +101,7 @@ class StagePasses:
         inside = self._input(chunk.ids() if self._ctx.is_first_stage else None, chunk.width, len(chunk.rows))
         outputs = self.model.forward_stage((inside, tokens))
         if not self._ctx.is_last_stage:
-            self._send(outputs[0])
+            self._messages.send(unpack(outputs)[0], chunk.width, len(chunk.rows))
             return None
         if not chunk.ends:
             return None
@@ -122,7 +121,8 @@ class StagePasses:
             outputs = self._graphs.run((first_row, num_places), decode, (inside, places))
         if self._ctx.is_last_stage:
             return outputs
-        self._send(outputs if self._graphs is None else outputs.clone())  # the next graph may overwrite it
+        outputs = outputs if self._graphs is None else outputs.clone()  # the next graph may overwrite it
+        self._messages.send(outputs, 1, len(ids))
         return None
 
     def _decode(self, inside: Tensor, positions: Tensor, first_row: int, num_places: int) -> Tensor:
@@ -130,28 +130,15 @@ class StagePasses:
         tokens: CachedTokens = DecodeStep(self.cache, first_row, positions, num_places)
         outputs = self.model.forward_stage((inside, tokens))
         if not self._ctx.is_last_stage:
-            return outputs[0]  # type: ignore[no-any-return]
+            return unpack(outputs)[0]
         return self.model.logits(outputs)[0].float()
 
     def end_sends(self) -> None:
         """Wait until what was sent has been received."""
-        while self._sending:
-            wait_for([self._sending.popleft()[0]])
+        self._messages.end()
 
     def _input(self, ids: Tensor | None, width: int, num_rows: int) -> Tensor:
         """Return the ids [B, S] on this device, or receive the hidden states [S, B, H]."""
-        ctx = self._ctx
         if ids is not None:
-            return ids.to(ctx.device, non_blocking=True)
-        shape = (width, num_rows, self.model.config.model.hidden_size)
-        hidden = torch.empty(shape, dtype=self.model.dtype, device=ctx.device)
-        dist.recv(hidden, self._neighbour(-1))
-        return hidden
-
-    def _send(self, hidden: Tensor) -> None:
-        hidden = hidden.contiguous()
-        self._sending.append((dist.isend(hidden, self._neighbour(1)), hidden))
-
-    def _neighbour(self, step: int) -> int:
-        ctx = self._ctx
-        return int(ctx.topology.get_rank(pipe=ctx.stage + step, data=ctx.batch_rank, model=ctx.tensor_rank))
+            return ids.to(self._ctx.device, non_blocking=True)
+        return self._messages.receive(width, num_rows)

@@ -6,7 +6,6 @@ continuations take the output projection. A context that several continuations s
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,11 +25,10 @@ from megatron.models.kv_cache import CachedTokens
 from megatron.models.transformer import unpack
 from megatron.parallel.chosen_log_probs import label_scores
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.messages import StageMessages
 
 ROW_TOKENS = 2048
 """Tokens of a row, unless a sequence is longer: enough for matrix products to be fast, few enough to fit."""
-MOST_SENDS = 2
-"""Hidden states that a stage sends before it waits for the next stage."""
 MOST_GRAPHS = 32
 """Largest number of graphs of an evaluation."""
 SHOWN_FAULTS = 5
@@ -264,31 +262,27 @@ def _run(
 ) -> Iterator[tuple[_Row, tuple[Tensor, Tensor]]]:
     """Run the rows through all stages; yield each with its scores on the rank that reports them."""
     ctx = model.ctx
-    distance = ctx.world_size // ctx.num_stages
-    sends: deque[Any] = deque()
+    messages = StageMessages(ctx, model.config.model.hidden_size, model.dtype)
     for row in rows:
         on_row()
-        inside = torch.from_numpy(row.tokens).unsqueeze(0).to(ctx.device)
-        if not ctx.is_first_stage:
-            shape = (len(row.tokens), 1, model.config.model.hidden_size)
-            inside = torch.empty(shape, dtype=model.dtype, device=ctx.device)
-            dist.recv(inside, ctx.rank - distance)
+        num_tokens = len(row.tokens)
+        if ctx.is_first_stage:
+            inside = torch.from_numpy(row.tokens).unsqueeze(0).to(ctx.device)
+        else:
+            inside = messages.receive(num_tokens, 1)
         positions = torch.from_numpy(row.positions).unsqueeze(0).to(ctx.device)
         outputs = _forward(model, row, inside, positions, graphs)
         if not ctx.is_last_stage:
-            hidden = unpack(outputs)[0].contiguous()
+            hidden = unpack(outputs)[0]
             hidden = hidden if graphs is None else hidden.clone()  # the next graph may overwrite it
-            sends.append((dist.isend(hidden, ctx.rank + distance), hidden))
-            if len(sends) > MOST_SENDS:
-                sends.popleft()[0].wait()
+            messages.send(hidden, num_tokens, 1)
             continue
         places, labels = (torch.from_numpy(part).to(ctx.device) for part in (row.places, row.labels))
         hidden, weight = outputs
         scores = label_scores(places, hidden, weight, labels, ctx)
         if ctx.tensor_rank == 0:
             yield row, scores
-    for work, _ in sends:
-        work.wait()
+    messages.end()
 
 
 def _forward(model: InferenceModel, row: _Row, inside: Tensor, positions: Tensor, graphs: RowGraphs | None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, RecvActivation, SendActivation
 from torch import Tensor, nn
 
 from megatron.accelerator import marked
@@ -17,6 +17,7 @@ from megatron.config.options import Config
 from megatron.models.sequential import compute_dtype, default_dtype
 from megatron.observability.timers import around
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.messages import check_filled, mark
 from megatron.parallel.shards import shard_of
 from megatron.planning.pipeline import stage_bounds
 from megatron.planning.sizes import declared_layers
@@ -24,7 +25,7 @@ from megatron.training.deepspeed_versions import prints_steps
 from megatron.training.engine import Engine, to_device
 from megatron.training.evaluation_graphs import EvaluationGraphs
 from megatron.training.losses import StepLosses
-from megatron.training.pipeline_executor import Headers, StageModule, WeightPass
+from megatron.training.pipeline_executor import Headers, Shapes, StageModule, WeightPass, check_stream, tensors_of
 
 
 class PipelineEngine(Engine):
@@ -106,18 +107,56 @@ def _if_needed(backward: Callable[..., None]) -> Callable[..., None]:
 
 
 def _announce_on_hosts(engine: Any, ctx: ParallelContext) -> None:
-    """Replace DeepSpeed's announcement of shapes: its receiver reads ten numbers from the device, a wait each."""
+    """Replace DeepSpeed's announcement of shapes: its receiver reads ten numbers from the device, a wait each.
+
+    What is sent is compared with what was announced, and what is received must be whole. Gradients have the shapes of
+    what was received.
+    """
     headers = Headers(ctx)
+    announced: Shapes = []
 
     def send(stream: Any, stage: int) -> None:
-        headers.send(stream, engine.grid.stage_to_global(stage_id=stage))
+        announced[:] = headers.send(stream, engine.grid.stage_to_global(stage_id=stage))
 
     def receive(stage: int) -> Any:
         is_tuple, shapes = headers.receive(engine.grid.stage_to_global(stage_id=stage))
         buffers = tuple(torch.empty(shape, dtype=dtype, device=ctx.device) for dtype, shape in shapes)
+        for buffer in buffers:
+            mark(buffer)
         return buffers if is_tuple else buffers[0]
 
     engine._send_tensor_meta, engine._recv_tensor_meta = send, receive
+    table = engine._INSTRUCTION_MAP
+    engine._INSTRUCTION_MAP = table | {
+        SendActivation: _checked_send(table[SendActivation], announced),
+        RecvActivation: _checked_receive(table[RecvActivation]),
+    }
+
+
+def _checked_send(send: Callable[..., None], announced: Shapes) -> Callable[..., None]:
+    """Return DeepSpeed's instruction, which sends nothing of another shape than was announced before."""
+
+    @functools.wraps(send)
+    def run(engine: Any, buffer_id: int) -> None:
+        if not (engine.dynamic_shape or engine.first_output_send):
+            check_stream(engine.pipe_buffers["outputs"][buffer_id], announced)
+        send(engine, buffer_id)
+
+    return run
+
+
+def _checked_receive(receive: Callable[..., None]) -> Callable[..., None]:
+    """Return DeepSpeed's instruction, whose buffer, used again and again, must be filled each time."""
+
+    @functools.wraps(receive)
+    def run(engine: Any, buffer_id: int) -> None:
+        for buffer in tensors_of(engine.pipe_recv_buf):
+            mark(buffer)
+        receive(engine, buffer_id)
+        for buffer in tensors_of(engine.pipe_recv_buf):
+            check_filled(buffer)
+
+    return run
 
 
 def _of_first_chunk(function: Callable[..., Any], **calls: Callable[[], None]) -> Callable[..., Any]:

@@ -6,12 +6,10 @@ losses, and the table of instructions around which we time and trace, stay.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
@@ -20,13 +18,13 @@ from torch import Tensor
 
 from megatron.parallel.context import LARGEST_TAG, ParallelContext
 from megatron.parallel.deferred import Job, compute_deferred
-from megatron.parallel.distributed_waits import wait_for
+from megatron.parallel.messages import Receipt, Sends, check_shape, post_receive, receive
 from megatron.planning.pipeline_schedules import Message, PassKind, PipelineSchedule
 
 HEADER_TAG = LARGEST_TAG + 1
 HEADER_SIZE = 32
-MOST_SENDS = 4
-"""Messages that a stage may have under way: each keeps its tensors."""
+Shapes = list[tuple[torch.dtype, list[int]]]
+"""Dtype and shape of each tensor of a stream."""
 
 
 class StageModule(PipelineModule):  # type: ignore[misc]
@@ -119,13 +117,13 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         self._grads: dict[tuple[int, int], Tensor] = {}
         """Gradients of the outputs, received or still being received."""
         self._labels: dict[int, Any] = {}
-        self._receiving: dict[tuple[type, int, int], list[Any]] = {}
-        self._sending: deque[tuple[list[Any], list[Tensor]]] = deque()
+        self._receiving: dict[tuple[type, int, int], list[Receipt]] = {}
+        self._sends = Sends()
         self._deferred: dict[tuple[int, int], list[Job]] = {}
-        self._shapes: dict[int, tuple[bool, list[tuple[torch.dtype, list[int]]]]] = {}
+        self._shapes: dict[int, tuple[bool, Shapes]] = {}
         """Shapes of the inputs of each chunk, used again where they never change."""
-        self._announced: set[int] = set()
-        """Chunks whose output's shape the next stage knows."""
+        self._announced: dict[int, Shapes] = {}
+        """Shapes of the outputs of each chunk, as the next stage knows them."""
         self._headers = Headers(ctx)
 
     def _train_schedule(self) -> _Instructions:
@@ -141,8 +139,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
         super()._exec_schedule(pipe_schedule)
-        while self._sending:
-            self._end_send()
+        self._sends.end()
 
     # Computation
 
@@ -170,7 +167,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
 
     def _backward(self, buffer_id: int, chunk: int = 0) -> None:
         key = chunk, buffer_id
-        output, gradient = _tensors(self._outputs.pop(key))[0], self._grads.pop(key, None)
+        output, gradient = tensors_of(self._outputs.pop(key))[0], self._grads.pop(key, None)
         if self._computes_loss(chunk):
             output = output / self.gradient_accumulation_steps()
             if isinstance(self.optimizer, ZeROOptimizer):
@@ -205,7 +202,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         key = chunk, microbatch
         if name == "RecvGrad":
             return self._grads[key]
-        found = _tensors((self._outputs if name == "SendActivation" else self._inputs)[key])[0]
+        found = tensors_of((self._outputs if name == "SendActivation" else self._inputs)[key])[0]
         return found.grad if name == "SendGrad" else found  # type: ignore[return-value]
 
     def _neighbour(self, chunk: int, step: int) -> tuple[int, int]:
@@ -214,22 +211,24 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         return self.grid.stage_to_global(stage_id=stage), chunk
 
     def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
-        tensors = [tensor.detach().contiguous() for tensor in tensors]
-        self._sending.append(([dist.isend(tensor, rank) for tensor in tensors], tensors))
-        while len(self._sending) > MOST_SENDS:
-            self._end_send()
+        for tensor in tensors:
+            self._sends.send(tensor.detach().contiguous(), rank)
 
-    def _end_send(self) -> None:
-        wait_for(self._sending.popleft()[0])
+    def _post(self, kind: type, chunk: int, buffer_id: int, buffers: Sequence[Tensor], rank: int) -> None:
+        self._receiving[kind, chunk, buffer_id] = [post_receive(buffer, rank) for buffer in buffers]
+
+    def _wait(self, kind: type, chunk: int, buffer_id: int) -> None:
+        for receipt in self._receiving.pop((kind, chunk, buffer_id)):
+            receipt.wait()
 
     def _send_activation(self, buffer_id: int, chunk: int) -> None:
         key = chunk, buffer_id
         outputs = self._outputs[key] if torch.is_grad_enabled() else self._outputs.pop(key)
         rank, _ = self._neighbour(chunk, 1)
         if self.dynamic_shape or chunk not in self._announced:
-            self._announced.add(chunk)
-            self._headers.send(outputs, rank)
-        self._send(_tensors(outputs), rank)
+            self._announced[chunk] = self._headers.send(outputs, rank)
+        check_stream(outputs, self._announced[chunk])
+        self._send(tensors_of(outputs), rank)
 
     def _post_activation(self, buffer_id: int, chunk: int) -> None:
         rank, _ = self._neighbour(chunk, -1)
@@ -237,26 +236,26 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
             self._shapes[chunk] = self._headers.receive(rank)
         is_tuple, shapes = self._shapes[chunk]
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in shapes]
-        self._receiving[PostActivation, chunk, buffer_id] = [dist.irecv(tensor, rank) for tensor in tensors]
+        self._post(PostActivation, chunk, buffer_id, tensors, rank)
         self._inputs[chunk, buffer_id] = tuple(tensors) if is_tuple else tensors[0]
 
     def _wait_activation(self, buffer_id: int, chunk: int) -> None:
-        wait_for(self._receiving.pop((PostActivation, chunk, buffer_id)))
+        self._wait(PostActivation, chunk, buffer_id)
         if torch.is_grad_enabled():
-            _tensors(self._inputs[chunk, buffer_id])[0].requires_grad_()
+            tensors_of(self._inputs[chunk, buffer_id])[0].requires_grad_()
 
     def _send_grad(self, buffer_id: int, chunk: int) -> None:
-        hidden = _tensors(self._inputs.pop((chunk, buffer_id)))[0]
+        hidden = tensors_of(self._inputs.pop((chunk, buffer_id)))[0]
         assert hidden.grad is not None
         self._send([hidden.grad], self._neighbour(chunk, -1)[0])
 
     def _post_grad(self, buffer_id: int, chunk: int) -> None:
-        gradient = torch.empty_like(_tensors(self._outputs[chunk, buffer_id])[0])
+        gradient = torch.empty_like(tensors_of(self._outputs[chunk, buffer_id])[0])
         self._grads[chunk, buffer_id] = gradient
-        self._receiving[PostGrad, chunk, buffer_id] = [dist.irecv(gradient, self._neighbour(chunk, 1)[0])]
+        self._post(PostGrad, chunk, buffer_id, [gradient], self._neighbour(chunk, 1)[0])
 
     def _wait_grad(self, buffer_id: int, chunk: int) -> None:
-        wait_for(self._receiving.pop((PostGrad, chunk, buffer_id)))
+        self._wait(PostGrad, chunk, buffer_id)
 
     OWN_INSTRUCTIONS = {  # noqa: RUF012
         deepspeed_schedule.LoadMicroBatch: _load,
@@ -279,9 +278,17 @@ def run_schedule(engine: PipelineEngine, name: str, ctx: ParallelContext) -> Non
     engine.set_schedule(name, ctx)
 
 
-def _tensors(stream: Any) -> Sequence[Tensor]:
+def tensors_of(stream: Any) -> Sequence[Tensor]:
     """Return the tensors that pass from layer to layer: the hidden state, which alone has a gradient, is the first."""
+    if stream is None:
+        return []
     return [stream] if isinstance(stream, Tensor) else stream
+
+
+def check_stream(stream: Any, announced: Shapes) -> None:
+    """Raise MessageError unless a stream has the shapes that its receiver knows."""
+    for tensor, (dtype, shape) in zip(tensors_of(stream), announced, strict=True):
+        check_shape(tensor, shape, dtype)
 
 
 class Headers:
@@ -293,22 +300,21 @@ class Headers:
 
     def __init__(self, ctx: ParallelContext) -> None:
         self._group = ctx.control_group
-        self._sending: deque[tuple[Any, Tensor]] = deque()
+        self._sends = Sends()
 
-    def send(self, stream: Any, rank: int) -> None:
-        """Announce the tensors of a stream."""
-        numbers = [int(not isinstance(stream, Tensor)), len(_tensors(stream))]
-        for tensor in _tensors(stream):
+    def send(self, stream: Any, rank: int) -> Shapes:
+        """Announce the tensors of a stream, and return what was announced."""
+        numbers = [int(not isinstance(stream, Tensor)), len(tensors_of(stream))]
+        for tensor in tensors_of(stream):
             numbers += [PipelineEngine.DTYPE_TO_ID[tensor.dtype], tensor.dim(), *tensor.shape]
         header = torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)))
-        self._sending.append((dist.isend(header, rank, group=self._group, tag=HEADER_TAG), header))
-        while len(self._sending) > MOST_SENDS:
-            wait_for([self._sending.popleft()[0]])
+        self._sends.send(header, rank, group=self._group, tag=HEADER_TAG)
+        return [(tensor.dtype, list(tensor.shape)) for tensor in tensors_of(stream)]
 
-    def receive(self, rank: int) -> tuple[bool, list[tuple[torch.dtype, list[int]]]]:
+    def receive(self, rank: int) -> tuple[bool, Shapes]:
         """Return whether the tensors that come are a tuple, and dtype and shape of each."""
         header = torch.empty(HEADER_SIZE, dtype=torch.int64)
-        dist.recv(header, rank, group=self._group, tag=HEADER_TAG)
+        receive(header, rank, group=self._group, tag=HEADER_TAG)
         is_tuple, count, *rest = header.tolist()
         found = []
         for _ in range(count):

@@ -77,7 +77,7 @@ def write_tasks(folder: Path) -> list[str]:
     return [str(folder / f"{name}.yaml") for name in TASKS]
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, num_layers: int = 2) -> Path:
     """Write a Llama with a byte-level tokenizer that begins each text with <s>."""
     transformers: Any = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -95,7 +95,7 @@ def write_model(folder: Path) -> Path:
     fast.save_pretrained(folder)
     torch.manual_seed(6)
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)

@@ -10,7 +10,8 @@ import pytest
 
 from tests import runs as training_runs
 from tests.evaluation import runs
-from tests.evaluation.local_tasks import write_model, write_tasks
+from tests.evaluation.local_tasks import SENTENCES, write_model, write_tasks
+from tests.generation.test_every_cut import legal_cuts
 from tests.ranks import RankFailure, RankPools
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -74,6 +75,29 @@ def test_results_are_those_of_lm_evals_own_model(
     said = ranks(num_ranks)(runs.run, words)
     assert "local_choice" in said[0]
     assert_same(json.loads(output.read_text()), expected)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_answers_on_every_cut_are_those_of_lm_evals_own_model(
+    ranks: RankPools, tmp_path: Path, num_stages: int
+) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder = str(write_model(tmp_path, num_layers=3))
+    texts = [" ".join(SENTENCES[: count + 1]) for count in range(4)]  # the last ones are longer than the model reads
+    kwargs = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    scored, open_ended = [(text, " and the sea.") for text in texts], [(text, kwargs) for text in texts]
+    theirs = HFLM(pretrained=folder, dtype="float32", device="cpu", max_length=64)
+    likelihoods = theirs.loglikelihood([Instance("loglikelihood", {}, each, 0) for each in scored])
+    expected = theirs.generate_until([Instance("generate_until", {}, each, 0) for each in open_ended])
+    assert len(set(expected)) == len(texts)
+    cuts = legal_cuts(MODEL + " --num-layers 3 --num-attention-heads 4", num_stages)
+    found = ranks(num_stages)(runs.answers, folder, num_stages, cuts, scored, open_ended)[0]
+    for cut, (ours, answers) in zip(cuts, found, strict=True):
+        assert answers == expected, cut
+        for (value, is_greedy), (their_value, theirs_is) in zip(ours, likelihoods, strict=True):
+            assert (value, is_greedy) == (pytest.approx(their_value, abs=1e-4), theirs_is), cut
 
 
 @pytest.mark.slow

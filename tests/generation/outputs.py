@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from megatron.config.options import Config
 from megatron.generation.generator import BatchSettings, GenerationStatistics, generate
 from megatron.generation.kept_text import KeptText
 from megatron.generation.model import InferenceModel, build_stage
@@ -24,6 +26,11 @@ def inference_model(arguments: str, weights: Mapping[str, Array], *, is_alone: b
     """The model of these arguments with these full tensors by our names."""
     config = config_of(arguments)
     ctx = ParallelContext.single() if is_alone else ParallelContext.build(config.parallel, "cpu")
+    return model_on(ctx, config, weights)
+
+
+def model_on(ctx: ParallelContext, config: Config, weights: Mapping[str, Array]) -> InferenceModel:
+    """The stage of this rank."""
     layers, modules = build_stage(config, ctx, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in named_parameters(modules):
@@ -58,6 +65,27 @@ def completions(
             settings=BatchSettings(batch_size=batch_size),
         )
     )
+
+
+def completions_of_cuts(
+    arguments: str,
+    num_stages: int,
+    cuts: Sequence[Sequence[int]],
+    weights: Mapping[str, Array],
+    prompts: Sequence[Sequence[int]],
+    options: Mapping[str, Any],
+) -> list[list[list[int]]]:
+    """Ids of each prompt for each of the cuts through the list of layers; empty on other ranks than the first."""
+    config = config_of(f"{arguments} {LAYOUT.format(1, num_stages)}")
+    ctx = ParallelContext.build(config.parallel, "cpu")
+    requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
+    found = []
+    for cut in cuts:
+        with patch("megatron.generation.model.stage_bounds", lambda *_, cut=cut: list(cut)):
+            model = model_on(ctx, config, weights)
+        done = generate(model, requests, GenerationOptions(**options), settings=BatchSettings(batch_size=4))
+        found.append([list(each.ids) for each in done])
+    return found
 
 
 def turns(

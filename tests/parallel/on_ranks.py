@@ -11,11 +11,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.options import ParallelConfig
-from megatron.parallel import chosen_log_probs, layers, linear, loss_chunks, losses
+from megatron.parallel import chosen_log_probs, layers, linear, loss_chunks, losses, messages
 from megatron.parallel import mappings as regions
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards, allocate, shard_of
@@ -206,3 +207,43 @@ def dropped(tp: int, step_seeds: list[int]) -> list[tuple[Array, Array]]:
         )
         drawn.append((replicated, sharded))
     return drawn
+
+
+def whole_and_short_messages(dtype: str) -> list[str]:
+    """What the second rank says of a whole message, of one of NaN alone, and of one that lacks a number."""
+    ctx, kind, shape = ParallelContext.build(ParallelConfig(), "cpu"), getattr(torch, dtype), (3, 2, 5)
+    nan = torch.full(shape, float("nan") if kind.is_floating_point else -1).to(kind)
+    found = []
+    for full in (torch.arange(30).view(shape).to(kind), nan, nan.view(-1)[:-1]):
+        if ctx.rank == 0:
+            dist.send(full, 1)
+            continue
+        try:
+            got = messages.receive(torch.empty(shape, dtype=kind), 0)
+            found.append("equal" if torch.equal(got.nan_to_num(7.0), full.nan_to_num(7.0)) else "another")
+        except messages.MessageError as error:
+            found.append(str(error))
+    return found
+
+
+def truncated_step(arguments: str) -> str:
+    """What each rank of two stages says when the first one's output lacks a row, after a step without a fault."""
+    from tests.training import layouts
+
+    engine, task = layouts.build(arguments)
+    layouts.loss_of_step(engine, task, 0)
+    cut: list[Tensor] = []
+
+    def without_the_last_row(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        cut.append(output[:-1])
+        return cut[-1]
+
+    if engine.ctx.is_first_stage:
+        engine.module.register_forward_hook(without_the_last_row)
+    try:
+        layouts.loss_of_step(engine, task, 1)
+    except messages.MessageError as error:
+        if engine.ctx.is_first_stage:  # as if it had not noticed
+            dist.send(cut[-1].detach(), 1)
+        return str(error)
+    return "no error"
