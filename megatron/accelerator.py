@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron.devices import NO_PLUGIN, VISIBLE, count_devices, has_gaudi_plugin
+from megatron.devices import NO_PLUGIN, VISIBLE, count_devices, has_gaudi_plugin, set_backend_variables
 
 # names of Habana's Optimum, for every device; its "GB" are 2^30 bytes
 ALLOCATED = "memory_allocated (GB)"
@@ -109,8 +109,7 @@ def keep_recipes(device: str, results_dir: str | None) -> None:
         )
         return
     # path, empty it at the start, largest size in MB; source: RecipeCacheConfig of HabanaAI/gaudi-pytorch-bridge
-    os.environ.setdefault(variable, f"{folder},false,{RECIPES_MB}")
-    os.environ.setdefault("PT_HPU_ENABLE_CACHE_METRICS", "1")
+    set_backend_variables({variable: f"{folder},false,{RECIPES_MB}", "PT_HPU_ENABLE_CACHE_METRICS": "1"})
 
 
 def _missing_hpu() -> str:

@@ -6,10 +6,9 @@ habana_frameworks.torch.distributed.hccl, which reads the variable once, when it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 
-from megatron.devices import has_gaudi_plugin
+from megatron.devices import set_backend_variables
 
 DEVICES = ("cuda", "hpu")
 """Devices with graphs."""
@@ -51,8 +50,5 @@ def set_graph_variables(device: str, tensor_size: int, *, lazy: bool = False) ->
 
     No effect without the Gaudi software. Call it before `choose_device`, which loads what reads them.
     """
-    if device not in ("hpu", "auto") or not has_gaudi_plugin():
-        return
-    variables = graph_variables(device, tensor_size) | ({LAZY_MODE: "1"} if lazy else {})
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+    if device in ("hpu", "auto"):
+        set_backend_variables(graph_variables(device, tensor_size) | ({LAZY_MODE: "1"} if lazy else {}))

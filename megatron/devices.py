@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import logging
 import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 # variables that restrict the devices of a process and its children
@@ -66,6 +69,30 @@ def query_devices(device: str, *fields: str, timeout_s: float = 20.0) -> list[li
         return []
     rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines() if line.strip()]
     return rows if all(len(row) == len(fields) for row in rows) else []
+
+
+def defer_backends() -> None:
+    """Keep torch from loading backends of devices when it is imported; `choose_device` loads the one of the device.
+
+    For a rank, before anything imports torch: in eager mode the Gaudi software registers to be loaded by that import
+    (the entry point `torch.backends`). It then chooses the rank's module, and reads its variables, once: the rank
+    must know its place by then, and `set_backend_variables` must have set them.
+    """
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def set_backend_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of the Gaudi software for this process unless they are set. No effect without the software."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    if not missing or not has_gaudi_plugin():
+        return
+    if "habana_frameworks.torch" in sys.modules:
+        logging.getLogger(__name__).warning(
+            "habana_frameworks.torch was loaded before this run could set %s, and may not read it; import it later, or "
+            "set the variable where you launch",
+            " and ".join(f"{name}={value}" for name, value in missing.items()),
+        )
+    os.environ.update(missing)
 
 
 def device_memory_bytes(device: str) -> int | None:

@@ -23,6 +23,7 @@ from megatron.config.plugins import load_task
 from megatron.config.validation import check_device, idle
 from megatron.descriptors import limit_fault
 from megatron.device_graphs import set_graph_variables
+from megatron.devices import defer_backends
 from megatron.exit_codes import DONE, REFUSED
 from megatron.mpi_variables import adopt_mpi_variables
 from megatron.observability.wandb_log import check_wandb
@@ -357,6 +358,7 @@ def start() -> int:
     try:
         with Signals() as signals:  # first, since importing torch may take longer than a signal leaves
             adopt_mpi_variables()
+            defer_backends()
             main(sys.argv[1:], signals)
     except ConfigError as error:
         # equal on every rank, so one of them prints it

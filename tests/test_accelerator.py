@@ -198,6 +198,20 @@ def test_compiled_graphs_are_kept_in_the_runs_folder(
     assert ("compiled graphs are not kept for a restart" in caplog.text) == (folder == "with,comma")
 
 
+def test_variables_that_come_after_the_software_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, habana: Any
+) -> None:
+    for name in ("PT_HPU_RECIPE_CACHE_CONFIG", "PT_HPU_ENABLE_CACHE_METRICS"):
+        monkeypatch.setenv(name, "given")
+    accelerator.keep_recipes("hpu", "out")
+    assert caplog.text == ""
+    monkeypatch.delenv("PT_HPU_ENABLE_CACHE_METRICS")
+    accelerator.keep_recipes("hpu", "out")
+    assert (
+        "loaded before this run could set PT_HPU_ENABLE_CACHE_METRICS=1, and may not read it; import it" in caplog.text
+    )
+
+
 def test_without_habanas_packages_no_place_for_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "habana_frameworks", None)
     monkeypatch.setattr(os, "environ", {})

@@ -8,6 +8,7 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 
+from megatron.devices import defer_backends
 from megatron.exit_codes import DONE, FAILED
 from megatron.files import READER_LEFT, discard_output
 
@@ -27,6 +28,8 @@ def command(main: Main) -> Callable[..., int]:
     def run(argv: Sequence[str] | None = None) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's; a path may have any letter
+        if argv is None:  # a process of its own, which computes on the CPU; ranks load their device's themselves
+            defer_backends()
         try:
             try:
                 return main(argv)

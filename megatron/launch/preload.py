@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib
 import os
 
+from megatron.devices import defer_backends
 from megatron.launch.child_processes import end_with_parent
 
 # The fork server ends with the agent, although the ranks hold its pipe open; the ranks end with the fork server.
 if set_death_signal := end_with_parent():
     set_death_signal()
 
-import torch.distributed  # noqa: F401
+defer_backends()  # no rank knows its place yet
+
+importlib.import_module("torch.distributed")
 
 if os.environ.get("MEGATRON_PIPELINE") == "1":  # by which the backward pass of all stages but the last imports sympy
     importlib.import_module("torch.fx.experimental.symbolic_shapes")

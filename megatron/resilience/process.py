@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.config.options import ConfigError
+from megatron.devices import defer_backends
 from megatron.exit_codes import DONE, REFUSED
 from megatron.files import READER_LEFT, discard_output
 from megatron.mpi_variables import adopt_mpi_variables
@@ -24,6 +25,7 @@ def status_of(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -
     """
     try:
         adopt_mpi_variables()
+        defer_backends()
         main(arguments)
         sys.stdout.flush()
     except ConfigError as error:  # equal on every rank

@@ -23,7 +23,7 @@ from megatron.cli import gaudi_acceptance
 from megatron.cli.gaudi_acceptance import MODES, PARTS, build_acceptance_parser, main
 from megatron.config.command_line import read_command_line
 from megatron.config.validation import check
-from tests.habana import devices, skip_with_cuda
+from tests.habana import devices, skip_with_cuda, write_distribution
 from tests.ranks import RankPools
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +33,10 @@ def run_script(folder: Path, *flags: str, cards: str = "0,1", **variables: str) 
     """Run the script on the stand-in of a released software -> status, text and JSON of the report."""
     skip_with_cuda()
     packages = folder.parent / "packages"
-    for name, version in (("habana_torch_plugin", "1.24.1.482"), ("torch", "2.11.0a0+git123")):
-        info = packages / f"{name}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    found = os.pathsep.join([str(packages), str(ROOT / "tests" / "habana")])
+    found = write_distribution(packages)
+    info = packages / "torch-2.11.0a0+git123.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0a0+git123\n")
     done = subprocess.run(
         [str(ROOT / "scripts" / "gaudi_acceptance.sh"), "--output", str(folder), *flags],
         env=os.environ

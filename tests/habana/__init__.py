@@ -38,6 +38,18 @@ def _forget() -> None:
         del sys.modules[name]
 
 
+def write_distribution(folder: Path, version: str = "1.24.1.482") -> str:
+    """Install the packages in a folder, as pip does: with the entry point by which torch loads a device's backend.
+
+    Returns PYTHONPATH for the processes that are to have them.
+    """
+    info = folder / f"habana_torch_plugin-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ndevice_backend = habana_frameworks.autoload:__autoload\n")
+    return os.pathsep.join([str(folder), str(Path(__file__).parent)])
+
+
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
     """Packages that are found, but not loaded."""
@@ -62,8 +74,8 @@ def stand_in_packages(monkeypatch: pytest.MonkeyPatch, *, lazy: bool = True) -> 
     """Make the packages importable, newly loaded, and yield `habana_frameworks.torch.stand_in`; then unload them."""
     _forget()
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setenv("PT_HPU_LAZY_MODE", str(int(lazy)))
     try:
-        yield importlib.import_module("habana_frameworks.torch.stand_in")
+        with patch.dict(os.environ, {"PT_HPU_LAZY_MODE": str(int(lazy))}):  # the packages set variables
+            yield importlib.import_module("habana_frameworks.torch.stand_in")
     finally:
         _forget()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron import device_graphs
+from megatron import devices
 from megatron.device_graphs import LAZY_COLLECTIVES, LAZY_MODE, graph_faults, set_graph_variables
 from megatron.generation.command import read_command
 from megatron.launch.hl_requests import from_environment
@@ -79,7 +79,7 @@ def test_a_rank_sets_them_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "environ", {"PATH": ""})
     set_graph_variables("hpu", 2, lazy=True)  # no Gaudi software is there
     assert os.environ == {"PATH": ""}
-    monkeypatch.setattr(device_graphs, "has_gaudi_plugin", lambda: True)
+    monkeypatch.setattr(devices, "has_gaudi_plugin", lambda: True)
     set_graph_variables("cuda", 2, lazy=True)
     set_graph_variables("hpu", 1)
     assert os.environ == {"PATH": ""}
