@@ -119,7 +119,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     from megatron.resilience.watchdog import Watchdog
     from megatron.training.build import build_engine
     from megatron.training.loop import Loop
-    from megatron.training.resume import restore_start
+    from megatron.training.resume import find_start, restore_start
     from megatron.training.spikes import SpikeDetector
 
     watchdog = watchdog or Watchdog(config)  # one that was never started
@@ -133,7 +133,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         if config.training.skip_train:
             return evaluate_only(config, ctx, shutdown, watchdog, begin)
         begin("reading the checkpoint")
-        start = read_start(config, ctx)
+        start = find_start(config, ctx)
         progress = start.progress
         begin("opening the data")
         task, datasets = open_data(config, ctx, start)
@@ -168,21 +168,10 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
             folder.stopped = loop.train()
 
 
-def read_start(config: Config, ctx: ParallelContext) -> Start:
-    """Return what the run starts from; a folder to load that holds nothing is announced. Collective."""
-    from megatron.training.resume import find_start
-
-    start = find_start(config, ctx)
-    if start.checkpoint is None and config.checkpoint.loads_elsewhere:
-        announce(ctx, f"WARNING: load={config.checkpoint.load} holds no checkpoint; a new run starts")
-    return start
-
-
 def evaluate_only(
     config: Config, ctx: ParallelContext, shutdown: Shutdown, watchdog: Watchdog, begin: Callable[[str], None]
 ) -> None:
     """Evaluate a checkpoint on the validation and test data. Collective. Raises CheckpointError or DataError."""
-    from megatron.checkpoint.format import CheckpointError
     from megatron.data.indexed import DataError
     from megatron.resilience.errors import raise_on_all_ranks
     from megatron.resilience.host_consistency import check_same_data
@@ -196,8 +185,6 @@ def evaluate_only(
     # nothing is saved, so another run's folder may be given as `save`
     source = dataclasses.replace(options, load=folder, save=None)
     start = find_start(dataclasses.replace(config, checkpoint=source), ctx)
-    if start.checkpoint is None:
-        raise CheckpointError(f"skip_train evaluates a checkpoint, and {folder} holds none; give its folder as --load")
     begin("opening the data")
     task: Task = load_task(config)
     with warnings_of_data():

@@ -192,12 +192,35 @@ def test_skip_train_logs_the_losses_of_the_checkpoint_without_an_optimizer(
     assert sorted(saved.rglob("*")) == before
 
 
-def test_a_folder_to_load_that_holds_nothing_is_named(ranks: RankPools, tmp_path: Path, data: Path) -> None:
-    """But for the folder that the run saves to, which is empty at every first start."""
-    flags, folder = f"--data-path {data} --train-iters 1 --load {tmp_path / 'misspelt'}", tmp_path / "misspelt"
-    warning = f"WARNING: load={folder} holds no checkpoint; a new run starts"
-    assert warning in ranks(1)(runs.announced, flags)[0]
-    assert warning not in ranks(1)(runs.announced, f"{flags} --save {folder}")[0]
+def test_a_folder_to_load_that_holds_nothing_is_a_fault(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    """But for the folder that the run saves to, which is empty at every first start: weights at random, unasked."""
+    folder, empty = tmp_path / "misspelt", tmp_path / "empty"
+    empty.mkdir()
+    (empty / ".lock").touch()
+    flags = f"--data-path {data} --train-iters 1"
+    for start in ("", "--finetune", "--no-load-optim", f"--finetune --save {tmp_path / 'saved'}", "--ckpt-step 0"):
+        (fault,) = ranks(1)(runs.train, f"{flags} --load {folder} {start}")
+        assert f"load={folder} does not exist: there are no weights to start from" in fault, start
+        (fault,) = ranks(1)(runs.train, f"{flags} --load {empty} {start}")
+        assert f"load={empty} is empty" in fault, start
+    # of the run's own folder only what names weights in it
+    for start in ("--finetune", "--ckpt-step 2"):
+        (fault,) = ranks(1)(runs.train, f"{flags} --load {folder} --save {folder} {start}")
+        assert "does not exist" in fault, start
+    assert not folder.exists()
+    assert not (tmp_path / "saved").exists()
+    assert ranks(1)(runs.train, f"{flags} --load {folder} --save {folder} --no-load-optim") == [""]
+
+
+def test_a_run_goes_on_without_the_folder_that_it_began_with(ranks: RankPools, tmp_path: Path, data: Path) -> None:
+    """A requeued job, whose base has been removed since."""
+    first = tmp_path / "first"
+    assert ranks(1)(runs.train, f"--data-path {data} --train-iters 1 --save {first}") == [""]
+    flags = f"--data-path {data} --train-iters 4 --load {first} --finetune --save {tmp_path / 'second'}"
+    assert ranks(1)(runs.train, f"{flags} --exit-interval 2") == [""]
+    first.rename(tmp_path / "elsewhere")
+    assert ranks(1)(runs.train, flags) == [""]
+    assert (tmp_path / "second" / "latest").read_text().split()[0] == "global_step4"
 
 
 def test_skip_train_names_what_it_lacks(ranks: RankPools, tmp_path: Path, data: Path) -> None:

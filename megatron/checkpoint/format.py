@@ -36,12 +36,12 @@ from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError as CheckpointError
 from megatron.checkpoint.errors import SaveError as SaveError
+from megatron.checkpoint.foreign import MANIFEST as MANIFEST
 from megatron.parallel.shards import LayoutError, Shard
 
 FORMAT = "megatron-3d"
 VERSION = 2
 """1 named parameters by the index of their pipeline layer (`2.attention.qkv.weight`)."""
-MANIFEST = "checkpoint.json"
 LATEST = "latest"
 
 ITEM_BYTES = 4

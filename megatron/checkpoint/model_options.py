@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig, differing
 from megatron.config.options import Config
 

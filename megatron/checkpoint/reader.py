@@ -17,6 +17,7 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
+from megatron.checkpoint.foreign import foreign_format
 from megatron.checkpoint.format import (
     ITEM_BYTES,
     LATEST,
@@ -254,13 +255,16 @@ def newest_checkpoint(
     if not os.path.lexists(save):
         return None
     if not save.is_dir():
-        raise CheckpointError(f"{save} is a file; give the folder that a run saved its checkpoints in")
+        other = foreign_format(save)
+        raise CheckpointError(other or f"{save} is a file; give the folder that a run saved its checkpoints in")
+    candidates = checkpoint_folders(save)
+    if not candidates and not (save / "checkpoints").is_dir() and (other := foreign_format(save)) is not None:
+        raise CheckpointError(other)
+    if not candidates and not any(not entry.name.startswith(".") for entry in save.iterdir()):
+        return None
     if tag is not None:
         check_tag(tag)
         return Checkpoint(save / tag)
-    candidates = checkpoint_folders(save)
-    if not candidates and not any(not entry.name.startswith(".") for entry in save.iterdir()):
-        return None
     if not candidates and not os.path.lexists(save / LATEST):
         raise _no_run_folder(save)
     problems, lineage = [], run

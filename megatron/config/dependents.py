@@ -20,9 +20,6 @@ SAVING = (
     "verify_checkpoint",
 )
 LOADING = (
-    "ckpt_step",
-    "universal_checkpoint",
-    "finetune",
     "no_load_optim",
     "no_load_rng",
 )

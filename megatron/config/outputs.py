@@ -55,8 +55,8 @@ class CheckpointConfig:
     """Before saving, check that all ranks' copies of a parameter are bitwise equal."""
     load: str | None = None
     """Folder to start from, until the run has saved a checkpoint of its own: checkpoints of a run, or a Hugging Face
-    model, of which only the weights are loaded, or adapters in PEFT's format, with their options. A missing or empty
-    folder starts a new run; any other folder without a checkpoint is an error."""
+    model, of which only the weights are loaded, or adapters in PEFT's format, with their options. A folder that
+    holds none of these is an error; only the one in save may be missing or empty, as it is at a first start."""
     ckpt_step: NonNegative | None = None
     """Iteration of the checkpoint to load. Unset: the newest."""
     load_fallback: bool = True
@@ -82,6 +82,12 @@ class CheckpointConfig:
         if self.load is None or self.save is None:
             return self.load is not None
         return os.path.realpath(self.load) != os.path.realpath(self.save)
+
+    @property
+    def needs_start(self) -> bool:
+        """True if `load` must hold something; the folder that the run saves to is empty at a first start."""
+        names_one = self.finetune or self.universal_checkpoint or self.ckpt_step is not None
+        return self.loads_elsewhere or (names_one and self.load is not None)
 
 
 @dataclass(frozen=True, config=STRICT)

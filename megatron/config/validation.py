@@ -410,6 +410,12 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
         yield "skip_train evaluates, but eval_iters=0; set the number of global batches"
     if config.training.skip_train and checkpoint.load is None and checkpoint.save is None:
         yield "skip_train evaluates a checkpoint, but load is not given; give its folder"
+    evaluates_own = config.training.skip_train and checkpoint.save is not None
+    for name in ("finetune", "universal_checkpoint", "ckpt_step"):
+        value = getattr(checkpoint, name)
+        is_given = value is not None and value is not False
+        if is_given and checkpoint.load is None and not evaluates_own:
+            yield f"{name}={value} is about the weights in load, which is not given; give a folder, or leave it out"
     if checkpoint.universal_checkpoint and checkpoint.ckpt_step is not None:
         yield (
             f"ckpt_step={checkpoint.ckpt_step} selects one of our own checkpoints, but universal_checkpoint is on; set "

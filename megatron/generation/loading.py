@@ -28,11 +28,12 @@ from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
 from megatron.generation.load_options import LoadOptions
 from megatron.generation.model import InferenceModel, ModelOrigin, build_stage
 from megatron.generation.saved_model import inference_config
+from megatron.interop.folder_files import is_adapter_folder, missing_base
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface import TOKENIZER_FILES, tokenizer_files
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.interop.native import config_of_run, source_of
-from megatron.interop.peft import is_adapter_folder, open_adapter
+from megatron.interop.peft import open_adapter
 from megatron.interop.peft_start import PeftStart, with_options_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.nf4 import quantized_weights
@@ -149,10 +150,7 @@ def _with_adapters(folder: Path, options: LoadOptions) -> Config:
     """Return the options of PEFT's adapters on their base."""
     base = options.lora_base or open_adapter(folder, ForeignFiles()).base_name
     if base is None or not Path(base).is_dir():
-        raise CheckpointError(
-            f"{folder} holds adapters of the base model {base or '(no name)'}, which is not a folder on this machine; "
-            "give the base's folder as --lora-base"
-        )
+        raise CheckpointError(missing_base(folder, base))
     if is_huggingface(Path(base)):
         config = HuggingFaceStart(Path(base)).config
     else:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from megatron.checkpoint.foreign import foreign_format
 from megatron.checkpoint.format import MANIFEST, CheckpointError, Fragment
 from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -20,11 +21,10 @@ from megatron.config.command_line import from_dict, read_preset
 from megatron.config.options import Config
 from megatron.interop import deepspeed_checkpoint, universal
 from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
-from megatron.interop.folder_files import Precision
+from megatron.interop.folder_files import Precision, is_adapter_folder
 from megatron.interop.huggingface import export_huggingface, import_huggingface, parameters_of, tokenizer_files
 from megatron.interop.huggingface_files import DTYPES
 from megatron.interop.native import count, native_model, source_of
-from megatron.interop.peft import is_adapter_folder
 from megatron.interop.peft_export import NativeAdapter, native_adapter
 from megatron.planning.progress import Progress
 
@@ -75,6 +75,8 @@ class ModelWeights:
 def recognise(path: Path) -> str:
     """Return the kind of checkpoint in `path`: see `ModelWeights.kind`. Raises CheckpointError."""
     if not path.is_dir():
+        if (other := foreign_format(path)) is not None:
+            raise CheckpointError(other)
         raise CheckpointError(f"--load {path} is {'a file' if path.exists() else 'not there'}; give a folder")
     has_native = _holds_native(path)
     foreign = None if has_native else deepspeed_checkpoint.recognise(path)
@@ -89,7 +91,8 @@ def recognise(path: Path) -> str:
         )
     if kind is None:
         raise CheckpointError(
-            f"--load {path} holds no checkpoint: neither config.json (Hugging Face), nor checkpoint.json there or a "
+            foreign_format(path)
+            or f"--load {path} holds no checkpoint: neither config.json (Hugging Face), nor checkpoint.json there or a "
             "folder below (native), nor DeepSpeed's files"
         )
     return kind

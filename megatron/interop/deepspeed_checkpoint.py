@@ -16,14 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.foreign import deepspeed_folder, not_deepspeed
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.model_options import check_known_options, check_model_options
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config, ConfigError
 from megatron.interop.deepspeed_files import (
     FILE_OF_KIND,
-    LAYER_FILE,
-    MODEL_FILE,
     OPTIMIZER_FILE,
     ModelFiles,
     RankTensors,
@@ -197,7 +196,7 @@ class DeepSpeedCheckpoint:
 
 def recognise(path: Path) -> Layout | None:
     """Return the layout of a folder, or of the one its `latest_universal` or `latest` names; None: not DeepSpeed's."""
-    folder = _resolved(path)
+    folder = deepspeed_folder(path)
     if folder is None:
         return None
     if _is_universal(folder):
@@ -212,12 +211,9 @@ def read(path: Path, config: Config | None = None, max_drift: float = MAX_DRIFT)
     `config` is the model's, for checkpoints without one: shapes are checked against it, and Megatron's number of heads
     and vocabulary size come from it. `max_drift` replaces MAX_DRIFT. Raises CheckpointError that names the file.
     """
-    folder = _resolved(path)
+    folder = deepspeed_folder(path)
     if folder is None:
-        raise CheckpointError(
-            f"{path} holds no DeepSpeed checkpoint: neither zero/<parameter>/fp32.pt nor *_model_states.pt; give the "
-            "folder of one step, or one whose `latest_universal` or `latest` names it"
-        )
+        raise CheckpointError(not_deepspeed(path))
     with _as_damage(folder):
         source = _source_of(folder)
         facts = _facts(folder, source)
@@ -250,28 +246,6 @@ def _as_damage(folder: Path) -> Iterator[None]:
             f"{folder} does not have the structure of a DeepSpeed checkpoint ({type(error).__name__}: {error}); copy "
             "it again from its source"
         ) from error
-
-
-def _resolved(path: Path) -> Path | None:
-    """Return the folder of one step: `path`, or the one that a pointer in it names."""
-    if not path.is_dir():
-        return None
-    if _holds_tensors(path):
-        return path
-    for pointer in ("latest_universal", "latest"):
-        if not (path / pointer).is_file():
-            continue
-        # the first line; our own `latest` has another
-        tag = (path / pointer).read_text(encoding="utf-8", errors="replace").strip().partition("\n")[0].strip()
-        if not tag or tag in (".", "..") or Path(tag).name != tag:
-            raise CheckpointError(f"{path / pointer} holds {tag!r}; it must be the name of a folder beside it")
-        if (path / tag).is_dir() and _holds_tensors(path / tag):
-            return path / tag
-    return None
-
-
-def _holds_tensors(folder: Path) -> bool:
-    return bool(_is_universal(folder) or numbered(folder, MODEL_FILE) or numbered(folder, LAYER_FILE))
 
 
 def _is_universal(folder: Path) -> bool:

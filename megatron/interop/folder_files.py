@@ -17,9 +17,29 @@ from typing import Any, Literal
 from megatron.checkpoint.errors import CheckpointError
 from megatron.files import appearing, disk_shortage
 
+ADAPTER_CONFIG = "adapter_config.json"
 Precision = Literal["fp32", "bf16", "fp16"]
 EXPORT_RECORD = "export.json"
 """Record beside the export of a run: the checkpoint that it was made of, and what was checked of it."""
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return True if the folder holds adapters in PEFT's format, and no whole model beside them."""
+    has_model = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    return os.path.lexists(folder / ADAPTER_CONFIG) and not has_model
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Return True if the folder holds a model of transformers."""
+    return os.path.lexists(folder / "config.json") and not is_adapter_folder(folder)
+
+
+def missing_base(folder: Path, base: str | None) -> str:
+    """Return the fault of adapters whose base is not there. `base`: what adapter_config.json names."""
+    return (
+        f"{folder} holds adapters of the base model {base or '(no name)'}, which is not a folder on this machine; give "
+        "the base's folder as --lora-base"
+    )
 
 
 def real_path(path: Path) -> Path:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.command_names import command_name
 from megatron.config.model import differing
 from megatron.config.options import Config, ConfigError, ModelConfig, TrainingConfig
 from megatron.config.plugins import known_plugins, load_plugin
@@ -247,6 +249,19 @@ def find_hub_folder(name: str, kind: Literal["model", "dataset"]) -> Path | None
     return None
 
 
+def nothing_to_load(load: str | None, *, skip_train: bool) -> str:
+    """Return the fault of a `load` that is missing or empty; None: it is not given."""
+    if skip_train or load is None:
+        return f"skip_train evaluates a checkpoint, and {load} holds none; give its folder as --load"
+    if not os.path.lexists(load) and (downloaded := find_hub_folder(load, "model")) is not None:
+        return f"load={load} is a name on the hub, not a folder; give the folder of its download, {downloaded}"
+    state = "is empty" if os.path.lexists(load) else "does not exist"
+    return (
+        f"load={load} {state}: there are no weights to start from; correct it, or leave it out (with finetune, "
+        "ckpt_step and universal_checkpoint) to train from random weights"
+    )
+
+
 def _is_hub_name(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
 
@@ -280,6 +295,17 @@ def differences(config: Config, theirs: Config) -> list[str]:
     here, there = (side.model.computed(side.training.seq_length) for side in (config, theirs))
     there["vocab_size"] = max(here["vocab_size"], there["vocab_size"])
     return differing(here, there)
+
+
+def other_model(folder: Path, config: Config, theirs: Config) -> str | None:
+    """Return the fault of options that describe another model than the folder does; None: they describe it."""
+    found = differences(config, theirs)
+    if not found:
+        return None
+    return (
+        f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: "
+        f"{command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.foreign import foreign_format
 from megatron.checkpoint.format import CheckpointError
 from megatron.files import write_durably
 from megatron.interop.folder_files import Precision, json_object, own_file, read_json
@@ -136,7 +137,8 @@ def open_weights(folder: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
         if present == [single]:
             return opened(own_file(folder, single), files)
         return _open_sharded(folder, index, shards, partial(opened, files=files))
-    raise CheckpointError(f"{folder} holds no weights: neither model.safetensors, nor its index, nor pytorch_model.bin")
+    neither = f"{folder} holds no weights: neither model.safetensors, nor its index, nor pytorch_model.bin"
+    raise CheckpointError(foreign_format(folder) or neither)
 
 
 def _open_sharded(

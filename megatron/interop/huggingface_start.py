@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,17 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import holds_checkpoints
 from megatron.checkpoint.slices import Region, copy_overlap, regions
-from megatron.command_names import command_name
 from megatron.config.options import Config
+from megatron.interop.folder_files import is_model_folder
 from megatron.interop.huggingface import CHUNK_BYTES, ImportedModel, MappedTensor, NameMap, import_huggingface
-from megatron.interop.huggingface_config import differences
+from megatron.interop.huggingface_config import other_model
 from megatron.interop.huggingface_files import StoredTensor
-from megatron.interop.peft import is_adapter_folder
 from megatron.parallel.shards import Shard
 
 
 def is_huggingface(folder: Path) -> bool:
     """Return True if the folder holds a model of transformers. Raises CheckpointError where our checkpoints do too."""
-    if not os.path.lexists(folder / "config.json") or is_adapter_folder(folder):
+    if not is_model_folder(folder):
         return False
     if holds_checkpoints(folder):
         raise CheckpointError(
@@ -122,11 +120,8 @@ class HuggingFaceStart(MappedWeights):
     def __init__(self, folder: Path, config: Config | None = None) -> None:
         """`config`: that of the run. None: the folder's own."""
         self._model: ImportedModel = import_huggingface(folder, None if config is None else config.model.architecture)
-        if config is not None and (found := differences(config, self._model.config)):
-            raise CheckpointError(
-                f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: "
-                f"{command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
-            )
+        if config is not None and (fault := other_model(folder, config, self._model.config)) is not None:
+            raise CheckpointError(fault)
         super().__init__(folder, self._model.map, self._model.stored)
         self._means: dict[str, Tensor] = {}
 

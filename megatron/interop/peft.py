@@ -17,12 +17,12 @@ from typing import Any, Literal
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import MANIFEST
 from megatron.command_names import command_name
+from megatron.interop.folder_files import ADAPTER_CONFIG as CONFIG
 from megatron.interop.folder_files import own_file, read_json
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_config import shown
 from megatron.interop.huggingface_files import StoredTensor, open_bin, open_safetensors, some
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model"
 INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tokens_embed")
 OUTPUTS = ("lm_head", "embed_out")
@@ -178,12 +178,6 @@ def _check_pattern(path: Path, name: str, pattern: str) -> None:
         raise CheckpointError(
             f"{path} has {name} {shown(pattern)}, which is not a regular expression: {error}"
         ) from None
-
-
-def is_adapter_folder(folder: Path) -> bool:
-    """Return True if the folder holds adapters in PEFT's format, and no whole model beside them."""
-    has_model = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-    return os.path.lexists(folder / CONFIG) and not has_model
 
 
 def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:

@@ -18,12 +18,13 @@ from megatron.checkpoint.reader import checkpoint_folders
 from megatron.command_names import command_name
 from megatron.config.adapters import LoraConfig
 from megatron.config.options import Config, ConfigError
+from megatron.interop.folder_files import is_adapter_folder
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface import CHUNK_BYTES, MappedTensor, NameMap, check_copy
 from megatron.interop.huggingface_config import OUTPUT
 from megatron.interop.huggingface_files import StoredTensor, some
 from megatron.interop.huggingface_start import MappedWeights
-from megatron.interop.peft import CONFIG, PREFIX, PeftAdapter, is_adapter_folder, open_adapter
+from megatron.interop.peft import CONFIG, PREFIX, PeftAdapter, open_adapter
 from megatron.interop.peft_export import AdaptedModel, ends_with, shortest_ends
 from megatron.models.adapters import Module, modules_of, weight_of, with_adapters
 from megatron.models.family import family_of

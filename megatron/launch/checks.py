@@ -185,22 +185,6 @@ def check_outputs(config: Config) -> Iterator[str]:
         checked.add(existing)
 
 
-def check_load(config: Config) -> Iterator[str]:
-    """Yield a fault if the folder to resume from cannot hold a checkpoint; the run itself finds and validates it."""
-    load = config.checkpoint.load
-    if load is None or not os.path.lexists(load):
-        return
-    folder = Path(load)
-    if not folder.is_dir():
-        yield f"load={load} is not a folder; give the folder of a run's checkpoints"
-        return
-    # a run that was killed before its first checkpoint leaves its hidden lock
-    visible = any(not path.name.startswith(".") for path in folder.iterdir())
-    known = ("latest*", "*/checkpoint.json", "config.json", "adapter_config.json")
-    if visible and not any(any(folder.glob(pattern)) for pattern in known):
-        yield f"load={load} holds no checkpoint, yet is not empty; give another, or empty it"
-
-
 def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
     """Yield a fault if this machine has fewer accelerators than its ranks need."""
     if device not in ("hpu", "cuda"):

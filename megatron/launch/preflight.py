@@ -26,6 +26,7 @@ from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_ho
 from megatron.launch.modules import warn_of_modules
 from megatron.launch.mpirun import check_mpirun
 from megatron.launch.plan import Host, LaunchPlan, LaunchRequest, RefusedError
+from megatron.launch.start_checks import check_start, missing_start
 from megatron.planning.pipeline import partition_warnings
 from megatron.training.deepspeed_config import check_deepspeed
 
@@ -76,6 +77,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     unneeded = warnings if request.dry_run else faults
     unneeded += check_addresses(hosts, request.hostsfile)
     unneeded += faults_in_all(_check_data(request, layout) for layout in layouts)
+    unneeded += faults_in_all(missing_start(layout.config) for layout in layouts)
     if faults:
         raise RefusedError(list(dict.fromkeys(faults)), warnings)
 
@@ -205,7 +207,7 @@ def _check_layout(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     yield from check_deepspeed(config, world_size)
     yield from _check_folders(request, config)
     yield from checks.check_outputs(config)
-    yield from checks.check_load(config)
+    yield from check_start(config)
 
 
 def _check_graphs(request: LaunchRequest, config: Config, *, lazy: bool | None) -> Iterator[str]:

@@ -19,6 +19,7 @@ from megatron.checkpoint.reader import (
 from megatron.config.options import CheckpointConfig, Config
 from megatron.config.options import options as declared_options
 from megatron.data.blend import content_of
+from megatron.interop.huggingface_config import nothing_to_load
 from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.interop.peft_start import PeftStart
 from megatron.parallel.context import ParallelContext
@@ -75,6 +76,8 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     if own is not None:
         options = _resuming_options(options)
     found = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
+    if found is None:  # on all ranks
+        _check_start(config, options)
     checkpoint: Resumable | AdapterStart | None = found
     if config.lora.lora_rank is not None:
         checkpoint = open_adapters(found, config, ctx)
@@ -105,6 +108,12 @@ def restore_start(engine: Engine, start: Start) -> list[str]:
         checkpoint.check_base(checksums)
         engine.base = {**checkpoint.record, "checksums": checksums}
     return lines
+
+
+def _check_start(config: Config, options: CheckpointConfig) -> None:
+    """Raise CheckpointError where nothing was found that the run needs to start from."""
+    if config.training.skip_train or options.needs_start:
+        raise CheckpointError(nothing_to_load(options.load, skip_train=config.training.skip_train))
 
 
 def _resuming_options(options: CheckpointConfig) -> CheckpointConfig:

@@ -22,6 +22,7 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.config.adapters import LoraConfig
 from megatron.config.model import differing
 from megatron.config.options import Config
+from megatron.interop.folder_files import missing_base
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.interop.peft_start import PeftStart
 from megatron.models.family import family_of
@@ -192,10 +193,6 @@ def open_adapters(found: Base | PeftStart | None, config: Config, ctx: ParallelC
     trained = found if isinstance(found, Checkpoint) else None
     record: Mapping[str, Any] = {} if trained is None else trained.metadata["base"]
     folder = given or record.get("folder")
-    if found is None and config.checkpoint.loads_elsewhere:
-        raise CheckpointError(
-            f"load={config.checkpoint.load} holds no base model for the adapters; correct it, or leave it out"
-        )
     if folder is None:
         return AdapterStart(config, None, trained, {"seed": record.get("seed", config.training.seed)})
     is_given = given is not None
@@ -209,10 +206,7 @@ def _open_peft(trained: PeftStart, config: Config, ctx: ParallelContext) -> Adap
 
     def opened() -> Base:
         if given is None and (named is None or not Path(named).is_dir()):
-            raise CheckpointError(
-                f"{trained.folder} holds adapters of the base model {named or '(no name)'}, which is not a folder on "
-                "this machine; give the base's folder as --lora-base"
-            )
+            raise CheckpointError(missing_base(trained.folder, named))
         base = open_base(Path(given or named or ""), {}, config, None, is_given=True)
         if ctx.rank == 0:
             trained.check_base(base)

@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
+from megatron.checkpoint.foreign import needless_step
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.model_options import check_model_options
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.config.options import Config
+from megatron.interop.folder_files import is_adapter_folder
 from megatron.interop.huggingface import TOKENIZER_FILES, tokenizer_files
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
-from megatron.interop.peft import is_adapter_folder
 from megatron.interop.peft_start import PeftStart
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import is_passing, raise_on_all_ranks
@@ -164,10 +165,7 @@ def _opened_peft(folder: Path, config: Config, ctx: ParallelContext) -> PeftStar
 def _refuse_step(folder: Path, config: Config, what: str) -> None:
     step = config.checkpoint.ckpt_step
     if step is not None:
-        raise CheckpointError(
-            f"load={folder} is {what}, which has weights only: a run starts at iteration 0, and ckpt_step={step} would "
-            "do nothing; leave it out"
-        )
+        raise CheckpointError(needless_step(str(folder), step, what))
 
 
 def tokenizer_of(config: Config) -> Path | None:

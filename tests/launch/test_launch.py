@@ -235,18 +235,30 @@ def test_a_folder_without_permission_is_refused(dataset: str, tmp_path: Path, mo
     assert "no permission in" in "".join(faults(tiny("--data-path", dataset, "--save", str(tmp_path / "new" / "deep"))))
 
 
-def test_load_must_be_a_checkpoint_folder_an_empty_one_or_none(dataset: str, tmp_path: Path) -> None:
+def test_load_must_be_a_checkpoint_folder_or_the_empty_one_of_the_run(dataset: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    request = tiny("--data-path", dataset, "--load", str(folder))
-    preflight(request)  # missing: a new run
-    folder.mkdir()
-    preflight(request)  # empty: a new run
-    (folder / ".lock").touch()
-    preflight(request)  # as a run leaves it that was killed before its first checkpoint
+    loads = ("--data-path", dataset, "--load", str(folder))
+    own, other = tiny(*loads, "--save", str(folder)), tiny(*loads)
+    nothing = "there are no weights to start from"
+    for state in ("missing", "empty", "as a run leaves it that was killed before its first checkpoint"):
+        preflight(own)
+        assert nothing in faults(other)[0], state
+        assert nothing in faults(tiny(*loads, "--save", str(folder), "--finetune"))[0], state
+        assert nothing in preflight(dataclasses.replace(other, dry_run=True)).warnings[0], state
+        folder.mkdir(exist_ok=True)
+        if state == "empty":
+            (folder / ".lock").touch()
+    begun = tmp_path / "begun" / "global_step2"
+    begun.mkdir(parents=True)
+    (begun / "checkpoint.json").touch()
+    preflight(tiny(*loads, "--save", str(begun.parent)))  # what it began with is needed no more
     (folder / "notes.txt").touch()
-    assert "holds no checkpoint" in faults(request)[0]
+    assert "holds no checkpoint" in faults(own)[0]
     (folder / "latest").write_text("global_step1\n")
-    preflight(request)  # what it names, the run itself looks for
+    assert "holds no checkpoint" in faults(own)[0]
+    (folder / "global_step1").mkdir()
+    (folder / "global_step1" / "checkpoint.json").touch()
+    preflight(own)  # which the run itself validates
     assert "is not a folder" in faults(tiny("--data-path", dataset, "--load", dataset + ".bin"))[0]
 
 

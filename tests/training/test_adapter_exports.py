@@ -17,7 +17,7 @@ from megatron.checkpoint.reader import newest_checkpoint
 from megatron.cli import convert_checkpoint, merge_adapter
 from megatron.config.command_line import load_config, parse_arguments
 from megatron.interop.peft_export import AdaptedModel, compare_export, export_adapter, native_adapter
-from megatron.launch.checks import check_load
+from megatron.launch.start_checks import check_start
 from tests import runs
 from tests.ranks import RankPools
 from tests.training import layouts
@@ -76,7 +76,7 @@ def test_a_run_resumes_without_the_folder_of_peft_that_it_began_with(
     words = f"{layouts.MODELS['llama_gqa']} {SIZES} --data-path {data} --train-samples 12 --eval-iters 0"
     words += f" --load {folder} --lora-base {peft[0]} --save {tmp_path / 'saved'}"
     config = load_config([*runs.TINY.split(), *words.split()])
-    assert list(check_load(config)) == []
+    assert list(check_start(config)) == []
     assert ranks(1)(runs.train, f"{words} --exit-interval 1") == [""]
     shutil.rmtree(folder)
     assert load_config([*runs.TINY.split(), *words.split()]) == config

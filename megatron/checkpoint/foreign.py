@@ -1,0 +1,186 @@
+"""Formats of checkpoints that others write, known by the names of their files.
+
+Imports no torch, so that a launcher can name what a folder holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.command_names import command_name
+
+MANIFEST = "checkpoint.json"
+"""File of each checkpoint of a run."""
+SEARCHED_FOLDERS = 1000
+"""Folders below the given one that are looked into."""
+
+
+@dataclass(frozen=True)
+class ForeignFormat:
+    """A format that is not loaded as it is."""
+
+    name: str
+    signs: tuple[tuple[str, ...], ...]
+    """Patterns of file names, all of one tuple in one folder."""
+    remedy: str
+
+
+_TO_TRANSFORMERS = "export it to a folder of transformers"
+
+DEEPSPEED = ForeignFormat(
+    "a checkpoint in DeepSpeed's format",
+    (("zero/*/fp32.pt",), ("*mp_rank_*_model_states.pt",), ("layer_*-model_*-model_states.pt",)),
+    "train from it with --universal-checkpoint (HL_UNIV_CP=1), or convert it with "
+    f"{command_name('convert_checkpoint')}",
+)
+# a format whose files are also those of another comes before it
+FORMATS = (
+    DEEPSPEED,
+    ForeignFormat(
+        "a distributed checkpoint of megatron-core",
+        (("common.pt", "metadata.json"), ("common.pt", ".metadata"), ("common.pt", "*.distcp")),
+        f"{_TO_TRANSFORMERS} with Megatron-Bridge (AutoBridge.export_ckpt), and give that",
+    ),
+    ForeignFormat(
+        "a checkpoint of Megatron-LM in its legacy format",
+        (("mp_rank_*/model_optim_rng.pt",), ("mp_rank_*/model_rng.pt",)),
+        f"{_TO_TRANSFORMERS} with the tools/checkpoint/convert.py of its Megatron-LM, and give that",
+    ),
+    ForeignFormat(
+        "a checkpoint of NeMo",
+        (("weights", "context"), ("*.nemo",), ("model_config.yaml", "model_weights*")),
+        f"{_TO_TRANSFORMERS} with NeMo (nemo llm export, target=hf), and give that",
+    ),
+    ForeignFormat(
+        "a checkpoint of torch.distributed.checkpoint",
+        ((".metadata", "*.distcp"), ("*.distcp",)),
+        f"{_TO_TRANSFORMERS} with the program that wrote it, and give that",
+    ),
+    ForeignFormat(
+        "weights as Meta or Mistral publish them",
+        (("params.json", "consolidated*"), ("consolidated.*.pth",)),
+        "download the model in transformers' format, or convert it with "
+        "`python -m transformers.models.llama.convert_llama_weights_to_hf`, and give that folder",
+    ),
+    ForeignFormat(
+        "weights in GGUF",
+        (("*.gguf",),),
+        "download the model in transformers' format, or write it so: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW)",
+    ),
+    ForeignFormat(
+        "a checkpoint of litgpt",
+        (("lit_model.pth",),),
+        f"{_TO_TRANSFORMERS} with `litgpt convert_from_litgpt`, and give that",
+    ),
+    ForeignFormat(
+        "weights of TensorFlow or Flax",
+        (("tf_model*.h5",), ("flax_model*.msgpack",)),
+        "write them with transformers' from_pretrained(FOLDER, from_tf=True or from_flax=True).save_pretrained(NEW)",
+    ),
+    ForeignFormat("a checkpoint of PyTorch Lightning", (("*.ckpt",),), f"{_TO_TRANSFORMERS}, and give that"),
+    ForeignFormat(
+        "weights of transformers without their config.json",
+        (("model*.safetensors",), ("pytorch_model*.bin",)),
+        "copy the model's own config.json there",
+    ),
+)
+GGUF_MAGIC = b"GGUF"
+MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+def foreign_format(path: Path) -> str | None:
+    """Return what a file or folder holds that is not loaded as it is, and the remedy; None: it is not recognised.
+
+    The files of a folder, and of those in it, are compared by name.
+    """
+    if path.is_file():
+        return _of_file(path)
+    if not path.is_dir():
+        return None
+    if (known := _format_of(path)) is not None:
+        return f"{path} holds {known.name}, which cannot be loaded as it is: {known.remedy}"
+    inner = [*_folders_in(path), *_folders_in(path / "snapshots")]
+    if models := [folder for folder in inner if _is_model(folder)]:
+        return f"{path} is not a model itself, but holds folders of models; give one of them, such as {models[-1]}"
+    for folder in inner:
+        if (known := _format_of(folder)) is not None:
+            where = folder.relative_to(path)
+            return f"{path} holds {known.name} in {where}, which cannot be loaded as it is: {known.remedy}"
+    return None
+
+
+def deepspeed_folder(path: Path) -> Path | None:
+    """Return the folder of one step of DeepSpeed: `path`, or the one that a pointer in it names, if any."""
+    if not path.is_dir():
+        return None
+    if _has_signs(path, DEEPSPEED):
+        return path
+    for pointer in ("latest_universal", "latest"):
+        if not (path / pointer).is_file():
+            continue
+        # the first line; our own `latest` has another
+        tag = (path / pointer).read_text(encoding="utf-8", errors="replace").strip().partition("\n")[0].strip()
+        if not tag or tag in (".", "..") or Path(tag).name != tag:
+            raise CheckpointError(f"{path / pointer} holds {tag!r}; it must be the name of a folder beside it")
+        if (path / tag).is_dir() and _has_signs(path / tag, DEEPSPEED):
+            return path / tag
+    return None
+
+
+def not_deepspeed(path: Path) -> str:
+    """Return the fault of a folder that universal_checkpoint names, and in which `deepspeed_folder` finds nothing."""
+    if any((folder / MANIFEST).is_file() for folder in [path, *_folders_in(path)]):
+        return (
+            f"load={path} holds checkpoints of a run, which are resumed on any layout as they are: leave "
+            "universal_checkpoint (HL_UNIV_CP) out, which is for DeepSpeed's"
+        )
+    if _is_model(path):
+        return f"load={path} holds a model of transformers; leave universal_checkpoint (HL_UNIV_CP) out"
+    other = foreign_format(path)
+    if other is not None and DEEPSPEED.name not in other:
+        return other
+    return (
+        f"{path} holds no DeepSpeed checkpoint: neither zero/<parameter>/fp32.pt nor *_model_states.pt; give the "
+        "folder of one step, or one whose `latest_universal` or `latest` names it"
+    )
+
+
+def needless_step(load: str, step: int, what: str) -> str:
+    """Return the fault of a step for weights that have none. `what`: the kind of the folder."""
+    return (
+        f"load={load} is {what}, which has weights only: a run starts at iteration 0, and ckpt_step={step} would do "
+        "nothing; leave it out"
+    )
+
+
+def _of_file(path: Path) -> str | None:
+    with path.open("rb") as file:
+        start = file.read(len(GGUF_MAGIC))
+    name = "model.gguf" if start == GGUF_MAGIC else path.name
+    for known in FORMATS:
+        if any(len(sign) == 1 and Path(name).match(sign[0]) for sign in known.signs):
+            return f"{path} is a file of {known.name}, which cannot be loaded as it is: {known.remedy}"
+    return None
+
+
+def _format_of(folder: Path) -> ForeignFormat | None:
+    return next((known for known in FORMATS if _has_signs(folder, known)), None)
+
+
+def _has_signs(folder: Path, known: ForeignFormat) -> bool:
+    return any(all(any(folder.glob(pattern)) for pattern in sign) for sign in known.signs)
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MODEL_FILES)
+
+
+def _folders_in(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return []
+    found = (each for each in path.iterdir() if each.is_dir())
+    return sorted(islice(found, SEARCHED_FOLDERS))
