@@ -26,7 +26,7 @@ REQUIRED: dict[str, Any] = {
 
 
 def write_config(folder: Path) -> Path:
-    """What a plan reads of such a Llama: config.json alone, without transformers."""
+    """What a plan reads of such a Llama: config.json and the name of a file of weights, without transformers."""
     folder.mkdir(parents=True)
     config = {
         "model_type": "llama",
@@ -44,6 +44,7 @@ def write_config(folder: Path) -> Path:
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
     return folder
 
 

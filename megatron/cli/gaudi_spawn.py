@@ -5,7 +5,8 @@
     python -m megatron.gaudi_spawn --world_size 8 run_generation.py --model_name_or_path merged --prompt "..."
     python -m megatron.gaudi_spawn --world_size 7 --use_deepspeed finetune.py --config-name=finetune_lora.yaml
 
-The scripts need not be there: their names choose what runs. docs/gaudi_spawn_flags.md lists every flag.
+The scripts need not be there: their names choose what runs. One with code of its own is refused.
+docs/gaudi_spawn_flags.md lists every flag.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megatron.exit_codes import DONE
 from megatron.launch.hl_requests import legend
 from megatron.launch.hostsfile import parse_hostsfile
 from megatron.launch.inference import refused
+from megatron.launch.published_scripts import check_script
 from megatron.launch.spawn_flags import TABLES
 from megatron.launch.spawn_requests import Kind, Ranks, finetune_request, named, script_request
 
@@ -93,6 +95,8 @@ def read_line(arguments: Sequence[str]) -> SpawnLine:
         line.faults.append(f"no script is given; give {', '.join(f'{name}.py' for name in SCRIPTS)}")
     elif line.name not in SCRIPTS:
         line.faults.append(_unknown_script(line))
+    else:
+        line.faults += check_script(line.script)
     return line
 
 

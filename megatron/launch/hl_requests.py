@@ -386,7 +386,7 @@ def _fine_tuning(given: Mapping[str, str], script: Script, reader: _VariableRead
         _check_files(request.fine_tuning, rows, reader)
     if model is None:
         reader.fault("HL_MODEL is not set; set it to the folder of a model that transformers wrote")
-        request.unread.add("config")
+        request.unread |= {"config", "model"}
         return
     try:
         model = str(find_model(model, "HL_MODEL"))
@@ -395,7 +395,7 @@ def _fine_tuning(given: Mapping[str, str], script: Script, reader: _VariableRead
         reader.fault(
             error.faults[0] if isinstance(error, ConfigError) else f"HL_MODEL={model} cannot be fine-tuned: {error}"
         )
-        request.unread.add("config")
+        request.unread |= {"config", "model"}
         return
     request.fine_tuning = dataclasses.replace(request.fine_tuning, model=model)
     for name, value in options.items():

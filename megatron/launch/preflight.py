@@ -32,7 +32,7 @@ from megatron.training.deepspeed_config import check_deepspeed
 
 SIZES = frozenset({"nodes", "devices_per_node", "data_parallel_size"})
 MEETING = frozenset({"hostsfile", "rendezvous"})
-UNREADABLE = SIZES | MEETING
+UNREADABLE = SIZES | MEETING | {"model"}
 """Fields of a request that checks do without where their value cannot be read."""
 
 
@@ -73,11 +73,11 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     hosts, of_hosts = ([], []) if request.unread & MEETING else find_hosts(request, known_devices)
     faults += [*of_hosts, *faults_in_all(_check_machine(request, layout, is_remote=bool(hosts)) for layout in layouts)]
     faults += [*_check_launcher(request, layouts, hosts, flags), *_check_environment(request)]
-    # a plan needs neither data nor hosts
-    unneeded = warnings if request.dry_run else faults
+    unneeded = warnings if request.dry_run else faults  # a plan needs neither data nor hosts
     unneeded += check_addresses(hosts, request.hostsfile)
     unneeded += faults_in_all(_check_data(request, layout) for layout in layouts)
-    unneeded += faults_in_all(missing_start(layout.config) for layout in layouts)
+    if "model" not in request.unread:
+        unneeded += faults_in_all(missing_start(layout.config) for layout in layouts)
     if faults:
         raise RefusedError(list(dict.fromkeys(faults)), warnings)
 
@@ -253,7 +253,7 @@ def _check_data(request: LaunchRequest, layout: Layout) -> Iterator[str]:
 def _check_machine(request: LaunchRequest, layout: Layout, *, is_remote: bool) -> Iterator[str]:
     """Yield what this machine lacks, if it runs ranks."""
     device = layout.config.parallel.device
-    if request.dry_run or is_remote or request.unread & UNREADABLE:
+    if request.dry_run or is_remote or request.unread & (SIZES | MEETING):
         return
     if request.nodes > 1 and request.rendezvous is None:
         return

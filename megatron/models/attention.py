@@ -111,15 +111,17 @@ class RotaryEmbedding:
 class AttentionMask:
     """The additive or boolean mask of a microbatch, made once and shared by the layers of a stage."""
 
-    def __init__(self, slopes: Tensor | None) -> None:
+    def __init__(self, slopes: Tensor | None, hidden: float = float("-inf")) -> None:
         self._slopes = slopes
+        self._hidden = hidden
+        """Number that hides a key in a bias."""
         self._key: Any = None
         self._mask: Tensor | None = None
 
     def get(
         self, packing: Packing | None, num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
-        """Return [1 or B, 1 or n, Q, K], boolean (True: seen) or a bias with -inf (ALiBi); None: plainly causal.
+        """Return [1 or B, 1 or n, Q, K], boolean (True: seen) or a bias with `hidden` (ALiBi); None: plainly causal.
 
         The queries are the last Q of the K tokens.
         """
@@ -145,7 +147,7 @@ class AttentionMask:
         if self._slopes is None:
             return seen
         bias = self._slopes.to(device, non_blocking=True)[None, :, None, None] * (key - query).float()
-        return bias.to(dtype).masked_fill(~seen, float("-inf"))
+        return bias.to(dtype).masked_fill(~seen, self._hidden)
 
 
 def _equal_constants(a: Any, b: Any) -> bool:
@@ -297,6 +299,11 @@ class FlexAttention:
         return self._block_mask
 
 
+# The recomputing kernel takes the softmax over slices of the keys, in which a row of -inf alone is NaN: the vendor's
+# own tests (test_hpu_sdpa.py of its bridge) hide keys by a large number. This one is finite in float16 too.
+HIDDEN_ON_HPU = -6e4
+
+
 class FusedHPUAttention:
     """Habana's FusedSDPA.
 
@@ -308,14 +315,14 @@ class FusedHPUAttention:
         from habana_frameworks.torch.hpex.kernels import FusedSDPA
 
         self._kernel = FusedSDPA
-        self._masks = AttentionMask(slopes)
+        self._masks = AttentionMask(slopes, HIDDEN_ON_HPU)
         self._softmax_mode = "fast" if fast_softmax else "None"
         self._recompute = recompute
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
         mask = self._masks.get(packing, q.shape[2], k.shape[2], q.dtype, q.device)
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, HIDDEN_ON_HPU)
         causal = _is_causal(q, k, mask)
         return self._kernel.apply(q, k, v, mask, dropout, causal, None, self._softmax_mode, self._recompute)
 

@@ -16,9 +16,11 @@ import pytest
 from megatron.cli import gaudi_spawn
 from megatron.config.flags import flag
 from megatron.config.options import options
+from megatron.launch import published_scripts
 from megatron.launch.hl_variables import VARIABLES
 from megatron.launch.plan import LaunchPlan, RefusedError
 from megatron.launch.preflight import preflight
+from megatron.launch.published_scripts import digest
 from megatron.launch.spawn_flags import TABLES
 from megatron.launch.spawn_requests import finetune_request, script_request
 from tests.finetuning_files import write_chats, write_config
@@ -413,3 +415,54 @@ def test_help_fits_into_100_columns_and_names_every_flag() -> None:
         assert f"{name}.py" in shown[0]
     for text, script in zip(shown[1:], ("sft", "dpo"), strict=True):
         assert all(f"  {entry.name} " in text for entry in TABLES[script])
+
+
+PUBLISHED_LIKE = "import torch\n\n\nclass CustomTrainer:\n    def compute_loss(self, loss):\n        return loss\n"
+
+
+def test_scripts_with_code_of_their_own_are_refused_by_name(
+    trl: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["finetune.py", "--config-name=finetune_lora.yaml"]
+    ascent = PUBLISHED_LIKE.replace("return loss", "return -loss")
+    (trl / "finetune.py").write_text("from dataloader import CustomTrainer\n")
+    (trl / "dataloader.py").write_text(ascent)
+    assert gaudi_spawn.main(command) == 2
+    said = capsys.readouterr().err
+    assert "refused, 2 faults" in said
+    for name in ("finetune.py", "dataloader.py"):
+        assert f"{name} has code of its own, which is not run here: this command does what the published {name}" in said
+    # what is published runs, however it is laid out
+    own = {name: (digest((trl / f"{name}.py").read_text()),) for name in ("finetune", "dataloader")}
+    monkeypatch.setattr(published_scripts, "PUBLISHED", published_scripts.PUBLISHED | own)
+    documented = ascent.replace("    def", '    """Ascends."""\n\n    # as published\n    def').replace("\n", "\r\n")
+    (trl / "dataloader.py").write_text(documented)
+    assert gaudi_spawn.main(command) == 0, capsys.readouterr().err
+    for changed in (PUBLISHED_LIKE, ascent + "        print(loss)\n"):
+        (trl / "dataloader.py").write_text(changed)
+        assert gaudi_spawn.main(command) == 2
+    (trl / "dataloader.py").write_bytes(b"\xff\xfe(")
+    assert gaudi_spawn.main(command) == 2
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "merge_peft_adapter", "run_generation"])
+def test_other_scripts_with_code_of_their_own_are_refused_too(
+    trl: Path, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trl / "mine").mkdir()
+    (trl / "mine" / f"{script}.py").write_text("print('mine')\n")
+    assert gaudi_spawn.main([f"mine/{script}.py", "--model_name_or_path", LLAMA]) == 2
+    assert f"mine/{script}.py has code of its own, which is not run here" in capsys.readouterr().err
+
+
+def test_the_published_trainer_is_known(trl: Path, test_data: Path) -> None:
+    guides = sorted((test_data.parent / "seeds").glob("004_*"))
+    if not guides:
+        pytest.skip("needs the published guide beside MEGATRON_TEST_DATA")
+    blocks = re.findall(r"```python\n(.*?)```", guides[0].read_text(encoding="utf-8"), re.S)
+    (trainer,) = (block for block in blocks if "class CustomTrainer" in block)
+    (trl / "dataloader.py").write_text(trainer)
+    (trl / "finetune.py").unlink(missing_ok=True)
+    assert list(published_scripts.check_script("finetune.py")) == []
+    (trl / "dataloader.py").write_text(trainer.replace("loss = outputs.loss", "loss = -outputs.loss"))
+    assert len(list(published_scripts.check_script("finetune.py"))) == 1

@@ -42,19 +42,33 @@ class FusedSDPA:
         if valid_seq_len is not None:
             assert (is_causal, trains, attn_mask) == (True, False, None), "Valid sequence length: only in inference"
         assert not (recompute and return_dropout_mask), "Return_dropout_mask is not supported in recompute mode"
-        heads = q.shape[1]
-        # grouped in the kernel, which takes one key/value head as it is
-        groups = k.shape[1]
-        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+        _check_shapes(q, k, v, attn_mask)
+        if recompute and attn_mask is not None:  # over slices of the keys, a row of -inf alone is NaN
+            assert not attn_mask.isinf().any(), "keys are hidden by a large number, such as -1e9, and not by -inf"
+        if k.shape[1] != 1:  # one key/value head is broadcast
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
         if attn_mask is not None:
-            assert attn_mask.dtype == q.dtype, "an additive mask in the dtype of the operands"
             scores = scores + attn_mask
         if is_causal:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
         probabilities = torch.softmax(scores.float(), dim=-1).to(q.dtype)
         out = torch.dropout(probabilities, dropout_p, train=True) @ v
         return (out, probabilities) if return_attn_probs else out
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    batch, heads, queries, width = q.shape
+    assert k.shape[1] in (1, v.shape[1]), "keys and values in groups have one number of heads"
+    assert heads % k.shape[1] == 0, "query heads divide into the groups of key/value heads"
+    assert (k.shape[0], k.shape[3]) == (batch, width)
+    assert v.shape[:3] == k.shape[:3]
+    if mask is not None:
+        assert mask.dtype == q.dtype, "an additive mask in the dtype of the operands"
+        assert mask.dim() == 4, "the groups' reshape takes four dimensions"
+        assert mask.shape[0] in (1, batch)
+        assert mask.shape[1] in (1, heads)
+        assert mask.shape[2:] == (queries, k.shape[2])
 
 
 class RotaryPosEmbeddingMode(Enum):
