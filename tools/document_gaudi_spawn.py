@@ -11,9 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.cli.gaudi_spawn import OWN
-from megatron.generation.command import OTHER_NAMES, REFUSED, WITHOUT_EFFECT
-from megatron.launch.spawn_flags import TABLES
+from megatron.cli.gaudi_spawn import FLAGS, OWN
 
 HEADER = """# Flags of optimum-habana's scripts
 
@@ -24,7 +22,7 @@ begins with the commands.
 
 | outcome | meaning |
 |---|---|
-| sets | it sets this variable of [the scripts](launching.md), or this [flag of megatron.train](configuration.md) |
+| sets | variables of [scripts](launching.md), or flags of [training](configuration.md), [generation](generation.md) |
 | honoured | what it requests always holds here |
 | no effect | it is accepted, and a note gives the reason |
 | refused | the command ends before anything starts, with the remedy |
@@ -32,11 +30,6 @@ begins with the commands.
 A default is the script's own, which counts here too where the flag is left out. Any other flag is refused, with the
 nearest name. `SCRIPT --help` prints the same in a terminal.
 """
-SAME = (
-    *("--prompt", "--max_new_tokens", "--batch_size", "--num_beams", "--temperature", "--top_k", "--top_p", "--seed"),
-    *("--repetition_penalty", "--length_penalty", "--ignore_eos", "--device"),
-)
-"""Flags of run_generation.py that have the same name here."""
 
 
 def table(rows: Iterable[tuple[str, str, str, str]]) -> str:
@@ -47,24 +40,13 @@ def table(rows: Iterable[tuple[str, str, str, str]]) -> str:
     )
 
 
-def generation_rows() -> Iterable[tuple[str, str, str, str]]:
-    """Yield the rows of run_generation.py."""
-    yield from ((name, "sets", f"`{name.replace('_', '-')}`", "") for name in SAME)
-    yield "--bf16", "sets", "`--precision bf16`", ""
-    yield "--do_sample", "sets", "`--temperature 1`, unless a temperature is given", ""
-    for outcome, flags in (("sets", OTHER_NAMES), ("honoured", WITHOUT_EFFECT), ("refused", REFUSED)):
-        for name, text in flags.items():
-            shown = f"`{text}`" if outcome == "sets" else text
-            yield name.replace("-", "_").replace("__", "--", 1), outcome, shown, ""
-
-
 def document() -> str:
     """Return the whole page."""
     own = [
         (f"{name} {value}".rstrip(), "sets" if value else "honoured", text, "") for name, (value, text) in OWN.items()
     ]
     parts = [HEADER, "## gaudi_spawn.py", "", table(own), ""]
-    for script, flags in TABLES.items():
+    for script, flags in FLAGS.items():
         rows = [(flag.name, flag.outcome, flag.text, f"`{flag.default}`" if flag.default else "") for flag in flags]
         parts += [f"## {script}.py", "", table(rows), ""]
     merging = [
@@ -72,16 +54,7 @@ def document() -> str:
         ("--adapter_model_name", "sets", "folder of the adapter, or of a run, whose newest export is taken", ""),
         ("--output_name", "sets", "folder to write, new or empty; nothing is uploaded", ""),
     ]
-    parts += [
-        "## merge_peft_adapter.py",
-        "",
-        table(merging),
-        "",
-        "## run_generation.py",
-        "",
-        table(generation_rows()),
-        "",
-    ]
+    parts += ["## merge_peft_adapter.py", "", table(merging), ""]
     hydra = [
         ("--config-name", "sets", "the YAML file, in the folder config beside the script, or beside it", ""),
         ("--config-path", "sets", "another folder than config, from the script's own", ""),

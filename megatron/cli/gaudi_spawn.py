@@ -26,15 +26,15 @@ from megatron.cli.generate import GENERATE
 from megatron.cli.launch import run_request
 from megatron.devices import detect_device
 from megatron.exit_codes import DONE
-from megatron.launch.hl_requests import legend
+from megatron.launch.hl_requests import inference_request, legend
 from megatron.launch.hostsfile import parse_hostsfile
 from megatron.launch.inference import refused
 from megatron.launch.published_scripts import check_script
 from megatron.launch.spawn_flags import TABLES
-from megatron.launch.spawn_requests import Kind, Ranks, finetune_request, named, script_request
+from megatron.launch.spawn_generation import GENERATION, generation_request
+from megatron.launch.spawn_requests import Kind, Ranks, finetune_request, named, read_words, script_request
 
 MARK_STEPS = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED"
-GRAPHS = "--use-hpu-graphs"
 SCRIPTS = {
     "sft": "fine-tune on chats or questions and answers, with adapters (LoRA) unless --use_peft False",
     "dpo": "train adapters on pairs of answers (DPO)",
@@ -42,6 +42,7 @@ SCRIPTS = {
     "run_generation": "continue prompts; all ranks share each layer (tensor parallel)",
     "finetune": "fine-tune as a finetune_lora.yaml says",
 }
+FLAGS = TABLES | {"run_generation": GENERATION}
 OTHERS = {
     "run_lora_clm": "sft.py, with its flags",
     "run_clm": "scripts/run_llama.sh, on an indexed dataset",
@@ -160,9 +161,9 @@ def _count_slots(ranks: Ranks, hostfile: str, *, is_given: bool) -> None:
 
 def help_text(name: str | None) -> str:
     """Return the help of the launcher, or of a script's flags, in at most 100 columns."""
-    if name in TABLES:
+    if name in FLAGS:
         lines = [f"flags of {name}.py, and what becomes of each (docs/gaudi_spawn_flags.md)", ""]
-        for entry in TABLES[name or ""]:
+        for entry in FLAGS[name or ""]:
             default = f" (default: {entry.default})" if entry.default is not None else ""
             text = re.sub(r"\]\([^)]*\)", "", entry.text).replace("`", "").replace("[", "")
             lines.append(_entry(entry.name, f"{entry.outcome}: {text}{default}", 36))
@@ -208,13 +209,24 @@ def _generate(line: SpawnLine, ranks: Ranks) -> int:
         flags += [name, str(value)] if value is not None else []
     if ranks.variables:
         ranks.notes.append("--use_mpi has no effect on run_generation.py: an agent of this project's starts the ranks")
-    words = [word for word in line.words if word.replace("_", "-") != GRAPHS]
-    if words != line.words and ranks.hostsfile is None and (os.environ.get("HL_DEVICE") or detect_device()) == "cpu":
+    command = read_words("run_generation", GENERATION, line.words)
+    on_cpu = ranks.hostsfile is None and (os.environ.get("HL_DEVICE") or detect_device()) == "cpu"
+    if on_cpu and command.settings.pop("--use-graphs", None) == "true":
         ranks.notes.append("--use_hpu_graphs has no effect on the CPU, which has no graphs")
-        line.words = words
-    for note in ranks.notes:
+    if os.environ.get("HL_DEVICE"):
+        command.settings.pop("--device", None)
+    request = generation_request(
+        command.settings,
+        command.defaults,
+        from_variables=inference_request(os.environ, "generate").train_flags,
+        ranks=ranks.world_size,
+        environment=os.environ,
+    )
+    if faults := [*command.faults, *request.faults]:
+        return refused(faults)
+    for note in (*ranks.notes, *command.notes, *request.notes):
         print(f"note: {note}", file=sys.stderr)
-    return GENERATE.run([*flags, *line.words])
+    return GENERATE.run([*flags, *request.flags, *command.train_flags])
 
 
 @command
@@ -222,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     line = read_line([word for word in arguments if word not in ("--help", "-h")])
     asks_for_help = {"--help", "-h"} & set(arguments)
-    if asks_for_help and (line.name in TABLES or line.name not in SCRIPTS):
+    if asks_for_help and (line.name in FLAGS or line.name not in SCRIPTS):
         sys.stdout.write(help_text(line.name))
         return DONE
     if asks_for_help:

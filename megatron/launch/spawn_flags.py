@@ -35,7 +35,8 @@ class SpawnFlag:
     outcome: Literal["sets", "honoured", "no effect", "refused"]
     text: str
     """Text of the table, in Markdown: the variable or flag that it sets, or the reason of the outcome."""
-    takes: Literal["value", "switch", "words"] = "value"
+    takes: Literal["value", "switch", "words", "texts"] = "value"
+    """`texts`: words that may hold blanks, quoted as in a shell."""
     settings: Callable[[str], list[Setting]] = lambda text: []
     """Returns what a value sets; several words are joined by spaces. Raises WrongValueError."""
     default: str | None = None

@@ -91,7 +91,7 @@ def script_request(
     kind: Kind, words: Sequence[str], environment: Mapping[str, str], ranks: Ranks
 ) -> tuple[LaunchRequest, dict[str, str]]:
     """Return the request of a command, with every fault in it, and the flags by the variables that they set."""
-    command = read_words(kind, words)
+    command = read_words(kind, TABLES[kind], words)
     hl_variables = {name: value for name, value in environment.items() if name.startswith("HL_") and value}
     if "HL_DEVICE" in hl_variables:
         command.settings.pop("HL_DEVICE", None)
@@ -136,9 +136,9 @@ def _graph_flags(command: SpawnCommand, hl_variables: Mapping[str, str]) -> list
     return []
 
 
-def read_words(kind: Kind, words: Sequence[str]) -> SpawnCommand:
+def read_words(script: str, flags: Sequence[SpawnFlag], words: Sequence[str]) -> SpawnCommand:
     """Read the flags of a script as transformers' parser does: --flag VALUE, --flag=VALUE, a switch alone or not."""
-    table = {entry.name: entry for entry in TABLES[kind]}
+    table = {entry.name: entry for entry in flags}
     command = SpawnCommand()
     own, _, command.train_flags = _cut(list(words))
     rest = iter(_grouped(own, table, command))
@@ -147,8 +147,8 @@ def read_words(kind: Kind, words: Sequence[str]) -> SpawnCommand:
         if entry is None:
             # without the dashes, which would make any short name near to any other
             near = difflib.get_close_matches(name[2:], [known[2:] for known in table], n=1)
-            hint = f"did you mean --{near[0]}?" if near else f"`{kind}.py --help` lists the flags"
-            command.faults.append(f"unknown flag {name} of {kind}.py; {hint}")
+            hint = f"did you mean --{near[0]}?" if near else f"`{script}.py --help` lists the flags"
+            command.faults.append(f"unknown flag {name} of {script}.py; {hint}")
         else:
             _read(entry, values, command)
     for entry in table.values():
@@ -172,7 +172,7 @@ def _grouped(
     for word in words:
         if not word.startswith("--"):
             entry = table.get(name)
-            if not name or (entry is not None and entry.takes != "words" and values):
+            if not name or (entry is not None and entry.takes not in ("words", "texts") and values):
                 command.faults.append(f"{word!r} does not follow a flag; write --FLAG {word}")
             else:
                 values.append(word)
@@ -195,7 +195,9 @@ def _negated(name: str, values: list[str], table: Mapping[str, SpawnFlag]) -> tu
 
 def _read(entry: SpawnFlag, values: list[str], command: SpawnCommand) -> None:
     """Add what one flag sets, or its fault or note."""
-    text = " ".join(values) if values else "True" if entry.takes == "switch" else ""
+    text = shlex.join(values) if entry.takes == "texts" else " ".join(values)
+    if not values and entry.takes == "switch":
+        text = "True"
     if not text:
         command.faults.append(f"{entry.name} needs a value")
         return

@@ -16,6 +16,8 @@ import pytest
 from megatron.cli import gaudi_spawn
 from megatron.config.flags import flag
 from megatron.config.options import options
+from megatron.generation.command import read_command
+from megatron.generation.options import GenerationOptions
 from megatron.launch import published_scripts
 from megatron.launch.hl_variables import VARIABLES
 from megatron.launch.plan import LaunchPlan, RefusedError
@@ -466,3 +468,99 @@ def test_the_published_trainer_is_known(trl: Path, test_data: Path) -> None:
     assert list(published_scripts.check_script("finetune.py")) == []
     (trl / "dataloader.py").write_text(trainer.replace("loss = outputs.loss", "loss = -outputs.loss"))
     assert len(list(published_scripts.check_script("finetune.py"))) == 1
+
+
+GENERATE = "run_generation.py --model_name_or_path stack-llama-2 --prompt"
+
+
+def test_run_generation_py_has_the_published_flags_and_defaults() -> None:
+    lines = (ROOT / "tests" / "cli" / "run_generation_flags.txt").read_text(encoding="utf-8").splitlines()[1:]
+    published = dict(line.split(" ", 1) for line in lines)
+    table = {entry.name: entry for entry in gaudi_spawn.FLAGS["run_generation"]}
+    assert len(published) == 81
+    assert set(table) == set(published)
+    for name, entry in table.items():
+        default = published[name]
+        if entry.default is not None:
+            assert entry.default == default, name
+        elif entry.outcome == "refused" and default not in ("None", "True", "False"):
+            assert default in entry.accepts, name
+
+
+def generated(trl: Path, command: str, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    """Return what megatron.generate reads of the command, and the notes."""
+    (trl / "stack-llama-2" / "tokenizer.json").touch()
+    assert gaudi_spawn.main(shlex.split(command)) == 0, capsys.readouterr().err
+    shown = capsys.readouterr()
+    words = shlex.split(shown.out.splitlines()[-1])
+    return read_command(words[words.index("megatron.generate") + 1 :])[0], shown.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ("", {}),
+        ("--temperature 0.7", {}),
+        ("--do_sample", {"temperature": 0.6, "top_p": 0.9}),
+        ("--do_sample --temperature 0.7 --top_k 5", {"temperature": 0.7, "top_p": 0.9, "top_k": 5}),
+        ("--top_p 0.5 --top_k 3", {}),
+        ("--no-ignore_eos --max_new_tokens 7 --seed 3", {"ignore_eos": False, "max_new_tokens": 7, "seed": 3}),
+        ("--num_beams 4", {"num_beams": 4}),
+        ("--use_chat_template --use_flash_attention --warmup 1 --n_iterations 2 --bucket_size 128", {}),
+    ],
+)
+def test_run_generation_py_chooses_tokens_as_the_script_does(
+    trl: Path, flags: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    configured = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "do_sample": True}
+    (trl / "stack-llama-2" / "generation_config.json").write_text(json.dumps(configured))
+    command, notes = generated(trl, f'{GENERATE} "a b" "c" {flags}', capsys)
+    expected = {"max_new_tokens": 100, "ignore_eos": True, "seed": 27, "repetition_penalty": 1.1} | options
+    assert command.generation == GenerationOptions(**expected)
+    assert (command.prompts.prompt, command.prompts.batch_size) == (("a b", "c"), 1)
+    assert command.prompts.as_chat == ("--use_chat_template" in flags)
+    assert "all 2 prompts are continued" in notes
+    assert ("has no effect without --do_sample" in notes) == (
+        "--do_sample" not in flags and ("temperature" in flags or "top_p" in flags)
+    )
+
+
+def test_run_generation_py_has_the_scripts_precision(trl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for before, flags, precision in (
+        ("", "", "fp32"),
+        ("", "--bf16", "bf16"),
+        ("--world_size 2 --use_deepspeed ", "", "bf16"),
+    ):
+        command, _ = generated(trl, f"{before}{GENERATE} a {flags}", capsys)
+        assert command.load.precision == precision, before + flags
+    command, _ = generated(trl, f"{GENERATE} a --quantize_with_bnb -- --max-new-tokens 3", capsys)
+    assert (command.load.quantize_base, command.generation.max_new_tokens) == ("nf4", 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("a --repetition_penalty 2", "unknown flag --repetition_penalty of run_generation.py"),
+        ("a --fp8", "unknown flag --fp8 of run_generation.py"),
+        ("a --do_sample --temperature 0", "--temperature=0 must be above 0 with --do_sample"),
+        ("a --parallel_strategy ep", "--parallel_strategy=ep is not supported: ranks share each layer"),
+        ("a --bad_words x y", "--bad_words=x y is not supported: tokens cannot be forbidden"),
+        ("a --output_dir out", "use -- --output FILE.jsonl at the end of the command"),
+        ("a --save_quantized_model_with_inc", "weights that other tools have quantised are not read"),
+    ],
+)
+def test_what_run_generation_py_cannot_do_here_is_named(
+    trl: Path, flags: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gaudi_spawn.main(shlex.split(f"{GENERATE} {flags}")) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_run_generation_py_needs_a_prompt_and_no_quantisation_by_a_variable(
+    trl: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUANT_CONFIG", "maxabs.json")
+    assert gaudi_spawn.main("run_generation.py --model_name_or_path stack-llama-2".split()) == 2
+    said = capsys.readouterr().err
+    assert "--prompt is not given" in said
+    assert "QUANT_CONFIG=maxabs.json is not supported" in said
