@@ -26,7 +26,7 @@ from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_ho
 from megatron.launch.modules import warn_of_modules
 from megatron.launch.mpirun import check_mpirun
 from megatron.launch.plan import Host, LaunchPlan, LaunchRequest, RefusedError
-from megatron.launch.start_checks import check_start, missing_start
+from megatron.launch.start_checks import check_start, is_empty, missing_start
 from megatron.planning.pipeline import partition_warnings
 from megatron.training.deepspeed_config import check_deepspeed
 
@@ -346,7 +346,8 @@ def _output_flags(request: LaunchRequest, command: CommandLine) -> list[str]:
     if checkpoints is not None:
         if request.save and "save" not in given:
             flags, saves = [*flags, "--save", checkpoints], True
-        if request.resume and "load" not in given:
+        # a run that saves nothing has nothing to go on from in a new folder
+        if request.resume and "load" not in given and (saves or not is_empty(Path(checkpoints))):
             flags += ["--load", checkpoints]
     if request.fine_tuning is not None:
         folder = Path(request.fine_tuning.folder or Path(results or ".", "data"))

@@ -17,21 +17,26 @@ WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")
 
 
 def missing_start(config: Config) -> Iterator[str]:
-    """Yield a fault if the folder to load holds nothing, unless the run goes on in the folder that it saves to."""
+    """Yield a fault if the folder to load holds no weights, unless the run goes on in the folder that it saves to."""
     options, skip_train = config.checkpoint, config.training.skip_train
     load = options.load or (options.save if skip_train else None)
     if load is None or not (skip_train or options.needs_start):
         return
-    if _is_empty(Path(load)) and (skip_train or not _holds_run(options.save)):
+    if is_empty(Path(load)) and (skip_train or not _holds_run(options.save)):
         yield nothing_to_load(load, skip_train=skip_train)
+    elif is_model_folder(Path(load)) and not _goes_on(config):
+        try:
+            yield from _lacking_weights(Path(load))
+        except CheckpointError as error:
+            yield str(error)
 
 
 def check_start(config: Config) -> Iterator[str]:
     """Yield the faults of a folder to load that holds something."""
     options = config.checkpoint
-    if options.load is None or _is_empty(Path(options.load)):
+    if options.load is None or is_empty(Path(options.load)):
         return
-    if options.loads_elsewhere and _holds_run(options.save):  # a run that has begun reads `load` no more
+    if _goes_on(config):
         return
     try:
         yield from _faults_in(Path(options.load), config)
@@ -70,10 +75,9 @@ def _check_model(folder: Path, config: Config) -> Iterator[str]:
         yield fault
     if _holds_run(str(folder)):
         yield f"{folder} holds config.json (Hugging Face) beside checkpoints of a run; keep one of them"
-    yield from lacking_weights(folder)
 
 
-def lacking_weights(folder: Path) -> Iterator[str]:
+def _lacking_weights(folder: Path) -> Iterator[str]:
     """Yield which files of weights a folder of transformers lacks, by their names."""
     if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
         yield foreign_format(folder) or f"{folder} holds config.json, but no weights; copy the whole folder"
@@ -102,11 +106,16 @@ def _strange(folder: Path) -> str:
     return foreign_format(folder) or f"load={folder} holds no checkpoint, yet is not empty; give another, or empty it"
 
 
+def _goes_on(config: Config) -> bool:
+    """Return True if the run has begun: it reads `load` no more."""
+    return config.checkpoint.loads_elsewhere and _holds_run(config.checkpoint.save)
+
+
 def _holds_run(folder: str | None) -> bool:
     return folder is not None and any(Path(folder).glob(f"*/{MANIFEST}"))
 
 
-def _is_empty(folder: Path) -> bool:
+def is_empty(folder: Path) -> bool:
     """Return True if nothing is there; a run that was killed before its first checkpoint leaves its hidden lock."""
     if not os.path.lexists(folder):
         return True

@@ -29,6 +29,7 @@ from megatron.launch.hostsfile import parse_hostsfile
 from megatron.launch.plan import FineTuning, Host, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.planning.sizes import declared_layers
+from tests.finetuning_files import write_config
 from tests.launch.test_agent import wait_until_gone
 from tests.ranks import free_port
 
@@ -260,6 +261,30 @@ def test_load_must_be_a_checkpoint_folder_or_the_empty_one_of_the_run(dataset: s
     (folder / "global_step1" / "checkpoint.json").touch()
     preflight(own)  # which the run itself validates
     assert "is not a folder" in faults(tiny("--data-path", dataset, "--load", dataset + ".bin"))[0]
+
+
+def test_a_script_that_saves_nothing_loads_only_what_is_there(tmp_path: Path) -> None:
+    """HL_SAVE=0: the folder of its checkpoints stays empty."""
+    variables = {"HL_SAVE": "0", "HL_CONFIG": "tiny_bloom", "HL_DEVICE": "cpu", "HL_DRY_RUN": "1"}
+    plan = preflight(translated(variables))
+    assert plan.config.checkpoint.load is None
+    assert not any("no weights to start from" in warning for warning in plan.warnings)
+    saved = tmp_path / "results" / "checkpoints"
+    (saved / "global_step2").mkdir(parents=True)
+    (saved / "global_step2" / "checkpoint.json").touch()
+    plan = preflight(translated(variables | {"HL_RESULTS_DIR": str(saved.parent)}))
+    assert plan.config.checkpoint.load == str(saved)
+
+
+def test_a_plan_needs_a_models_config_alone(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    described = shlex.split("--architecture llama --num-layers 2 --hidden-size 64 --ffn-hidden-size 128")
+    described += shlex.split("--num-attention-heads 4 --num-query-groups 2 --vocab-size 278 --norm-epsilon 1e-6")
+    described += shlex.split("--position-embedding-type rope --untie-embeddings-and-output-weights --train-iters 4")
+    request = LaunchRequest(device="cpu", train_flags=[*described, "--load", str(folder)], dry_run=True)
+    assert any("holds config.json, but no weights" in warning for warning in preflight(request).warnings)
+    assert any("but no weights" in fault for fault in faults(dataclasses.replace(request, dry_run=False)))
 
 
 def test_a_contradicting_deepspeed_json_is_refused(dataset: str, tmp_path: Path) -> None:
