@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,8 @@ from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_files import StoredTensor, open_weights, some
 from megatron.interop.merge_verification import verify_merge
 from megatron.interop.merged_files import PIECE_BYTES, copy_changed, cuts
-from megatron.interop.peft import CONFIG, INPUTS, OUTPUTS, PeftAdapter, PeftFactors, open_adapter
+from megatron.interop.peft import CONFIG, PeftAdapter, PeftFactors, open_adapter
+from megatron.interop.peft_selection import INPUTS, OUTPUTS
 
 PREFIXES = ("transformer.", "model.")
 """Modules that hold the model without its output projection; published files may leave them out of the names."""
@@ -116,7 +118,9 @@ class Merge:
             for name, stored in names.items()
             if name.endswith(".weight") and len(self.tensors[stored].shape) == 2
         }
-        adapter.check_complete(matrices, names)
+        is_tied = not any(_module(name) in OUTPUTS for name in self.tensors)
+        tied = {module for module in matrices if is_tied and module.split(".")[-1] in INPUTS}
+        adapter.check_complete(matrices, names, tied, lora_only=False)
 
     def _join_tied(self, adapter: PeftAdapter) -> None:
         """Keep one of two equal weights for an embedding and its output, where the base holds one for both."""
@@ -125,7 +129,7 @@ class Merge:
         inputs, outputs = ([name for name in adapter.whole if _module(name) in kinds] for kinds in (INPUTS, OUTPUTS))
         if len(inputs) == len(outputs) == 1 and _equal(adapter.whole[inputs[0]], adapter.whole[outputs[0]]):
             del adapter.whole[outputs[0]]
-            adapter.ties = True
+            adapter.selection = replace(adapter.selection, ties=True)
 
     def _refuse_tied(self, adapter: PeftAdapter) -> None:
         """Refuse to change an embedding that the output projection shares, unless the adapter trained it for both."""
@@ -133,7 +137,7 @@ class Merge:
         touched = sorted(module for module in touched if module.split(".")[-1] in INPUTS + OUTPUTS)
         separate = any(_module(name) in OUTPUTS for name in self.tensors)
         if touched and self._config.get("tie_word_embeddings", not separate):
-            names, is_joint = self._names(adapter), adapter.ties and not separate
+            names, is_joint = self._names(adapter), adapter.selection.ties and not separate
             changed = [
                 module
                 for module in touched
@@ -166,13 +170,8 @@ class Merge:
             self.notes.append(
                 f"{adapter.path} was trained on {adapter.base_name}: make sure that {self.base} is that model"
             )
-        trained = {name for name in names if name.endswith("bias")} if adapter.bias == "all" else set()
-        if adapter.bias == "lora_only":
-            trained = {f"{module}.bias" for module in adapter.low_rank} & set(names)
-        if kept := sorted(trained - set(adapter.whole)):
-            self.notes.append(
-                f"{adapter.path} has bias: {adapter.bias}, but not {some(kept)}: those of the base are kept"
-            )
+        if kept := sorted(adapter.selection.biases(names, adapter.low_rank) - adapter.whole.keys()):
+            self.notes.append(f"{adapter.path} has bias: lora_only, but not {some(kept)}: those of the base are kept")
 
     def write(self, work: Path, progress: Callable[[int], object]) -> tuple[list[str], list[str]]:
         """Write the merged model into an empty folder; `progress` receives elements merged.

@@ -51,6 +51,8 @@ def open_safetensors(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]
     found = {}
     for name, entry in header.items():
         dtype = STORED_DTYPES.get(entry["dtype"])
+        if entry["dtype"] == "F64":
+            raise CheckpointError(f"{path} holds {name} as F64, which is not read; save it again as float32")
         if dtype is None:
             raise CheckpointError(
                 f"{path} holds {name} as {entry['dtype']}; only {', '.join(STORED_DTYPES)} are weights that can be "

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import MANIFEST
@@ -22,17 +22,16 @@ from megatron.interop.folder_files import own_file, read_json
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_config import shown
 from megatron.interop.huggingface_files import StoredTensor, open_bin, open_safetensors, some
+from megatron.interop.peft_selection import INPUTS, OUTPUTS, Selection
 
 WEIGHTS = "adapter_model"
-INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tokens_embed")
-OUTPUTS = ("lm_head", "embed_out")
 COPY_AGAIN = "copy the folder again"
 PREFIX = "base_model.model."
 """PeftModel.base_model.model is the model that the adapter belongs to."""
 
 # What changes nothing that a trained adapter computes, or follows from its tensors.
 _HARMLESS = {
-    "auto_mapping", "corda_config", "eva_config", "inference_mode", "layers_pattern", "loftq_config",
+    "auto_mapping", "corda_config", "eva_config", "inference_mode", "loftq_config",
     "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
 _UNCHANGED_BASE = (True, False, "gaussian", "orthogonal", "eva")
@@ -70,14 +69,8 @@ class PeftAdapter:
 
     path: Path
     base_name: str | None
-    targets: list[str] | str
-    excluded: list[str] | str
-    saved: list[str]
+    selection: Selection
     fan_in_fan_out: bool
-    bias: Literal["none", "all", "lora_only"]
-    all_layers: bool
-    ties: bool
-    """ensure_weight_tying: what is trained of an embedding is trained of the output that shares its weight."""
     dropout: float
     rank: int
     alpha: float
@@ -87,44 +80,41 @@ class PeftAdapter:
     whole: dict[str, StoredTensor] = field(default_factory=dict)
     """By tensor: those of modules_to_save, trained biases, and embeddings that PEFT saves beside an adapter."""
 
-    def is_target(self, module: str) -> bool:
-        """Return whether PEFT puts an adapter on this module, if it is a linear layer or an embedding."""
-        if _matches(self.excluded, module) or self.is_saved(module):
-            return False
-        return _matches(self.targets, module)
+    def check_complete(
+        self, matrices: Collection[str], names: Collection[str], tied: Collection[str] = (), *, lora_only: bool = True
+    ) -> None:
+        """Raise CheckpointError unless the tensors are those that PEFT trains by this config, no more and no less.
 
-    def is_saved(self, module: str) -> bool:
-        """Return whether modules_to_save names the module or one that it lies in."""
-        parts = module.split(".")
-        return any(".".join(parts[:end]).endswith(name) for name in self.saved for end in range(1, len(parts) + 1))
-
-    def check_complete(self, matrices: Iterable[str], names: Collection[str]) -> None:
-        """Raise CheckpointError unless the tensors are those of the modules that the config names.
-
-        `matrices`, `names`: modules of the base whose weight is a matrix, and tensors of the base.
+        Args:
+            matrices: Modules of the base whose weight is a matrix.
+            names: Tensors of the base.
+            tied: Embedding and output, where they share their weight.
+            lora_only: Whether biases of adapted modules must be there too, which releases of PEFT have left out.
         """
-        missing = {module for module in matrices if self.is_target(module)} if self.all_layers else set()
-        missing -= self.low_rank.keys()
-        missing |= {name for name in names if self.is_saved(name.rpartition(".")[0])} - self.whole.keys()
+        chosen = self.selection
+        adapted, modules = chosen.adapted(matrices, tied), {_module(name) for name in names}
+        saved = chosen.whole(modules, tied)
+        whole, biases = {name for name in names if _module(name) in saved}, chosen.biases(names, adapted)
+        needed = biases if lora_only or chosen.bias == "all" else set()
+        missing = (adapted - self.low_rank.keys()) | ((whole | needed) - self.whole.keys())
         if missing:
             raise CheckpointError(f"{self.path} lacks {some(sorted(missing))}, which its {CONFIG} names; {COPY_AGAIN}")
-        surplus = {
-            name
-            for name in self.whole
-            if not self.is_saved(name.rpartition(".")[0])
-            and not (name.endswith("bias") and self.bias != "none")
-            and name.split(".")[-2] not in INPUTS + OUTPUTS
-        } | {module for module in self.low_rank if self.targets != "all-linear" and not self.is_target(module)}
+        # PEFT saves embeddings also frozen, beside an adapter or with tokens added
+        unnamed = {name for name in self.whole if _module(name).rpartition(".")[2] not in INPUTS + OUTPUTS}
+        surplus = (unnamed - whole - biases) | {
+            module
+            for module in self.low_rank.keys() - adapted
+            if not (chosen.ties and module.rpartition(".")[2] in INPUTS + OUTPUTS)  # onto a base that is not tied
+        }
         if surplus:
             raise CheckpointError(
                 f"{self.path} holds {some(sorted(surplus))}, which its {CONFIG} does not name; {COPY_AGAIN}"
             )
 
 
-def _matches(names: list[str] | str, module: str) -> bool:
-    if isinstance(names, str):
-        return bool(re.fullmatch(names, module)) if names else False
-    return any(module == name or module.endswith(f".{name}") for name in names)
+def _module(tensor: str) -> str:
+    """Return the module that a tensor belongs to."""
+    return tensor.rpartition(".")[0]
 
 
 class _Fields:
@@ -208,24 +198,52 @@ def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
     adapter = PeftAdapter(
         path=folder,
         base_name=fields.take("base_model_name_or_path", "", str) or None,
-        targets=fields.take_names("target_modules", str),
-        excluded=fields.take_names("exclude_modules", str),
-        saved=fields.take_names("modules_to_save"),
+        selection=_selection(fields),
         fan_in_fan_out=fields.take("fan_in_fan_out", False),
-        bias=fields.take("bias", "none"),
-        all_layers=fields.take("layers_to_transform", [], int) == [],
-        ties=fields.take("ensure_weight_tying", False),
-        dropout=float(fields.take("lora_dropout", 0.0, int)),
+        dropout=_dropout(fields),
         rank=scales.default_rank,
         alpha=scales.default_alpha,
         rslora=scales.rslora,
     )
     form = _Form(fields.take("lora_bias", False), fields.take("use_dora", False), start == _PISSA)
     fields.refuse_others()
-    if adapter.bias not in ("none", "all", "lora_only"):
-        raise CheckpointError(f"{fields.path} has bias: {shown(adapter.bias)}; it must be none, all or lora_only")
     _sort_tensors(adapter, _tensors(folder, files), scales, form)
     return adapter
+
+
+def _selection(fields: _Fields) -> Selection:
+    """Return what selects the trained modules. Raises CheckpointError for what PEFT refuses too."""
+    layers = fields.take("layers_to_transform", [], int)
+    layers = [layers] if isinstance(layers, int) else layers
+    patterns = fields.take_names("layers_pattern", str)
+    chosen = Selection(
+        targets=fields.take_names("target_modules", str),
+        excluded=fields.take_names("exclude_modules", str),
+        saved=fields.take_names("modules_to_save"),
+        layers=layers,
+        layers_patterns=[patterns] if isinstance(patterns, str) else patterns,
+        bias=fields.take("bias", "none"),
+        ties=fields.take("ensure_weight_tying", False),
+    )
+    for name in (*chosen.saved, *chosen.layers_patterns):
+        _check_pattern(fields.path, "modules_to_save or layers_pattern", name)
+    if not all(type(number) is int for number in layers):
+        raise CheckpointError(f"{fields.path} has layers_to_transform: {shown(layers)}; it must be numbers of layers")
+    if layers and isinstance(chosen.targets, str):
+        raise CheckpointError(
+            f"{fields.path} has layers_to_transform beside target_modules as one text, which PEFT refuses; list the "
+            "names of the modules"
+        )
+    if chosen.bias not in ("none", "all", "lora_only"):
+        raise CheckpointError(f"{fields.path} has bias: {shown(chosen.bias)}; it must be none, all or lora_only")
+    return chosen
+
+
+def _dropout(fields: _Fields) -> float:
+    dropout = float(fields.take("lora_dropout", 0.0, int))
+    if not 0 <= dropout < 1:
+        raise CheckpointError(f"{fields.path} has lora_dropout: {dropout}; it must be at least 0 and below 1")
+    return dropout
 
 
 def _tensors(folder: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
@@ -241,10 +259,10 @@ class _Scales:
     def __init__(self, fields: _Fields) -> None:
         self.default_rank = fields.take("r", 8)
         self.default_alpha = fields.take("lora_alpha", 8, float)
-        if self.default_rank < 1 or not math.isfinite(self.default_alpha):
+        if self.default_rank < 1 or not 0 < self.default_alpha < math.inf:
             raise CheckpointError(
                 f"{fields.path} has r: {self.default_rank}, lora_alpha: {self.default_alpha}; r must be at least 1, "
-                "lora_alpha finite"
+                "lora_alpha finite and above 0"
             )
         self._ranks = fields.take_numbers("rank_pattern", int)
         self._alphas = fields.take_numbers("alpha_pattern", int, float)
@@ -291,7 +309,8 @@ def _sort_tensors(adapter: PeftAdapter, tensors: Mapping[str, StoredTensor], sca
     for key, tensor in tensors.items():
         name = key.removeprefix(PREFIX)
         ending = next((ending for ending in _FACTORS if name.endswith(ending)), None)
-        if ".original_module." in name:  # the frozen weights of a module trained whole, where bias is all
+        # where bias is all, PEFT saves the biases of a module trained whole three times: frozen, and under two names
+        if ".original_module." in name or re.search(r"\.modules_to_save\.[^.]+\..*\.bias$", name):
             continue
         if name == key or "lora_" in (name.removesuffix(ending) if ending else name):
             strangers.append(key)

@@ -20,7 +20,7 @@ from megatron.config.adapters import LoraConfig
 from megatron.config.options import Config, ConfigError
 from megatron.interop.folder_files import is_adapter_folder
 from megatron.interop.foreign_files import ForeignFiles
-from megatron.interop.huggingface import CHUNK_BYTES, MappedTensor, NameMap, check_copy
+from megatron.interop.huggingface import CHUNK_BYTES, MappedTensor, NameMap, check_copy, name_map
 from megatron.interop.huggingface_config import OUTPUT
 from megatron.interop.huggingface_files import StoredTensor, some
 from megatron.interop.huggingface_start import MappedWeights
@@ -120,13 +120,15 @@ def _options(adapter: PeftAdapter, config: Config, given: Collection[str]) -> Lo
         )
     by_name = {layer.name: layer for layer in layers}
     matrices = [name for name, module in names.items() if len(weight_of(by_name, module).shape) == 2]
-    adapter.check_complete(matrices, [f"{name}.weight" for name in names if not names[name].is_tied_output])
-    if adapter.ties and (tied := sorted(_tied(names) & adapter.low_rank.keys())):
+    tied = _tied(names)
+    if adapter.selection.ties and (joint := sorted(tied & adapter.low_rank.keys())):
         raise CheckpointError(
             f"{adapter.path / CONFIG} has ensure_weight_tying, by which PEFT trains one adapter for the input and the "
-            f"output: {', '.join(tied)}. Here they would be trained apart; train new "
+            f"output: {', '.join(joint)}. Here they would be trained apart; train new "
             "adapters, or merge these into a base whose embeddings are not tied"
         )
+    theirs = name_map(replace(config, lora=LoraConfig())).parts.values()
+    adapter.check_complete(matrices, {part.name for parts in theirs for part in parts}, tied)
     ranks = {module: factors.a.shape[0] for module, factors in adapter.low_rank.items()}
     alphas = {module: factors.alpha for module, factors in adapter.low_rank.items()}
     return replace(
@@ -136,7 +138,7 @@ def _options(adapter: PeftAdapter, config: Config, given: Collection[str]) -> Lo
         lora_dropout=config.lora.lora_dropout if "lora_dropout" in given else adapter.dropout,
         lora_target_modules=tuple(shortest_ends(_in_order(ranks, names), names.keys() - ranks.keys(), ends_with)),
         lora_modules_to_save=tuple(_in_order(_without_tied_output(adapter, whole, names), names)),
-        lora_bias=adapter.bias,
+        lora_bias=adapter.selection.bias,
         use_rslora=adapter.rslora,
         use_dora=any(factors.magnitude is not None for factors in adapter.low_rank.values()),
         lora_init="default",
@@ -169,7 +171,7 @@ def _without_tied_output(adapter: PeftAdapter, whole: set[str], names: Mapping[s
     """Leave out the output projection of a tied model. Raises CheckpointError if only one of the two is trained."""
     tied = _tied(names)
     trained = whole & tied
-    if trained and trained != tied and not adapter.ties:
+    if trained and trained != tied and not adapter.selection.ties:
         raise CheckpointError(
             f"{adapter.path / CONFIG} has modules_to_save {', '.join(trained)} without ensure_weight_tying: PEFT has "
             f"trained it apart from {', '.join(tied - trained)}, which shares its weight in the base. Give a "

@@ -165,6 +165,20 @@ NORM = f"{PREFIX}model.norm.weight"
         ("bloom_only", lambda t, c: t.popitem(), "it lacks|must be A, B"),
         ("llama_tied", lambda t, c: t[f"{PREFIX}lm_head.weight"].add_(1), "is not the word embedding"),
         ("llama_ends", lambda t, c: c.update(ensure_weight_tying=True), "has ensure_weight_tying, .* lm_head"),
+        (
+            "llama_ends",  # as PEFT writes it, which leaves the output out of the names
+            lambda t, c: (c.update(ensure_weight_tying=True), c["target_modules"].remove("lm_head")),
+            "has ensure_weight_tying, .* lm_head",
+        ),
+        ("llama", lambda t, c: c.update(lora_alpha=-1), "lora_alpha finite and above 0"),
+        ("llama", lambda t, c: c.update(lora_dropout=1), "lora_dropout: 1.0; it must be"),
+        ("llama", lambda t, c: c.update(layers_to_transform=[0]), "layers.1.* which its .* does not name"),
+        (
+            "llama",
+            lambda t, c: [t.pop(name) for name in list(t) if ".0.self_attn.q_proj" in name]
+            + [c.update(layers_to_transform=[0, 1])],
+            "lacks model.layers.0.self_attn.q_proj, which its",
+        ),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(
