@@ -210,14 +210,14 @@ def add_placeholder(model: nn.Module, ctx: ParallelContext) -> None:
 
 
 def _lr_mult(parameter: Any, config: Config) -> float:
-    """Return the learning rate of a parameter, relative to lr."""
-    ratio = config.lora.loraplus_lr_ratio
-    if ratio == 1.0 or not shard_of(parameter).added:
+    """Return the learning rate of a parameter, relative to lr: LoRA+ as PEFT applies it, also to all vectors."""
+    ratio, shard = config.lora.loraplus_lr_ratio, shard_of(parameter)
+    if ratio == 1.0 or hasattr(parameter, "is_placeholder"):  # of a stage that trains nothing
         return 1.0
     name = parameter.full_name.rpartition(".")[2]
-    if name.startswith("lora_embedding"):
+    if name in ("lora_embedding_A", "lora_embedding_B"):
         return config.lora.loraplus_lr_embedding / config.optimizer.lr
-    return ratio if name.startswith(("lora_B", "lora_magnitude")) else 1.0
+    return ratio if name.startswith("lora_B") or len(shard.shape) == 1 else 1.0
 
 
 def _decays(parameter: Tensor) -> bool:

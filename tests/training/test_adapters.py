@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.config.adapters import LoraConfig
 from megatron.config.command_line import parse_arguments
 from megatron.config.validation import check, idle
+from megatron.interop.huggingface import export_huggingface, parameters_of
+from megatron.interop.peft_export import AdaptedModel, adapter_config
+from megatron.training.optimizer import _lr_mult
 from tests.ranks import RankPools
 from tests.training import layouts
 from tests.training.test_layouts import (
@@ -93,3 +102,39 @@ def test_faults_of_the_options_are_in_one_message() -> None:
     (fault,) = check(config, 1)
     assert "rank 33 of the adapter of v_proj, which is [32, 64], is above 32" in fault
     assert any(line.startswith("lora_target_modules=Wqkv matches no linear layer") for line in idle(config))
+
+
+@pytest.mark.parametrize(
+    "options", ["--lora-bias all", "--lora-bias lora_only", "--use-dora --lora-modules-to-save ln_f"]
+)
+def test_learning_rates_of_lora_plus_are_those_of_peft(tmp_path: Path, options: str) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    words = (
+        f"{layouts.COMMON} {layouts.MODELS['bloom_learned'].replace('learned', 'alibi')} --embed-layernorm --lr 1e-2"
+    )
+    words += " --lora-rank 4 --lora-target-modules word_embeddings query_key_value dense --loraplus-lr-ratio 4"
+    config, _ = parse_arguments(f"{words} {options}".split())
+    base = dataclasses.replace(config, lora=LoraConfig())
+    export_huggingface(tmp_path, base, ((name, torch.zeros(s.shape)) for name, s in parameters_of(base).items()))
+    known = {field.name for field in dataclasses.fields(peft.LoraConfig)} - {"peft_type", "auto_mapping"}
+    content = {name: value for name, value in adapter_config(config, None).items() if name in known}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = peft.get_peft_model(model, peft.LoraConfig(**content | {"inference_mode": False}))
+    plus = importlib.import_module("peft.optimizers")
+    optimizer = plus.create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    theirs = {_plain(name): rates[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    adapted = AdaptedModel(config)
+    ours = {
+        _plain(part.name): 1e-2 * _lr_mult(SimpleNamespace(shard=shard, full_name=name), config)
+        for name, shard in adapted.shards.items()
+        for part in adapted.map.parts[name]
+    }
+    assert ours == pytest.approx(theirs)
+    assert len(set(ours.values())) == 3
+
+
+def _plain(name: str) -> str:
+    for word in (".default", ".modules_to_save", ".base_layer"):
+        name = name.replace(word, "")
+    return name.removesuffix(".weight")
