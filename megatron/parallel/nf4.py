@@ -1,8 +1,8 @@
 """Weights of linear layers held in 4 bits: the nf4 format of QLoRA, and the product with such a weight.
 
-Source: Dettmers et al. 2023 (arXiv:2305.14314). Codes and dequantised weights equal those of bitsandbytes 0.50 for the
-same tensor. The quantised model does not depend on the layout: ranks quantise the blocks of their own shard, and the
-scales of the whole tensor together.
+Source: Dettmers et al. 2023 (arXiv:2305.14314). 4-bit codes equal those of bitsandbytes 0.50 for the same tensor, and
+dequantised weights too where it takes the nearest code of a scale. The quantised model does not depend on the layout:
+ranks quantise the blocks of their own shard, and the scales of the whole tensor together.
 """
 
 from __future__ import annotations
