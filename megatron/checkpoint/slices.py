@@ -48,7 +48,7 @@ def regions(shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel:
     spans = [(first * inner, last * inner) for first, last in shard.spans(tensor_rank, tensor_size)]
     local_columns = sum(last - first for first, last in spans)
     found = []
-    for row_start, row_stop, left, right in _bands(start, start + numel, local_columns):
+    for row_start, row_stop, left, right in bands(start, start + numel, local_columns):
         begin = 0  # first column of the span in the local tensor
         for first, last in spans:
             column_start = first + max(left - begin, 0)
@@ -60,7 +60,7 @@ def regions(shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel:
     return found
 
 
-def _bands(start: int, stop: int, columns: int) -> list[tuple[int, int, int, int]]:
+def bands(start: int, stop: int, columns: int) -> list[tuple[int, int, int, int]]:
     """Rectangles (first row, last row + 1, first column, last column + 1) of a flat stretch.
 
     At most three: the end of a row, whole rows, the beginning of a row.

@@ -232,6 +232,7 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
         source.config,
         source.tensors(),
         base_name=source.base_name,
+        identity=source.identity,
         precision=precision,
         tokenizer=Path(arguments.tokenizer) if arguments.tokenizer else None,
     )

@@ -87,6 +87,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--save", required=True, type=Path, metavar="FOLDER", help="folder to write; must be new or empty"
     )
     parser.add_argument(
+        "--allow-other-base",
+        action="store_true",
+        help="merge with a warning into another base than the one that the adapters were trained on",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="read the result again, and compare it with base and adapters; takes about as long as merging",
@@ -98,7 +103,9 @@ def progress_bar(numel: int, what: str) -> tqdm[Any]:
     return tqdm(total=numel, unit=" parameters", unit_scale=True, desc=what, leave=False, disable=None)
 
 
-def run(base: Path, adapters: Sequence[tuple[Path, float]], save: Path, verify: bool) -> None:
+def run(
+    base: Path, adapters: Sequence[tuple[Path, float]], save: Path, *, verify: bool, allow_other_base: bool
+) -> None:
     """Merge. Raises CheckpointError or OSError, with nothing left behind."""
     from megatron.interop.adapter_merge import Merge
     from megatron.interop.folder_files import new_folder
@@ -106,7 +113,7 @@ def run(base: Path, adapters: Sequence[tuple[Path, float]], save: Path, verify: 
     began_s = time.monotonic()
     found = [(newest_export(folder), weight) for folder, weight in adapters]
     with new_folder(save) as work:
-        merge = Merge(base, found)
+        merge = Merge(base, found, allow_other_base=allow_other_base)
         for note in (*notes_on(adapters, found), *merge.notes):
             print(note, flush=True)
         total = sum(math.prod(merge.tensors[name].shape) for name in merge.changes)
@@ -123,17 +130,34 @@ def run(base: Path, adapters: Sequence[tuple[Path, float]], save: Path, verify: 
     print(f"wrote {save}: {changed}, {num_bytes / 1e9:.2f} GB in {time.monotonic() - began_s:.1f} s")
 
 
-def merge_command(base: Path, adapters: Sequence[tuple[Path, float]], save: Path, verify: bool = False) -> int:
+def merge_command(
+    base: Path,
+    adapters: Sequence[tuple[Path, float]],
+    save: Path,
+    *,
+    verify: bool = False,
+    allow_other_base: bool = False,
+) -> int:
     """Merge, and return the exit status."""
     from megatron import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
     from megatron.checkpoint.errors import CheckpointError
 
-    return run_command(lambda: run(base, adapters, save, verify), (CheckpointError,), str(save))
+    return run_command(
+        lambda: run(base, adapters, save, verify=verify, allow_other_base=allow_other_base),
+        (CheckpointError,),
+        str(save),
+    )
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return merge_command(arguments.base, arguments.adapter, arguments.save, arguments.verify)
+    return merge_command(
+        arguments.base,
+        arguments.adapter,
+        arguments.save,
+        verify=arguments.verify,
+        allow_other_base=arguments.allow_other_base,
+    )

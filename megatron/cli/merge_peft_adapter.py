@@ -28,10 +28,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--output_name", "folder to write; must be new or empty"),
     ):
         parser.add_argument(flag, required=True, type=Path, metavar="FOLDER", help=text)
+    parser.add_argument(
+        "--allow-other-base",
+        "--allow_other_base",
+        action="store_true",
+        help="merge with a warning into another base than the one that the adapter was trained on",
+    )
     return parser.parse_args(argv)
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return merge_command(arguments.base_model_name, [(arguments.adapter_model_name, 1.0)], arguments.output_name)
+    return merge_command(
+        arguments.base_model_name,
+        [(arguments.adapter_model_name, 1.0)],
+        arguments.output_name,
+        allow_other_base=arguments.allow_other_base,
+    )

@@ -47,7 +47,9 @@ class LoraConfig:
     lora_base: str | None = None
     """Folder of the base model: a Hugging Face model, or checkpoints of a run. Unset: load, where that holds a model;
     for a checkpoint of adapters, the folder of the base that they were trained on; for a folder of PEFT, its
-    base_model_name_or_path."""
+    base_model_name_or_path, a folder or the name of a downloaded model."""
+    allow_other_base: bool = False
+    """Start from adapters on another base than the one that they belong to, with a warning."""
 
     def computed(self) -> dict[str, Any]:
         """Return the options that determine what given adapters compute, beside their names and shapes."""

@@ -53,6 +53,7 @@ ADAPTERS = (
     "lora_rank_pattern",
     "lora_alpha_pattern",
     "lora_base",
+    "allow_other_base",
     "save_hf_merged",
 )
 

@@ -21,6 +21,8 @@ class LoadOptions:
     lora_base: str | None = None
     """Folder of the base model of adapters: a Hugging Face model, or checkpoints of a run. Unset: the one that they
     name."""
+    allow_other_base: bool = False
+    """Compute with adapters on another base than the one that they belong to, with a warning."""
     merge_adapter: bool = False
     """Add adapters to the weights of their base as these are read: a token costs what it costs the base. Not for a base
     in 4 bits, where merged weights would lose what the adapters add."""

@@ -28,9 +28,10 @@ from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
 from megatron.generation.load_options import LoadOptions
 from megatron.generation.model import InferenceModel, ModelOrigin, build_stage
 from megatron.generation.saved_model import inference_config
-from megatron.interop.folder_files import is_adapter_folder, missing_base
+from megatron.interop.folder_files import is_adapter_folder
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface import TOKENIZER_FILES, tokenizer_files
+from megatron.interop.huggingface_config import find_base
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.interop.native import config_of_run, source_of
 from megatron.interop.peft import open_adapter
@@ -43,10 +44,8 @@ from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
 from megatron.weights.adapter_start import (
     AdapterStart,
-    bits_sum,
     check_quantization,
     holds_adapters,
-    joined_checksums,
     open_adapters,
 )
 from megatron.weights.merging import AdapterMerge, merged_config
@@ -81,7 +80,8 @@ def load_model(
     for _, weight in quantized_weights(module):
         weight.finish()
     if isinstance(source, AdapterStart):
-        source.check_base(joined_checksums(ctx.gather_objects(reader.sums)))
+        for line in source.check_base(source.identity(ctx.gather_objects(reader.totals))):
+            say(line)
     step = iteration_of(found.folder.name) if isinstance(found, Checkpoint) else None
     origin = dataclasses.replace(_origin(options, source, saved), ckpt_step=step)
     tokenizer = raise_on_all_ranks(ctx, lambda: _tokenizer(options, config, origin))
@@ -148,13 +148,14 @@ def _open_checkpoint(folder: Path, options: LoadOptions, ctx: ParallelContext) -
 
 def _with_adapters(folder: Path, options: LoadOptions) -> Config:
     """Return the options of PEFT's adapters on their base."""
-    base = options.lora_base or open_adapter(folder, ForeignFiles()).base_name
-    if base is None or not Path(base).is_dir():
-        raise CheckpointError(missing_base(folder, base))
-    if is_huggingface(Path(base)):
-        config = HuggingFaceStart(Path(base)).config
+    named = open_adapter(folder, ForeignFiles()).base
+    base = find_base(folder, named.name, named.revision, options.lora_base)
+    if not base.is_dir():
+        raise CheckpointError(f"lora_base={base} is not there; give the folder of the base model")
+    if is_huggingface(base):
+        config = HuggingFaceStart(base).config
     else:
-        checkpoint = open_checkpoint(Path(base))
+        checkpoint = open_checkpoint(base)
         if checkpoint is None or holds_adapters(checkpoint):
             raise CheckpointError(f"lora_base={base} holds no whole model; give the folder of the base model")
         config = config_of_run(checkpoint)
@@ -191,7 +192,12 @@ class _WeightReader:
         self._tied = {name for name in names if names.count(name) > 1} if not ctx.is_first_stage else set()
         shards = declared_shards(layers) if isinstance(source, AdapterStart) else {}
         self._frozen = {name for name, shard in shards.items() if not (shard.added or shard.trained)}
-        self.sums: dict[str, int] = {}
+        self._sums = source.new_sums() if isinstance(source, AdapterStart) else None
+
+    @property
+    def totals(self) -> dict[str, list[int]]:
+        """Sums of the base, of what this rank alone counts."""
+        return {} if self._sums is None else self._sums.totals
 
     def read(self, name: str, shard: Shard, start: int, numel: int) -> Tensor:
         """Return a part of a local tensor, float32 [numel]. Each part is read once, and counted."""
@@ -199,8 +205,8 @@ class _WeightReader:
         place = (0, 1) if shard.dim is None else (ctx.tensor_rank, ctx.tensor_size)
         values: Tensor = self._source.read(name, "weight", shard, *place, start, numel)
         is_first = ctx.batch_rank == 0 and (shard.dim is not None or ctx.tensor_rank == 0)
-        if is_first and name in self._frozen and name.rpartition(".")[0] not in self._tied:
-            self.sums[name] = self.sums.get(name, 0) + bits_sum(values)
+        if self._sums is not None and is_first and name in self._frozen and name.rpartition(".")[0] not in self._tied:
+            self._sums.add(name, shard, *place, start, values)
         return values
 
     def whole(self, name: str, shard: Shard, tensor_rank: int, tensor_size: int) -> Tensor:

@@ -79,7 +79,12 @@ def inference_config(options: LoadOptions, saved: Config, device: str, *, lazy: 
         ),
         data=_tokenizer_options(options, saved.data),
         checkpoint=CheckpointConfig(load=options.load),
-        lora=dataclasses.replace(saved.lora, lora_dropout=0.0, lora_base=options.lora_base),
+        lora=dataclasses.replace(
+            saved.lora,
+            lora_dropout=0.0,
+            lora_base=options.lora_base,
+            allow_other_base=options.allow_other_base,
+        ),
     )
     return on_device(config, device, lazy=lazy)
 

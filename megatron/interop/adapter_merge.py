@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ import torch
 from megatron.checkpoint.errors import CheckpointError
 from megatron.files import sync_file
 from megatron.interop.adapter_changes import BiasUpdate, LowRankUpdate, TensorChange
+from megatron.interop.base_identity import FILE as IDENTITY
+from megatron.interop.base_identity import BaseIdentity, check_identity, read_identity, stored_sums
 from megatron.interop.folder_files import EXPORT_RECORD, check_space, own_file, read_json, real_path
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface_files import StoredTensor, open_weights, some
@@ -36,14 +39,15 @@ class Merge:
 
     Args:
         adapters: (folder, weight) of each. A weight is the factor of what the adapter changes.
+        allow_other_base: Merge with a warning into another base than the one that the adapters belong to.
     """
 
-    def __init__(self, base: Path, adapters: Sequence[tuple[Path, float]]) -> None:
+    def __init__(self, base: Path, adapters: Sequence[tuple[Path, float]], *, allow_other_base: bool = False) -> None:
         if not base.is_dir():
             raise CheckpointError(
                 f"base {base} is not a folder; give a Hugging Face model on this disk: download it first"
             )
-        self.base = base
+        self.base, self._allow_other_base = base, allow_other_base
         self._config = read_json(own_file(base, "config.json"))
         if self._config.get("quantization_config") is not None:
             raise CheckpointError(
@@ -95,6 +99,29 @@ class Merge:
                 )
             self.changes.setdefault(names[saved], TensorChange()).whole.append((weight, tensor))
         self._note(adapter, names)
+        self._check_base(adapter, names)
+
+    def _check_base(self, adapter: PeftAdapter, names: dict[str, str]) -> None:
+        """Compare the base with the one that the adapter belongs to, where its folder says which that is."""
+        expected = read_identity(adapter.path)
+        totals = {}
+        if expected is not None:
+            totals = {name: self._sums[stored] for name, stored in names.items() if name in expected.tensors}
+        self.notes += check_identity(
+            adapter.path,
+            expected,
+            str(self.base),
+            BaseIdentity.of_base(self.base, totals),
+            option="--base",
+            allowed=self._allow_other_base,
+            named=adapter.base.name,
+            is_whole=True,
+        )
+
+    @cached_property
+    def _sums(self) -> dict[str, list[int]]:
+        """Sums of the base's tensors, by their names in the files: the whole model is read once."""
+        return stored_sums(self.tensors)
 
     def _names(self, adapter: PeftAdapter) -> dict[str, str]:
         """Return the base's tensors by the names that transformers' model gives them, which its files may shorten."""
@@ -166,10 +193,6 @@ class Merge:
     def _note(self, adapter: PeftAdapter, names: dict[str, str]) -> None:
         modules, saved = len(adapter.low_rank), len(adapter.whole)
         self.notes.append(f"{adapter.path}: LoRA of {modules} modules, {saved} whole tensors")
-        if adapter.base_name and Path(adapter.base_name).name != self.base.resolve().name:
-            self.notes.append(
-                f"{adapter.path} was trained on {adapter.base_name}: make sure that {self.base} is that model"
-            )
         if kept := sorted(adapter.selection.biases(names, adapter.low_rank) - adapter.whole.keys()):
             self.notes.append(f"{adapter.path} has bias: lora_only, but not {some(kept)}: those of the base are kept")
 
@@ -213,4 +236,6 @@ def _is_beside(name: str) -> bool:
     if name.endswith(".index.json"):
         return name == "model.safetensors.index.json"
     # the record of the base's export is not true of the merged weights
-    return not name.startswith("adapter_") and not name.endswith(OTHER_WEIGHTS) and name != EXPORT_RECORD
+    return (
+        not name.startswith("adapter_") and not name.endswith(OTHER_WEIGHTS) and name not in (EXPORT_RECORD, IDENTITY)
+    )

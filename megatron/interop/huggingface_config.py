@@ -7,6 +7,7 @@ import importlib
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from megatron.command_names import command_name
 from megatron.config.model import differing
 from megatron.config.options import Config, ConfigError, ModelConfig, TrainingConfig
 from megatron.config.plugins import known_plugins, load_plugin
-from megatron.interop.folder_files import Precision, own_file, read_json
+from megatron.interop.folder_files import Precision, missing_base, own_file, read_json
 from megatron.models.family import Family, HuggingFaceForm
 
 log = logging.getLogger(__name__)
@@ -240,12 +241,12 @@ def find_model(model: str, option: str) -> Path:
     raise ConfigError([f"{option}={model} does not exist; give the folder of a model that transformers wrote"])
 
 
-def find_hub_folder(name: str, kind: Literal["model", "dataset"]) -> Path | None:
+def find_hub_folder(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> Path | None:
     """Return the folder in huggingface_hub's cache of what was downloaded under a name, if it was."""
     if _is_hub_name(name):
         with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
             hub = importlib.import_module("huggingface_hub")
-            return Path(hub.snapshot_download(name, repo_type=kind, local_files_only=True))
+            return Path(hub.snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
     return None
 
 
@@ -260,6 +261,27 @@ def nothing_to_load(load: str | None, *, skip_train: bool) -> str:
         f"load={load} {state}: there are no weights to start from; correct it, or leave it out (with finetune, "
         "ckpt_step and universal_checkpoint) to train from random weights"
     )
+
+
+def find_base(folder: Path, name: str | None, revision: str | None, given: str | None) -> Path:
+    """Return the base's folder of the adapters in `folder`: the given one, or the one of that name, also of the hub's.
+
+    Raises CheckpointError.
+    """
+    if given is not None:
+        return Path(given)
+    if name is not None and Path(name).is_dir():
+        return Path(name)
+    found = None if name is None else find_hub_folder(name, "model", revision)
+    if found is None:
+        raise CheckpointError(missing_base(folder, name))
+    return found
+
+
+def hub_name_of(folder: Path) -> tuple[str, str] | tuple[None, None]:
+    """Return name and revision of a model whose folder is in huggingface_hub's cache; None, None of another folder."""
+    found = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", os.path.realpath(folder))
+    return (None, None) if found is None else (found[1].replace("--", "/"), found[2])
 
 
 def _is_hub_name(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,11 @@ class HuggingFaceStart(MappedWeights):
             raise CheckpointError(fault)
         super().__init__(folder, self._model.map, self._model.stored)
         self._means: dict[str, Tensor] = {}
+
+    @property
+    def parts(self) -> Mapping[str, Sequence[MappedTensor]]:
+        """Its tensors by our names."""
+        return self._map.parts
 
     @property
     def config(self) -> Config:

@@ -32,7 +32,7 @@ PREFIX = "base_model.model."
 # What changes nothing that a trained adapter computes, or follows from its tensors.
 _HARMLESS = {
     "auto_mapping", "corda_config", "eva_config", "inference_mode", "loftq_config",
-    "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+    "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "runtime_config", "task_type",
 }  # fmt: skip
 _UNCHANGED_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that leave the base's weights as they are."""
@@ -63,12 +63,21 @@ class PeftFactors:
         return weight * self.alpha / self.divisor
 
 
+@dataclass(frozen=True)
+class BaseName:
+    """Name of the base in adapter_config.json."""
+
+    name: str | None
+    """base_model_name_or_path: a folder, or a name on the hub."""
+    revision: str | None
+
+
 @dataclass
 class PeftAdapter:
     """One adapter. Modules and tensors have the names that transformers' model gives them."""
 
     path: Path
-    base_name: str | None
+    base: BaseName
     selection: Selection
     fan_in_fan_out: bool
     dropout: float
@@ -197,7 +206,7 @@ def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
     scales = _Scales(fields)
     adapter = PeftAdapter(
         path=folder,
-        base_name=fields.take("base_model_name_or_path", "", str) or None,
+        base=BaseName(fields.take("base_model_name_or_path", "") or None, fields.take("revision", "") or None),
         selection=_selection(fields),
         fan_in_fan_out=fields.take("fan_in_fan_out", False),
         dropout=_dropout(fields),

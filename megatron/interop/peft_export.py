@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.options import Config
+from megatron.interop.base_identity import BaseIdentity, write_identity
 from megatron.interop.folder_files import Precision
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.huggingface import (
@@ -157,7 +158,7 @@ class AdaptedModel:
         return {module.names[-1] for module in self.adapted}
 
 
-def adapter_config(config: Config, base_name: str | None) -> dict[str, Any]:
+def adapter_config(config: Config, base_name: str | None, revision: str | None = None) -> dict[str, Any]:
     """Return the adapter_config.json of a run's adapters; `base_name` is PEFT's base_model_name_or_path.
 
     Keys that newer releases of PEFT have added are left to their defaults, so that older ones read the file.
@@ -184,7 +185,7 @@ def adapter_config(config: Config, base_name: str | None) -> dict[str, Any]:
         "r": rank,
         "rank_pattern": _pattern({name: ranks[0] for name, ranks in found.items()}, rank),
         "alpha_pattern": _pattern({name: _number(alphas[1]) for name, alphas in found.items()}, alpha),
-        "revision": None,
+        "revision": revision,
         "target_modules": shortest_ends(found, set(every) - set(found), ends_with),
         "task_type": "CAUSAL_LM",
         "use_dora": lora.use_dora,
@@ -243,10 +244,11 @@ def export_adapter(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     base_name: str | None,
+    identity: BaseIdentity | None = None,
     precision: Precision = "fp32",
     tokenizer: Path | None = None,
 ) -> list[str]:
-    """Write the adapters into an empty folder: weights, adapter_config.json, tokenizer files.
+    """Write the adapters into an empty folder: weights, adapter_config.json, the base's identity, tokenizer files.
 
     `tensors` gives each trained parameter once, whole. `precision` is float32 unless given, whatever the run's, so that
     training can go on from the very weights. Returns the names of the tokenizer files. Every file is on disk when this
@@ -254,7 +256,9 @@ def export_adapter(
     """
     mapped = AdaptedModel(config).map
     copied = copy_tokenizer(tokenizer, folder, config.model.vocab_size) if tokenizer else []
-    write_json(folder / CONFIG, adapter_config(config, base_name))
+    write_json(folder / CONFIG, adapter_config(config, base_name, None if identity is None else identity.revision))
+    if identity is not None:
+        write_identity(folder, identity.to_json())
     shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
     with WeightsWriter(folder, shapes, precision, float("inf"), stem=WEIGHTS) as writer:
         write_tensors(writer, mapped, tensors)
@@ -277,9 +281,16 @@ class NativeAdapter:
 
     @property
     def base_name(self) -> str | None:
-        """Folder of the base, where it is transformers': what PEFT loads the adapters onto."""
-        record = self.checkpoint.metadata["base"]
+        """Name of the base on the hub, or its folder, where it is transformers': what PEFT loads the adapters onto."""
+        record, identity = self.checkpoint.metadata["base"], self.identity
+        if identity is not None and identity.name is not None:
+            return identity.name
         return record["folder"] if record.get("format") == "huggingface" else None
+
+    @property
+    def identity(self) -> BaseIdentity | None:
+        """Identity of the base; None in checkpoints from before there was one."""
+        return BaseIdentity.from_json(self.checkpoint.metadata["base"].get("identity"), self.checkpoint.folder)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full float32 tensor), each trained parameter once."""

@@ -199,7 +199,7 @@ class PeftStart(MappedWeights):
         self._files = ForeignFiles()
         adapter, model = open_adapter(folder, self._files), AdaptedModel(config)
         self.parameters = model.shards
-        self.base_name = adapter.base_name
+        self.base = adapter.base
         stored, self._copies = _by_key(adapter), _copies(adapter, model)
         mapped = NameMap(model.form, model.shards, {name: _parts(model, name) for name in model.shards})
         wanted = {part.name: part.shape for parts in mapped.parts.values() for part in parts}

@@ -10,7 +10,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.foreign import MANIFEST, deepspeed_folder, foreign_format, needless_step, not_deepspeed
 from megatron.config.options import Config
 from megatron.interop.folder_files import is_model_folder, missing_base, own_file, read_json
-from megatron.interop.huggingface_config import config_of, nothing_to_load, other_model
+from megatron.interop.huggingface_config import config_of, find_base, nothing_to_load, other_model
 
 BASE = "base_model_name_or_path"
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")
@@ -90,12 +90,13 @@ def _lacking_weights(folder: Path) -> Iterator[str]:
 
 def _check_base(folder: Path, config: Config) -> Iterator[str]:
     """Yield the faults of the base model of adapters in PEFT's format."""
-    given, named = config.lora.lora_base, read_json(own_file(folder, "adapter_config.json")).get(BASE)
-    base = given or (named if isinstance(named, str) and named else None)
-    if base is None or not Path(base).is_dir():
-        yield missing_base(folder, base)
-    elif is_model_folder(Path(base)):
-        yield from _check_model(Path(base), config)
+    theirs = read_json(own_file(folder, "adapter_config.json"))
+    name, revision = (value if isinstance(value, str) else None for value in (theirs.get(BASE), theirs.get("revision")))
+    base = find_base(folder, name or None, revision or None, config.lora.lora_base)
+    if not base.is_dir():
+        yield missing_base(folder, str(base))
+    elif is_model_folder(base):
+        yield from _check_model(base, config)
 
 
 def _strange(folder: Path) -> str:

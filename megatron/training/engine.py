@@ -90,7 +90,7 @@ class Engine(ABC):
         self.dropout_seed = config.training.seed
         """Seed of the random streams. A resumed run keeps that of its checkpoint."""
         self.base: dict[str, Any] | None = None
-        """With adapters, where the base model comes from and the checksums of its tensors."""
+        """With adapters, where the base model comes from and its identity."""
         self.start_fingerprint: str | None = None
         """Fingerprint of the weights that the run started from, where a task needs it: start_weights.py."""
         marks = is_profiled(config.logging, ctx.rank)

@@ -219,7 +219,13 @@ class Exports:
         config, tokenizer = self._config, self._tokenizer
         if self._holds_adapters:
             adapter = native_adapter(checkpoint)
-            write = partial(export_adapter, config=config, base_name=adapter.base_name, tokenizer=tokenizer)
+            write = partial(
+                export_adapter,
+                config=config,
+                base_name=adapter.base_name,
+                identity=adapter.identity,
+                tokenizer=tokenizer,
+            )
             return _Content(count(adapter.shards) * ITEM_BYTES, adapter.tensors(), write)
         model = native_model(checkpoint) if config.lora.lora_rank is None else MergedModel(checkpoint)
         precision = config.training.precision

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
+from megatron.interop.base_identity import BaseIdentity, differing
 from megatron.interop.huggingface import parameters_of
 from megatron.interop.native import count, source_of
 from megatron.interop.peft_export import native_adapter
 from megatron.parallel.shards import Shard
-from megatron.weights.adapter_start import AdapterStart, bits_sum, joined_checksums, open_base
+from megatron.weights.adapter_start import AdapterStart, open_base
 from megatron.weights.merging import AdapterMerge, merged_config
 
 
@@ -33,6 +34,7 @@ class MergedModel:
         folder = self._record.get("folder")
         base = None if folder is None else open_base(Path(folder), self._record, config, checkpoint)
         self._start = AdapterStart(config, base, checkpoint, self._record)
+        self._expected = BaseIdentity.from_json(self._record.get("identity"), checkpoint.folder)
         self._merge = AdapterMerge(config, self._read)
         self._shards = parameters_of(merged_config(config))
 
@@ -47,16 +49,23 @@ class MergedModel:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full float32 tensor), each parameter of the merged model once."""
-        expected = self._record.get("checksums", {})
         for name in self._shards:
             held = self._merge.held(name)
-            weight = self._read(held, dataclasses.replace(self._merge.shards[held], padding=0))
-            if held in expected and joined_checksums([{held: bits_sum(weight)}])[held] != expected[held]:
-                raise CheckpointError(
-                    f"{self._start.base_place} has another {held} than when the adapters were trained; restore the "
-                    "folder of their base"
-                )
+            shard = dataclasses.replace(self._merge.shards[held], padding=0)
+            weight = self._read(held, shard)
+            if self._expected is not None:
+                self._check(held, shard, weight, self._expected)
             yield name, self._merge.merged(name, weight)
+
+    def _check(self, held: str, shard: Shard, weight: Tensor, expected: BaseIdentity) -> None:
+        """Raise CheckpointError unless a tensor of the base is what it was when the adapters were trained."""
+        sums = self._start.new_sums()
+        sums.add(held, shard, 0, 1, 0, weight)
+        if wrong := differing(expected, BaseIdentity(sums.totals))[0]:
+            raise CheckpointError(
+                f"{self._start.base_place} has another {wrong[0]} than when the adapters were trained; restore the "
+                "folder of their base"
+            )
 
     def _read(self, name: str, shard: Shard, tensor_rank: int = 0, tensor_size: int = 1) -> Tensor:
         """Return a whole tensor: the only rank is the first."""

@@ -32,7 +32,6 @@ from megatron.training.resume_plan import plan_restore
 from megatron.weights.adapter_start import (
     AdapterStart,
     holds_adapters,
-    joined_checksums,
     open_adapters,
 )
 from megatron.weights.opening import TAG, Resumable, find_checkpoint, first_whole
@@ -99,14 +98,16 @@ def restore_start(engine: Engine, start: Start) -> list[str]:
     """
     checkpoint, progress = start.checkpoint, start.progress
     assert checkpoint is not None
+    sums = engine.state.base_sums = checkpoint.new_sums() if isinstance(checkpoint, AdapterStart) else None
     lines = raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
+    engine.state.base_sums = None
     engine.state.finish_restore()
-    if isinstance(checkpoint, AdapterStart):
+    if isinstance(checkpoint, AdapterStart) and sums is not None:
         if checkpoint.trained is None:
             start_from_base(engine.module, engine.state, engine.config)
-        checksums = joined_checksums(engine.ctx.gather_objects(engine.state.base_sums))
-        checkpoint.check_base(checksums)
-        engine.base = {**checkpoint.record, "checksums": checksums}
+        identity = checkpoint.identity(engine.ctx.gather_objects(sums.totals))
+        lines += checkpoint.check_base(identity)
+        engine.base = {**checkpoint.record, "identity": identity.to_json()}
     return lines
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megatron.data.blend import digest
+from megatron.interop.base_identity import BaseSums, joined, own_parts
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.stored_labels import complete, label_jobs, open_stored, open_teacher
 from megatron.tasks.task import StartWeights, Task
 from megatron.training.engine import Engine
 from megatron.training.objective_check import check_objective
 from megatron.training.resume import Start
-from megatron.weights.adapter_start import bits_sum, joined_checksums
 
 
 def prepare_task(
@@ -59,7 +59,7 @@ def start_weights(engine: Engine, start: Start) -> StartWeights:
     Of adapters it is their base, which stays as it is. Collective.
     """
     if engine.base is not None:
-        return StartWeights(_fingerprint(engine, engine.base.get("checksums") or engine.base), True)
+        return StartWeights(_fingerprint(engine, _tensors_of(engine.base)), True)
     saved = None if start.checkpoint is None else start.checkpoint.metadata.get("start_fingerprint")
     if saved is not None and start.progress.iteration:
         return StartWeights(str(saved), False)
@@ -68,14 +68,19 @@ def start_weights(engine: Engine, start: Start) -> StartWeights:
 
 def fingerprint_of(engine: Engine) -> str:
     """Return the fingerprint of the model in the engine, adapters and their base included. Collective."""
-    sums: dict[str, int] = {}
-    for piece in engine.state.owned():
-        if piece.is_saved_here:
-            sums[piece.name] = sums.get(piece.name, 0) + bits_sum(piece.weight)
-    known: Any = joined_checksums(engine.ctx.gather_objects(sums))
+    pieces = [piece for piece in engine.state.owned() if piece.is_saved_here]
+    sums = BaseSums(own_parts({piece.name: piece.shard for piece in pieces}), rounded=False)
+    for piece in pieces:
+        sums.add(piece.name, piece.shard, *engine.state.place(piece.shard), piece.start, piece.weight)
+    known: Any = joined(engine.ctx.gather_objects(sums.totals))
     if engine.base is not None:
-        known = [known, engine.base.get("checksums") or engine.base]
+        known = [known, _tensors_of(engine.base)]
     return _fingerprint(engine, known)
+
+
+def _tensors_of(base: Mapping[str, Any]) -> Any:
+    """Return what identifies the weights of a base, wherever these are."""
+    return base.get("identity", {}).get("tensors") or base
 
 
 def _fingerprint(engine: Engine, weights: Any) -> str:

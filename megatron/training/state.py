@@ -25,12 +25,12 @@ from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.options import Config
 from megatron.config.training import OptimizerConfig
+from megatron.interop.base_identity import BaseSums
 from megatron.models.sequential import compute_dtype
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
-from megatron.weights.adapter_start import bits_sum
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -80,8 +80,8 @@ class EngineState:
         self._module, self._optimizer, self._config, self._ctx = module, optimizer, config, ctx
         self.torch_optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._has_adapters = config.lora.lora_rank is not None
-        self.base_sums: dict[str, int] = {}
-        """With adapters: sums of the bits of the frozen weights, of the parts that this rank alone counts."""
+        self.base_sums: BaseSums | None = None
+        """With adapters, while their base is read: sums of its weights, of the parts that this rank alone counts."""
         self.uncounted_gradients = self._uncounted_gradients()
         """Return, while the optimizer steps, this rank's gradients that the norm of the whole model leaves out."""
 
@@ -95,7 +95,7 @@ class EngineState:
             if not owned.is_saved_here:
                 continue
             kinds = {"weight": owned.weight, **(owned.moments if with_optimizer else {})}
-            rank, size = self._place(owned.shard)
+            rank, size = self.place(owned.shard)
             for kind, tensor in kinds.items():
                 flat = tensor.detach().view(-1)
                 found.append(Fragment(owned.name, kind, owned.shard, rank, size, owned.start, flat, dtype))
@@ -116,7 +116,7 @@ class EngineState:
             tensor = parameter.ds_tensor if stretches else parameter  # type: ignore[attr-defined]
             found[Copy(name, tensor_rank, self._ctx.grad_rank if stretches else 0)] = tensor
         for name, weight in quantized_weights(self._module):
-            found[Copy(name, self._place(weight.shard)[0], 0)] = weight.packed
+            found[Copy(name, self.place(weight.shard)[0], 0)] = weight.packed
         return found
 
     # Restoring
@@ -162,7 +162,7 @@ class EngineState:
         slices = {owned.name: owned for owned in self.owned(with_frozen=False)}
 
         def read(name: str, kind: str, shard: Shard, start: int, numel: int) -> Tensor:
-            return checkpoint.read(name, kind, shard, *self._place(shard), start, numel)
+            return checkpoint.read(name, kind, shard, *self.place(shard), start, numel)
 
         with torch.no_grad():
             for index, (name, parameter) in enumerate(named_parameters(self._module)):
@@ -217,15 +217,16 @@ class EngineState:
             start, target = stretch[0], parameter.ds_tensor.narrow(0, 0, stretch[1])
         values = read(name, "weight", shard, start, target.numel())
         target.copy_(values)
-        if self._has_adapters and not (shard.trained or shard.added) and self._is_saved_here(index, parameter):
-            self.base_sums[name] = bits_sum(values)
+        is_of_base = not (shard.trained or shard.added)
+        if self.base_sums is not None and is_of_base and self._is_saved_here(index, parameter):
+            self.base_sums.add(name, shard, *self.place(shard), start, values)
 
     def _read_quantized(self, name: str, shard: Shard, read: Callable[..., Tensor], start: int, numel: int) -> Tensor:
         """Read a stretch of a weight that is to be quantised; with adapters add to `base_sums`, as it was before."""
         values = read(name, "weight", shard, start, numel)
         is_first = self._ctx.grad_rank == 0 and (shard.dim is not None or self._ctx.tensor_rank == 0)
-        if self._has_adapters and is_first:
-            self.base_sums[name] = self.base_sums.get(name, 0) + bits_sum(values)
+        if self.base_sums is not None and is_first:
+            self.base_sums.add(name, shard, *self.place(shard), start, values)
         return values
 
     def finish_restore(self) -> None:
@@ -268,7 +269,7 @@ class EngineState:
 
     # Ownership
 
-    def _place(self, shard: Shard) -> tuple[int, int]:
+    def place(self, shard: Shard) -> tuple[int, int]:
         """Return tensor-parallel rank and size of a local tensor; (0, 1) where every rank holds the whole."""
         return (0, 1) if shard.dim is None else (self._ctx.tensor_rank, self._ctx.tensor_size)
 

@@ -1,7 +1,7 @@
 """Start of a run with adapters: the base model, and what is trained beside it.
 
-A checkpoint of such a run holds what is trained, and says which base that belongs to: its folder, and a checksum of
-each of its tensors, which does not depend on layout, precision or file format.
+A checkpoint of such a run holds what is trained, and says which base that belongs to: its folder and its identity
+(interop/base_identity.py), which does not depend on layout, precision or file format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
@@ -22,7 +21,15 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.config.adapters import LoraConfig
 from megatron.config.model import differing
 from megatron.config.options import Config
-from megatron.interop.folder_files import missing_base
+from megatron.interop.base_identity import (
+    BaseIdentity,
+    BaseSums,
+    check_identity,
+    joined,
+    parts_of_model,
+    read_identity,
+)
+from megatron.interop.huggingface_config import find_base
 from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.interop.peft_start import PeftStart
 from megatron.models.family import family_of
@@ -56,7 +63,8 @@ class AdapterStart:
         """`base`: None for one drawn from the seed in `record`. `trained`: None for a new start of the adapters."""
         self.base, self.trained, self.record = base, trained, dict(record)
         self.base_names = frozenset(declared_shards(family_of(config).declare(config)))
-        self._seed = config.training.seed
+        self._seed, self._allow_other_base = config.training.seed, config.lora.allow_other_base
+        self._base_config = base_config(config)
 
     @property
     def folder(self) -> Path:
@@ -98,36 +106,31 @@ class AdapterStart:
         """The base's folder, for messages."""
         return "this seed" if self.base is None else str(self.base.folder)
 
-    def check_base(self, checksums: Mapping[str, str]) -> None:
-        """Raise CheckpointError, naming tensors, unless the base is the one that the trained part belongs to.
+    def new_sums(self) -> BaseSums:
+        """Return sums of the base, to which whoever reads frozen weights adds these; see `identity`."""
+        if isinstance(self.base, HuggingFaceStart):
+            return BaseSums(self.base.parts, rounded=self.base.config.training.precision == "fp32")
+        return BaseSums(parts_of_model(self._base_config))
 
-        `checksums`: of the frozen tensors, by name; of quantised ones, as they were read.
-        """
-        if not isinstance(self.trained, Checkpoint):
-            return
-        there = self.trained.metadata["base"].get("checksums", {})
-        wrong = [name for name in checksums if there.get(name, checksums[name]) != checksums[name]]
-        if wrong:
-            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            raise CheckpointError(
-                f"{self.trained.folder} holds adapters of another base model than {self.base_place}: {len(wrong)} of "
-                f"{len(checksums)} tensors differ: {', '.join(wrong[:SHOWN])}{more}. Give the folder of their base as "
-                "--lora-base"
-            )
+    def identity(self, totals: list[dict[str, list[int]]]) -> BaseIdentity:
+        """Return the identity of the base, by the sums of all ranks; of quantised weights as they were read."""
+        folder = None if self.base is None else self.base.folder
+        return BaseIdentity.of_base(folder, joined(totals)).named_as(self._expected())
 
+    def check_base(self, found: BaseIdentity) -> list[str]:
+        """Return lines about the base. Raises CheckpointError unless it is the one of the trained part, or allowed."""
+        if self.trained is None:
+            return []
+        option, place = "--lora-base", self.base_place
+        return check_identity(
+            self.trained.folder, self._expected(), place, found, option=option, allowed=self._allow_other_base
+        )
 
-def bits_sum(values: Tensor) -> int:
-    """Sum of the bits of float32 numbers, read as integers: of a whole tensor the sum over its parts."""
-    return int(values.contiguous().view(torch.int32).sum(dtype=torch.int64))
-
-
-def joined_checksums(sums: list[dict[str, int]]) -> dict[str, str]:
-    """Return the checksum of each tensor from the sums of the parts that ranks have read."""
-    total: dict[str, int] = {}
-    for of_rank in sums:
-        for name, value in of_rank.items():
-            total[name] = total.get(name, 0) + value
-    return {name: f"{value % 2**64:016x}" for name, value in total.items()}
+    def _expected(self) -> BaseIdentity | None:
+        """Return the identity of the base that the trained part belongs to, if it is known."""
+        if isinstance(self.trained, Checkpoint):
+            return BaseIdentity.from_json(self.trained.metadata["base"].get("identity"), self.trained.folder)
+        return None if self.trained is None else read_identity(self.trained.folder)
 
 
 def check_lora_options(checkpoint: Checkpoint, config: Config) -> None:
@@ -202,17 +205,17 @@ def open_adapters(found: Base | PeftStart | None, config: Config, ctx: ParallelC
 
 def _open_peft(trained: PeftStart, config: Config, ctx: ParallelContext) -> AdapterStart:
     """Return the start from adapters of PEFT, whose config names their base. Collective."""
-    given, named = config.lora.lora_base, trained.base_name
+    folder = raise_on_all_ranks(
+        ctx, lambda: find_base(trained.folder, trained.base.name, trained.base.revision, config.lora.lora_base)
+    )
 
     def opened() -> Base:
-        if given is None and (named is None or not Path(named).is_dir()):
-            raise CheckpointError(missing_base(trained.folder, named))
-        base = open_base(Path(given or named or ""), {}, config, None, is_given=True)
+        base = open_base(folder, {}, config, None, is_given=True)
         if ctx.rank == 0:
             trained.check_base(base)
         return base
 
-    base = _verified(ctx, given or named or "", opened)
+    base = _verified(ctx, str(folder), opened)
     return AdapterStart(config, base, trained, _record(base))
 
 

@@ -107,7 +107,8 @@ def test_merges_patterns_whole_tensors_and_shards_in_pieces(
     printed = capsys.readouterr().out
     assert re.search(r"verified: 5 merged tensors .* largest error 0\.\d+ of what rounding allows; 16 others", printed)
     assert "left out: consolidated.pth, export.json" in printed
-    assert f"trained on org/model: make sure that {base_folder} is that model" in printed
+    said = f"the identity of its base org/model: whether {base_folder} is that was not verified"
+    assert said in printed
     assert set(names(base_folder)) - set(names(tmp_path / "merged")) == {"consolidated.pth", "export.json"}
     for name in names(tmp_path / "merged"):
         if not name.endswith(".safetensors"):

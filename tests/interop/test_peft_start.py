@@ -175,8 +175,10 @@ NORM = f"{PREFIX}model.norm.weight"
         ("llama", lambda t, c: c.update(layers_to_transform=[0]), "layers.1.* which its .* does not name"),
         (
             "llama",
-            lambda t, c: [t.pop(name) for name in list(t) if ".0.self_attn.q_proj" in name]
-            + [c.update(layers_to_transform=[0, 1])],
+            lambda t, c: (
+                [t.pop(name) for name in list(t) if ".0.self_attn.q_proj" in name]
+                + [c.update(layers_to_transform=[0, 1])]
+            ),
             "lacks model.layers.0.self_attn.q_proj, which its",
         ),
     ],

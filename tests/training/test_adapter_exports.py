@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_adapters_are_exported_from_a_layout(ranks: RankPools, data: Path, base:
     assert names(tmp_path / "hf") == ["samples_16", "samples_8"]
     export, checkpoint = tmp_path / "hf/samples_16", newest_checkpoint(tmp_path / "saved")
     assert checkpoint is not None
-    assert names(export) == ["adapter_config.json", "adapter_model.safetensors", "export.json", "tokenizer.json"]
+    files = ["adapter_config.json", "adapter_model.safetensors", "base_model.json", "export.json", "tokenizer.json"]
+    assert names(export) == files
     assert made_of(export)["token"] == checkpoint.token
     assert compare_export(export, native_adapter(checkpoint), "fp32") == 2 * 2 * 3
     assert json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
@@ -115,6 +117,46 @@ def test_a_merged_export_is_what_merge_adapter_makes(
     assert not loaded["missing_keys"]
     assert model.dtype == dtype
     assert (export / "tokenizer.json").is_file()
+
+
+def test_adapters_are_merged_into_the_model_that_they_were_trained_on(
+    ranks: RankPools, data: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after supervised fine-tuning: adapters, merged; adapters of the result, merged into it, not into the first."""
+    peft = pytest.importorskip("peft")
+    sft, dpo, tuned = tmp_path / "sft", tmp_path / "dpo", tmp_path / "tuned"
+    assert ranks(1)(runs.train, command(data, base, sft, "")) == [""]
+    first, second = sft / "hf/samples_16", dpo / "hf/samples_16"
+    assert merge_adapter.main(["--base", str(base), "--adapter", str(first), "--save", str(tuned)]) == 0
+    layout = "--tensor-model-parallel-size 2 --zero-stage 1"
+    assert ranks(2)(runs.train, command(data, tuned, dpo, layout)) == [""] * 2
+    capsys.readouterr()
+
+    def merged(into: Path, *flags: str) -> tuple[int, str]:
+        words = ["--base", str(into), "--adapter", str(second), "--save", str(tmp_path / f"merged_{into.name}"), *flags]
+        status = merge_adapter.main(words)
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    status, said = merged(shutil.copytree(tuned, tmp_path / "elsewhere"))  # another path says nothing
+    assert status == 0
+    assert "identity" not in said
+    assert "WARNING" not in said
+    status, said = merged(base)
+    assert status == 1
+    assert re.search(
+        r"another base model, \w{12}, than .*, \w{12}: 6 of 20 tensors differ: model.layers.0.mlp.down", said
+    )
+    assert not (tmp_path / f"merged_{base.name}").exists()
+    status, said = merged(base, "--allow-other-base")
+    assert status == 0
+    assert "WARNING" in said
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tuned)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = peft.PeftModel.from_pretrained(plain, second)
+    assert [str(each.message) for each in warned if "peft" in each.filename] == []
+    assert torch.isfinite(model(torch.arange(6)[None]).logits).all()
 
 
 def start_and_save(arguments: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,15 @@ def start(arguments: str) -> tuple[Engine, Any, int]:
     return engine, task, found.progress.iteration
 
 
-def make_base(folder: str, changed: bool = False, model: str = MODEL) -> None:
-    """Save a base model; `changed`, with another value of one number."""
+def make_base(
+    folder: str, change: Callable[[dict[str, torch.Tensor]], object] | None = None, model: str = MODEL
+) -> None:
+    """Save a base model, changed in place by `change`."""
     engine, task = layouts.build(f"{model} --save {folder}")
     layouts.loss_of_step(engine, task, 0)
-    if changed:
-        parameters = dict(named_parameters(engine.module))
+    if change is not None:
         with torch.no_grad():
-            parameters["layers.2.mlp.down.weight"][3, 5] += 1e-7
+            change(dict(named_parameters(engine.module)))
     layouts.save(engine, 1)
 
 
@@ -143,43 +145,82 @@ def test_a_checkpoint_holds_what_is_trained_alone(saved: Saved) -> None:
     numbers = sum(checkpoint.read_full(name).numel() for name in names)
     stored = sum(path.stat().st_size for path in checkpoint.folder.glob("*.safetensors"))
     assert 12 * numbers <= stored < 12 * numbers + 1_000 * len(names), "weight and two moments, and the headers"
-    assert set(checkpoint.metadata["base"]["checksums"]) == set(whole.parameters)
+    identity = checkpoint.metadata["base"]["identity"]
+    assert identity["algorithm"] == "row-column-sum-1"
+    assert len(identity["tensors"]) == len(whole.parameters) + 4 * (2 + 1), "of the files: q, k, v; gate, up"
     with pytest.raises(CheckpointError, match=r"holds adapters of the base model in .*, not a whole model"):
         native_model(checkpoint)
 
 
-def test_adapters_of_another_base_are_refused(ranks: RankPools, saved: Saved, tmp_path: Path) -> None:
+def change_one_number(parameters: dict[str, torch.Tensor]) -> None:
+    parameters["layers.2.mlp.down.weight"][3, 5] += 1e-7
+
+
+def permute_rotary_rows(parameters: dict[str, torch.Tensor]) -> None:
+    for name in (name for name in parameters if name.endswith("attention.qkv.weight")):
+        parameters[name].copy_(parameters[name].unflatten(0, (-1, 2)).flip(1).flatten(0, 1))
+
+
+def roll_vocabulary(parameters: dict[str, torch.Tensor]) -> None:
+    for name in ("embedding.word.weight", "output.weight"):
+        parameters[name].copy_(parameters[name].roll(1, 0))
+
+
+def swap_layers(parameters: dict[str, torch.Tensor]) -> None:
+    one, other = (parameters[f"layers.{number}.mlp.down.weight"] for number in (0, 1))
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+OTHERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "one number": (
+        change_one_number,
+        "1 of 39 tensors differ: model.layers.2.mlp.down_proj.weight. Give the folder of their base as --lora-base",
+    ),
+    "rotary": (permute_rotary_rows, "self_attn.q_proj.weight"),
+    "vocabulary": (roll_vocabulary, "2 of 39 tensors differ: lm_head.weight, model.embed_tokens.weight"),
+    "layers": (swap_layers, "tensors differ: model.layers.0.mlp.down_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_adapters_of_another_base_are_refused(ranks: RankPools, saved: Saved, tmp_path: Path, other: str) -> None:
+    """Also of one whose numbers are the same in another order; --allow-other-base takes it with a warning."""
     _, adapters, _ = saved
-    ranks(1)(make_base, str(tmp_path / "other"), True)
-    faults = ranks(2)(failure_of_start, f"{SMALL} {TP2} --load {adapters} --lora-base {tmp_path / 'other'}")
-    for fault in faults:
+    change, named = OTHERS[other]
+    ranks(1)(make_base, str(tmp_path / "other"), change)
+    words = f"{SMALL} {TP2} --load {adapters} --lora-base {tmp_path / 'other'}"
+    for fault in ranks(2)(failure_of_start, words):
         assert "holds adapters of another base model" in fault
-        assert " tensors differ: layers.2.mlp.down.weight. Give the folder of their base as --lora-base" in fault, fault
+        assert named in fault, fault
+        assert "or pass --allow-other-base" in fault
+    assert ranks(2)(failure_of_start, f"{words} --allow-other-base") == ["", ""]
 
 
 IN_BLOCKS = f"{MODEL} --hidden-size 128 --ffn-hidden-size 256"
 NF4 = f"{SMALL} --hidden-size 128 --ffn-hidden-size 256 --quantize-base nf4"
 
 
-def base_checksums(arguments: str) -> dict[str, str]:
-    """Start, take a step where the run saves, and return the checksums of the base."""
+def base_sums(arguments: str) -> dict[str, str]:
+    """Start, take a step where the run saves, and return the sums of the base."""
     engine, task, _ = start(arguments)
     if engine.config.checkpoint.save is not None:
         layouts.loss_of_step(engine, task, 0)
         layouts.save(engine, 1)
-    return dict(engine.base["checksums"])  # type: ignore[index]
+    return dict(engine.base["identity"]["tensors"])  # type: ignore[index]
 
 
 def test_a_4_bit_base_is_known_by_what_it_was_made_of(ranks: RankPools, tmp_path: Path) -> None:
     base, other, adapters = tmp_path / "base", tmp_path / "other", tmp_path / "adapters"
-    ranks(1)(make_base, str(base), False, IN_BLOCKS)
-    ranks(1)(make_base, str(other), True, IN_BLOCKS)
-    (saved, _) = ranks(2)(base_checksums, f"{NF4} {TP2} --load {base} --save {adapters}")
+    ranks(1)(make_base, str(base), None, IN_BLOCKS)
+    ranks(1)(make_base, str(other), change_one_number, IN_BLOCKS)
+    (saved, _) = ranks(2)(base_sums, f"{NF4} {TP2} --load {base} --save {adapters}")
     dense = NF4.replace("--quantize-base nf4", "")
-    (whole, _) = ranks(2)(base_checksums, f"{dense} --load {base}")
+    (whole, _) = ranks(2)(base_sums, f"{dense} --load {base}")
     assert saved == whole
     (fault,) = ranks(1)(failure_of_start, f"{NF4} --load {adapters} --lora-base {other}")
-    assert " tensors differ: layers.2.mlp.down.weight. Give the folder" in fault
+    assert " tensors differ: model.layers.2.mlp.down_proj.weight. Give the folder" in fault
     (fault,) = ranks(1)(failure_of_start, f"{dense} --load {adapters}")
     assert "trained with quantize_base=nf4; with quantize_base=none the base computes something else" in fault
     assert "Give --quantize-base nf4, or --finetune to start a new run" in fault
