@@ -385,6 +385,9 @@ def _innermost(main: int | None) -> tuple[str, bool]:
     The backward pass that it started counts too.
     """
     frames: dict[int, FrameType] = sys._current_frames()
+    # this function's own frame holds `frames`: together they would keep the activations in the main thread's variables
+    # until the next garbage collection
+    del frames[threading.get_ident()]
     frame = frames.get(main or 0)
     if frame is None:
         return "", False

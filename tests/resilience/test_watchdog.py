@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import random
 import resource
 import secrets
 import socket
+import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +45,26 @@ def test_the_rank_that_does_not_wait_is_named_and_the_others_are_counted() -> No
         "  rank 3 on node1 (process 103) does not wait for others: in step 7, train, since 60.0 s, in f (x.py:1)"
     )
     assert lines[1:] == ["  ranks 0, 1, 2, 4, 5, 6, 7, 8 and 3 more waited for others in step 7, train"]
+
+
+def test_a_look_at_the_main_thread_keeps_nothing_of_it_alive() -> None:
+    """Activations in the variables of its functions must be freed with these, not by the collector."""
+
+    class Activations:
+        pass
+
+    def layer() -> weakref.ref[Activations]:
+        activations = Activations()
+        watcher = threading.Thread(target=module._innermost, args=(threading.get_ident(),))
+        watcher.start()
+        watcher.join()
+        return weakref.ref(activations)
+
+    gc.disable()
+    try:
+        assert layer()() is None
+    finally:
+        gc.enable()
 
 
 def test_where_all_wait_the_one_that_is_elsewhere_is_named() -> None:
