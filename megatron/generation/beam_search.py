@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.generation.options import GenerationOptions
+from megatron.generation.requests import Reason
 from megatron.generation.sampling import Penalties, final_ids
 
 IMPOSSIBLE = -1.0e9
@@ -27,6 +28,7 @@ class BeamResult(NamedTuple):
     ids: tuple[int, ...]
     """The generated tokens, with the final one that ended it."""
     score: float
+    reason: Reason
 
 
 class BeamStep(NamedTuple):
@@ -36,8 +38,8 @@ class BeamStep(NamedTuple):
     """int64 on the host"""
     sources: list[int]
     """For each of the B rows, the place among them of the row that it continues: the cache must be reordered so."""
-    finished: dict[int, BeamResult]
-    """First row and best text of each sequence that has ended; its rows must be removed."""
+    finished: dict[int, list[BeamResult]]
+    """First row and the best `num_samples` texts of each sequence that has ended; its rows must be removed."""
 
 
 @dataclass
@@ -97,7 +99,7 @@ class BeamSearch:
         scores_BV += torch.tensor(running, device=scores_BV.device).view(-1, 1)
         joined = scores_BV.view(len(firsts), self.num_beams * self._vocab_size)
         values, places = joined.topk(min(self._num_candidates, joined.shape[1]), dim=1)
-        ids, sources, finished = [], list[int](), dict[int, BeamResult]()
+        ids, sources, finished = [], list[int](), dict[int, list[BeamResult]]()
         for number, (first, scores, found) in enumerate(zip(firsts, values.tolist(), places.tolist(), strict=True)):
             here = range(number * self.num_beams, (number + 1) * self.num_beams)
             if first not in self._sequences:
@@ -105,11 +107,11 @@ class BeamSearch:
                 sources += here
                 continue
             candidates = [(score, *divmod(place, self._vocab_size)) for score, place in zip(scores, found, strict=True)]
-            kept, result = self._advance(self._sequences[first], candidates)
+            kept, results = self._advance(self._sequences[first], candidates)
             ids += [token for _, token in kept]
             sources += [here[beam] for beam, _ in kept]
-            if result is not None:
-                finished[first] = result
+            if results:
+                finished[first] = results
         ids_B = torch.tensor(ids)
         if self._penalties.changes_logits:
             self._penalties.copy([rows[source] for source in sources], rows)
@@ -118,10 +120,10 @@ class BeamSearch:
 
     def _advance(
         self, sequence: _Sequence, candidates: list[tuple[float, int, int]]
-    ) -> tuple[list[tuple[int, int]], BeamResult | None]:
+    ) -> tuple[list[tuple[int, int]], list[BeamResult]]:
         """Continue the beams by the best of (score, beam, token), the best first.
 
-        Returns the beam and the token of each continued beam, and the best text if the search has ended.
+        Returns the beam and the token of each continued beam, and the best texts if the search has ended.
         """
         count, options = self.num_beams, self.options
         length = len(sequence.texts[0]) + 1
@@ -130,7 +132,9 @@ class BeamSearch:
         ends = [at_end or token in self._final for _, _, token in candidates]
         if not (options.early_stopping and len(sequence.complete) == count):
             sequence.complete += [
-                BeamResult((*sequence.texts[beam], token), score / divisor)
+                BeamResult(
+                    (*sequence.texts[beam], token), score / divisor, "stop" if token in self._final else "length"
+                )
                 for (score, beam, token), ended in zip(candidates[:count], ends, strict=False)
                 if ended
             ]
@@ -143,4 +147,5 @@ class BeamSearch:
         is_full = len(sequence.complete) == count
         can_improve = not is_full or sequence.scores[0] / divisor > sequence.complete[-1].score
         has_ended = all(ends) or not can_improve or (options.early_stopping and is_full)
-        return [(beam, token) for _, beam, token in kept], sequence.complete[0] if has_ended else None
+        results = sequence.complete[: options.num_samples] if has_ended else []
+        return [(beam, token) for _, beam, token in kept], results

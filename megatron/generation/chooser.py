@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -75,11 +76,9 @@ class Chooser:
         step, count = self._beams.choose(logits_BV, rows), self._options.num_beams
         verdicts = []
         for place, (row, token, source) in enumerate(zip(rows, step.ids_B.tolist(), step.sources, strict=True)):
-            result = step.finished.get(rows[place - place % count])
-            reason: Reason | None = None
-            if result is not None:
-                reason = "stop" if result.ids[-1] in self._final else "length"
-            verdicts.append(Verdict(token, reason, row if result is not None else rows[source]))
+            results = step.finished.get(rows[place - place % count], [])
+            reason = results[0].reason if results else None
+            verdicts.append(Verdict(token, reason, row if results else rows[source]))
         for first in step.finished:
             self._beams.remove(first)
-        return verdicts, list(step.finished.values())
+        return verdicts, list(itertools.chain.from_iterable(step.finished.values()))

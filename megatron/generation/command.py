@@ -47,6 +47,8 @@ class PromptOptions:
     """Template of chats: a preset, or a .jinja or .py file. Unset: the tokenizer's."""
     keep_special_tokens: bool = False
     """Write special tokens, such as that of the end, as text."""
+    token_ids: bool = False
+    """Give the ids of each text (`ids`) and of its prompt (`prompt_ids`) in its JSON line."""
     batch_size: Positive = 16
     """Largest number of texts that each copy of the model generates at once."""
     use_graphs: bool | None = None
@@ -89,6 +91,8 @@ class PromptOptions:
                 yield f"--output {self.output}: the folder does not exist; create it"
             elif Path(self.output).is_dir():
                 yield f"--output {self.output} is a folder; give a file"
+        if self.token_ids and self.output is None and self.input is None:
+            yield "--token-ids is for JSON lines; give --output FILE or --input FILE, or leave it out"
         for name, value in (("overwrite", self.output), ("on_bad_line", self.input)):
             if getattr(self, name) != getattr(PromptOptions, name) and value is None:
                 needed = "--output" if name == "overwrite" else "--input"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatron.accelerator import free_memory_bytes
 from megatron.config.options import ConfigError
 from megatron.generation.batch import (
+    REASONS,
     MostTokens,
     RowGroup,
     Unit,
@@ -105,7 +106,7 @@ def generate(
     if kept is not None and (len(requests) * max(options.num_beams, options.num_samples) * ctx.num_batch_ranks) != 1:
         raise ValueError("keys and values are kept for one text of one prompt on one replica")
     replica = _Replica(model, own, options, settings, chooser, statistics, kept)
-    order = [(request.number, sample) for request in requests for sample in _samples(options)]
+    order = [(request.number, sample) for request in requests for sample in range(options.num_samples)]
     finished: dict[tuple[int, int], Completion] = {}
     turns = replica.run(on_token or (lambda *token: None))
     is_done = False
@@ -143,10 +144,6 @@ def request_faults(
             f"batch_size={settings.batch_size} is too small for num_beams={options.num_beams}, whose beams are in one "
             f"batch; set batch_size to {options.num_beams} or more"
         )
-
-
-def _samples(options: GenerationOptions) -> range:
-    return range(1 if options.num_beams > 1 else options.num_samples)
 
 
 def _decides(model: InferenceModel) -> bool:
@@ -348,8 +345,9 @@ class _Replica:
                         if self._kept is not None:  # the last token has not been read
                             self._kept.ids = (*row.request.prompt, *row.ids[:-1])
                 elif verdict.reason is not None and row.sample == 0:
-                    result = next(results)
-                    finished.append(Completion(row.request.number, 0, result.ids, verdict.reason, result.score))
+                    for sample, result in enumerate(itertools.islice(results, self._options.num_samples)):
+                        number = row.request.number
+                        finished.append(Completion(number, sample, result.ids, result.reason, result.score))
         self._pending[group.first].clear()
         return finished
 
@@ -387,8 +385,11 @@ class _Replica:
         assert pending.verdicts is not None
         messages = [torch.tensor([verdict.encode() for verdict in pending.verdicts])]
         if pending.results:
-            padded = [[len(each.ids), *_double_bits(each.score), *each.ids] for each in pending.results]
-            width = 3 + self._options.max_new_tokens
+            padded = [
+                [len(each.ids), REASONS.index(each.reason), *_double_bits(each.score), *each.ids]
+                for each in pending.results
+            ]
+            width = 4 + self._options.max_new_tokens
             messages.append(torch.tensor([row + [0] * (width - len(row)) for row in padded]))
         group = self._model.ctx.control_group
         for rank, message in itertools.product(self._others, messages):
@@ -397,10 +398,13 @@ class _Replica:
     def _receive(self, pending: _Pending) -> list[Verdict]:
         verdicts = [Verdict.decode(row) for row in self._received(len(pending.rows), 4 + 2 * self._num_alternatives)]
         beams = self._options.num_beams
-        count = sum(1 for verdict in verdicts if verdict.reason) // beams if beams > 1 else 0
-        if count:
-            for length, high, low, *ids in self._received(count, 3 + self._options.max_new_tokens):
-                pending.results.append(BeamResult(tuple(ids[:length]), _double(high, low)))
+        ended = sum(1 for verdict in verdicts if verdict.reason) // beams if beams > 1 else 0
+        if ended:
+            rows = self._received(ended * self._options.num_samples, 4 + self._options.max_new_tokens)
+            for length, reason, high, low, *ids in rows:
+                found = REASONS[reason]
+                assert found is not None
+                pending.results.append(BeamResult(tuple(ids[:length]), _double(high, low), found))
         return verdicts
 
     def _received(self, rows: int, columns: int) -> list[list[int]]:

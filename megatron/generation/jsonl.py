@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,11 +21,13 @@ from megatron.generation.requests import Completion, Request
 from megatron.observability.append_file import AppendFile
 
 RESULT_KEYS = ("completion", "reason", "num_tokens", "score", "logprobs", "completions")
+ID_KEYS = ("ids", "prompt_ids")
 INPUT_OF_LAUNCHER = "MEGATRON_TERMINAL"
 """Variable with the path of the launcher's standard input: a rank that it starts has none of its own."""
+SURROGATE = re.compile("[\ud800-\udfff]")
 OF_MODEL = ("load", "lora_base", "merge_adapter", "precision", "quantize_base")
 """Options of the model that change its answers. A run may continue on another layout."""
-OF_PROMPTS = ("as_chat", "system", "chat_template", "keep_special_tokens")
+OF_PROMPTS = ("as_chat", "system", "chat_template", "keep_special_tokens", "token_ids")
 
 
 class Prompt(NamedTuple):
@@ -45,6 +48,7 @@ class PromptSource:
         self, command: GenerateCommand, encoder: PromptEncoder, faults: Callable[[Request], Sequence[str]]
     ) -> None:
         self._options, self._encoder, self._faults = command.prompts, encoder, faults
+        self._result_keys = (*RESULT_KEYS, *(ID_KEYS if command.prompts.token_ids else ()))
         self.num_bad = 0
         """Lines that were left out."""
 
@@ -52,7 +56,7 @@ class PromptSource:
         for number, (where, read) in enumerate(self._rows()):
             try:
                 row = read()
-                if taken := [key for key in RESULT_KEYS if key in row]:
+                if taken := [key for key in self._result_keys if key in row]:
                     raise DataError(f"it has the key {taken[0]!r}, which the result needs; rename it")
                 request = Request(number, ids_of(row, self._encoder, as_chat=self._options.as_chat))
                 if faults := self._faults(request):
@@ -233,18 +237,26 @@ def _is_result(line: bytes, row: dict[str, Any]) -> bool:
 
 
 def as_line(result: dict[str, Any]) -> str:
-    return json.dumps(result, ensure_ascii=False) + "\n"
+    """Return a result as JSON; half a surrogate pair, which UTF-8 does not have, as the escape that the input had."""
+    line = json.dumps(result, ensure_ascii=False)
+    return SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", line) + "\n"
 
 
 def as_result(
-    row: dict[str, Any],
+    prompt: Prompt,
     completions: Sequence[Completion],
     text_of: Callable[[Completion], str],
     token: Callable[[int], str],
+    *,
+    with_ids: bool,
 ) -> dict[str, Any]:
     """Return the result of a prompt: what its row says, and the texts. `token` decodes a single id."""
     texts = [_fields(each, text_of(each), token) for each in completions]
-    return {**row, **texts[0]} if len(texts) == 1 else {**row, "completions": texts}
+    result = dict(prompt.row)
+    if with_ids:
+        result["prompt_ids"] = list(prompt.request.prompt)
+        texts = [{**fields, "ids": list(each.ids)} for fields, each in zip(texts, completions, strict=True)]
+    return {**result, **texts[0]} if len(texts) == 1 else {**result, "completions": texts}
 
 
 def _fields(completion: Completion, text: str, token: Callable[[int], str]) -> dict[str, Any]:

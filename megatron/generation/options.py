@@ -41,7 +41,7 @@ class GenerationOptions:
     presence_penalty: Penalty = 0.0
     """Subtract it once from the logit of each token that has been generated."""
     num_samples: Positive = 1
-    """Texts for each prompt."""
+    """Texts for each prompt. Of a beam search: the best ones, up to num_beams."""
     num_beams: Positive = 1
     """Beams of a beam search. 1: none."""
     length_penalty: float = 1.0
@@ -71,7 +71,7 @@ class GenerationOptions:
     def faults(self) -> Iterator[str]:
         """Describe the options that contradict each other."""
         if not self.draws:
-            for name in ("top_k", "top_p", "min_p", "num_samples"):
+            for name in ("top_k", "top_p", "min_p", *(() if self.num_beams > 1 else ("num_samples",))):
                 if (value := getattr(self, name)) != _DEFAULTS[name]:
                     yield (
                         f"{name}={value} has no effect on the most probable token (temperature=0); set a temperature, "
@@ -87,7 +87,12 @@ class GenerationOptions:
                     f"num_beams={self.num_beams} chooses the most probable texts, temperature={self.temperature:g} "
                     "draws them; leave one of them out"
                 )
-            for name in ("num_samples", "stop", "logprobs"):
+            if self.num_samples > self.num_beams:
+                yield (
+                    f"num_samples={self.num_samples} is above num_beams={self.num_beams}, the number of texts that a "
+                    "beam search finds; raise num_beams"
+                )
+            for name in ("stop", "logprobs"):
                 if (value := getattr(self, name)) != _DEFAULTS[name]:
                     yield f"{name}={value} is not for a beam search (num_beams={self.num_beams}); leave one of them out"
         else:

@@ -213,7 +213,13 @@ def _write(
     session: Session, prompt: Prompt, completions: list[Completion], writer: ResultFile | None, *, is_plain: bool
 ) -> None:
     decode = session.encoder.tokenizer.decode
-    result = as_result(prompt.row, completions, partial(session.text_of, prompt.request), lambda token: decode([token]))
+    result = as_result(
+        prompt,
+        completions,
+        partial(session.text_of, prompt.request),
+        lambda token: decode([token]),
+        with_ids=session.command.prompts.token_ids,
+    )
     if writer is not None:
         writer.write(result)
     elif not is_plain:

@@ -19,15 +19,15 @@ Model = Callable[[list[int]], Tensor]
 
 def search(
     options: GenerationOptions, model: Model, prompts: list[list[int]], eos: tuple[int, ...]
-) -> list[BeamResult]:
-    """Best texts of all prompts, in one batch. Each row's text is put together here, by the sources."""
+) -> list[list[BeamResult]]:
+    """Best texts of each prompt, in one batch. Each row's text is put together here, by the sources."""
     vocab_size = len(model([0]))
     beams, count = BeamSearch(options, vocab_size, eos), options.num_beams
     texts: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         beams.add(number * count, prompt)
         texts |= {number * count + beam: prompt for beam in range(count)}
-    results: dict[int, BeamResult] = {}
+    results: dict[int, list[BeamResult]] = {}
     while len(results) < len(prompts):
         rows = list(range(len(prompts) * count))
         step = beams.choose(torch.stack([model(texts[row]) for row in rows]))
@@ -56,7 +56,7 @@ def test_with_enough_beams_the_best_text_of_all_is_found(length_penalty: float) 
             logprobs = [model([*prompt, *text[:i]]).double().log_softmax(0)[text[i]] for i in range(length)]
             scores[text] = float(sum(logprobs)) / length**length_penalty
     options = GenerationOptions(num_beams=100, max_new_tokens=longest, length_penalty=length_penalty)
-    (found,) = search(options, model, [prompt], (eos,))
+    ((found,),) = search(options, model, [prompt], (eos,))
     assert found.ids == max(scores, key=scores.__getitem__)
     assert found.score == pytest.approx(scores[found.ids])
 
@@ -67,6 +67,8 @@ def test_with_enough_beams_the_best_text_of_all_is_found(length_penalty: float) 
         {"num_beams": 2},
         {"num_beams": 4, "length_penalty": 2.0},
         {"num_beams": 4, "early_stopping": True},
+        {"num_beams": 4, "num_samples": 4},
+        {"num_beams": 3, "num_samples": 2, "early_stopping": True},
         {"num_beams": 3, "repetition_penalty": 1.3, "min_new_tokens": 4, "length_penalty": 0.0},
     ],
     ids=str,
@@ -86,7 +88,8 @@ def test_ids_and_scores_are_those_of_transformers(given: dict[str, Any]) -> None
         logits: Tensor = theirs(torch.tensor([ids])).logits[0, -1]
         return logits
 
-    options = GenerationOptions(max_new_tokens=12, **given)
+    options, given = GenerationOptions(max_new_tokens=12, **given), dict(given)
+    count = given.pop("num_samples", 1)
     found = search(options, model, prompts, eos)
     ended = set()
     for prompt, ours in zip(prompts, found, strict=True):
@@ -94,12 +97,17 @@ def test_ids_and_scores_are_those_of_transformers(given: dict[str, Any]) -> None
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             do_sample=False, max_new_tokens=12, eos_token_id=list(eos), pad_token_id=0, top_k=None,
-            output_scores=True, return_dict_in_generate=True,
+            num_return_sequences=count, output_scores=True, return_dict_in_generate=True,
             **given,
         )  # fmt: skip
-        text = output.sequences[0, len(prompt) :].tolist()
-        assert list(ours.ids) == text
-        assert ours.score == pytest.approx(float(output.sequences_scores[0]), rel=1e-5)
-        ended.add(text[-1] in eos)
+        texts = output.sequences[:, len(prompt) :].tolist()
+        assert len(ours) == len(texts) == count
+        for each, text, score in zip(ours, texts, output.sequences_scores.tolist(), strict=True):
+            place = next((place for place, token in enumerate(text) if token in eos), len(text))
+            text = text[: place + 1]  # it is filled up to the longest one
+            assert list(each.ids) == text
+            assert each.score == pytest.approx(score, rel=1e-5)
+            assert each.reason == ("stop" if text[-1] in eos else "length")
+            ended.add(text[-1] in eos)
     if "early_stopping" in given:
         assert True in ended

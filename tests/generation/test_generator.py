@@ -150,8 +150,12 @@ def full_shapes(arguments: str) -> list[tuple[str, tuple[int, ...]]]:
     return found + [(name, weight.shard.shape) for name, weight in quantized_weights(modules)]
 
 
-DRAWN = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "num_samples": 3, "logprobs": 2, "seed": 5}
-BEAMS = {"max_new_tokens": 9, "num_beams": 2}
+DRAWN = {
+    "max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "num_samples": 3, "logprobs": 2, "seed": 5,
+    "frequency_penalty": 1.5, "repetition_penalty": 1.2,
+}  # fmt: skip
+"""What is counted must be the text's own, not that of the row's text before."""
+BEAMS = {"max_new_tokens": 9, "num_beams": 2, "num_samples": 2}
 
 
 @cache
@@ -186,11 +190,26 @@ def test_the_batch_changes_nothing(kind: str) -> None:
     theirs = reference("llama_gqa")
     expected = alone("llama_gqa", kind)
     options = DRAWN if kind == "drawn" else BEAMS
-    assert len(expected) == len(LENGTHS) * (3 if kind == "drawn" else 1)
+    assert len(expected) == len(LENGTHS) * options["num_samples"]
     assert len({each.ids for each in expected}) > len(LENGTHS) - 1
     # two rows: three samples of a prompt are generated in parts
     ours = completions(theirs.arguments, theirs.weights, theirs.prompts, options, 2, theirs.texts[0][:1], is_alone=True)
     assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_each_of_several_final_ids_ends_a_text(num_beams: int) -> None:
+    theirs, model = reference("llama_gqa"), their_model("llama_gqa")
+    # each of two prompts meets another one of them; the first of the ids occurs nowhere
+    unused = next(token for token in range(VOCABULARY) if not any(token in text for text in theirs.texts))
+    eos = [unused, theirs.texts[0][3], theirs.texts[1][2]]
+    options = {"max_new_tokens": NUM_NEW, "num_beams": num_beams}
+    ours = completions(theirs.arguments, theirs.weights, theirs.prompts, options, 4, eos, is_alone=True)
+    assert len({each.ids[-1] for each in ours if each.reason == "stop"} & set(eos)) == 2
+    for prompt, each in zip(theirs.prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=eos, **options)
+        assert list(each.ids) == text[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -209,16 +228,22 @@ def test_samples_and_beams_are_the_same_on_ranks(
 def test_beams_are_those_of_transformers() -> None:
     theirs = reference("llama_gqa")
     model = their_model("llama_gqa")
-    for prompt, ours in zip(theirs.prompts, alone("llama_gqa", "beams"), strict=True):
+    options = {name: value for name, value in BEAMS.items() if name != "num_samples"}
+    all_texts = alone("llama_gqa", "beams")
+    found_by_prompt = [all_texts[place : place + 2] for place in range(0, len(all_texts), 2)]
+    for prompt, ours in zip(theirs.prompts, found_by_prompt, strict=True):
         ids = torch.tensor([prompt])
         found = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             eos_token_id=theirs.texts[0][0],
-            **BEAMS,
+            num_return_sequences=2,
+            **options,
         )
-        assert list(ours.ids) == found[0, len(prompt) :].tolist()
+        for sample, (one, text) in enumerate(zip(ours, found[:, len(prompt) :].tolist(), strict=True)):
+            assert one.sample == sample
+            assert [*one.ids, *[0] * (len(text) - len(one.ids))] == text  # filled up
 
 
 @pytest.mark.parametrize(

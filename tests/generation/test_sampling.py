@@ -270,7 +270,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9 is above max_new_tokens=8"),
         ({"stop": ("a", "")}, "empty string"),
         ({"num_beams": 2, "temperature": 0.5}, "leave one of them out"),
-        ({"num_beams": 2, "num_samples": 2, "temperature": 1.0}, "num_samples=2 is not for a beam search"),
+        ({"num_beams": 2, "num_samples": 3}, "num_samples=3 is above num_beams=2"),
         ({"length_penalty": 2.0}, "is for a beam search"),
     ],
 )

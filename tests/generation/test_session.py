@@ -207,6 +207,37 @@ def test_log_probabilities_and_beam_scores_are_in_the_results(model: InferenceMo
     assert json.loads(out)["score"] < 0
 
 
+def test_half_a_surrogate_pair_in_a_row_is_repeated_and_its_file_continued(
+    model: InferenceModel, tmp_path: Path
+) -> None:
+    rows: list[Any] = [r'{"prompt": "a", "note": "\ud83d", "\udc00": "é 🙂"}', {"prompt": "b"}]
+    source, output = write_rows(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl"
+    line = ["--input", str(source), "--output", str(output), "--max-new-tokens", "3"]
+    with patch.object(jsonl.ResultFile, "finish"):  # as if it had been interrupted here
+        printed(model, *line)
+    printed(model, *line)
+    first, second = map(json.loads, output.read_text(encoding="utf-8").splitlines())
+    assert (first["note"], first["\udc00"], second["prompt"]) == ("\ud83d", "é 🙂", "b")
+
+
+@pytest.mark.parametrize("flags", [[], ["--num-beams", "3", "--num-samples", "2"]])
+def test_ids_are_in_the_results_on_request(model: InferenceModel, tmp_path: Path, flags: list[str]) -> None:
+    source = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "ab", "id": 1}])
+    out, _ = printed(model, "--input", str(source), "--max-new-tokens", "4", "--token-ids", "--ignore-eos", *flags)
+    row = json.loads(out)
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    assert (tokenizer.decode(row["prompt_ids"]), row["id"]) == ("ab", 1)
+    texts = row["completions"] if flags else [row]
+    assert len({tuple(text["ids"]) for text in texts}) == (2 if flags else 1)
+    for text in texts:
+        assert text["num_tokens"] == len(text["ids"]) == 4
+        hidden = tokenizer.special_ids
+        assert tokenizer.decode([each for each in text["ids"] if each not in hidden]) == text["completion"]
+    with pytest.raises(ConfigError, match="--token-ids is for JSON lines"):
+        read_command(["--load", str(source.parent), "--prompt", "a", "--token-ids"])
+
+
 def test_ids_that_the_model_lacks_are_named(model: InferenceModel) -> None:
     with pytest.raises(ConfigError, match="stop_token_ids has the id 300, but the model's vocabulary has the ids 0"):
         printed(model, "--prompt", "a", "--stop-token-ids", "300")
