@@ -35,6 +35,7 @@ PROFILING = (
     "pytorch_profiler_collect_shapes",
     "pytorch_profiler_collect_callstack",
 )
+ON_HPU = ("use_fast_softmax", "fused_sdpa_recompute")
 TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 PATIENCE = "early_stopping_patience"
 LM_EVAL = ("lm_eval_task_path", "lm_eval_interval", "lm_eval_limit")
@@ -80,18 +81,14 @@ def idle_without(config: Config) -> Iterator[str]:
         (checkpoint.load or checkpoint.save, "load or save", "give the folder to resume from", RESUMING),
         (config.training.early_stopping_patience, PATIENCE, "give one", ("early_stopping_min_delta",)),
         (config.compares_validations, f"{PATIENCE} or keep_best", "give one", ("best_metric", "best_metric_mode")),
+        (config.training.loss, "loss", "name one", ("loss_options",)),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
         (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),
         (config.optimizer.optimizer != "sgd", "an Adam", "choose one", ("decoupled_weight_decay",)),
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rope_scaling_factor")),
         (model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
-        (
-            config.parallel.device in ("auto", "hpu"),
-            "device=hpu",
-            "choose that",
-            ("use_fast_softmax", "fused_sdpa_recompute"),
-        ),
+        (config.parallel.device in ("auto", "hpu"), "device=hpu", "choose that", ON_HPU),
         (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),
         (
             tokenizer == "GPT2BPETokenizer",

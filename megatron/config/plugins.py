@@ -6,13 +6,17 @@ reader of adapters is imported in the same way, where `load` is a folder of them
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from megatron.config.options import Config, ConfigError
 from megatron.files import IMPORT_ROOT
@@ -96,6 +100,42 @@ def load_task(config: Config) -> Any:
     if not hasattr(cls, "faults"):
         raise ConfigError([f"task={name!r} is not a task; give a subclass of megatron.tasks.task.Task"])
     return cls(config)
+
+
+def filled_options(declared: Any, words: Sequence[str], option: str, owner: str) -> Any:
+    """Return the dataclass `declared` filled from NAME=VALUE words of an option; None: there are no options to fill.
+
+    `owner` is what has declared them, for messages. Raises ConfigError with every fault.
+    """
+    known = [] if declared is None else [field.name for field in dataclasses.fields(declared)]
+    if words and not known:
+        raise ConfigError([f"{option}={' '.join(words)} is given, but {owner} has no options; leave it out"])
+    if declared is None:
+        return None
+    pairs = [word.partition("=") for word in words]
+    faults = [f"{option} {word!r} is not NAME=VALUE; write it so" for word in words if "=" not in word]
+    faults += [
+        f"{option} {name}={value!r} is unknown to {owner}; use {', '.join(known)}"
+        for name, equals, value in pairs
+        if equals and name not in known
+    ]
+    names = [name for name, _, _ in pairs]
+    faults += [f"{option} has {name} {names.count(name)} times; keep one" for name in known if names.count(name) > 1]
+    values = {name: value for name, _, value in pairs if name in known}
+    try:
+        options = TypeAdapter(declared).validate_python(values)
+    except ValidationError as error:
+        for fault in error.errors():
+            name = ".".join(map(str, fault["loc"]))
+            if fault["type"] == "missing":
+                faults.append(f"{option} lacks {name}, which {owner} needs; give it")
+            else:
+                faults.append(f"{option} {name}={fault['input']!r}: {fault['msg']}")
+    except PydanticUserError as error:
+        faults.append(f"{owner} has an option of a type that no text is read as; use a plain type: {error}")
+    if faults:
+        raise ConfigError(faults)
+    return options
 
 
 def with_loaded_adapters(config: Config, given: Collection[str]) -> Config:

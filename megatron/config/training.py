@@ -73,6 +73,8 @@ class TrainingConfig:
     loss: str | None = None
     """package.module:FUNCTION or FILE.py:FUNCTION: a loss of your own over log-probabilities or hidden states, in place
     of the cross-entropy of pretrain or sft."""
+    loss_options: tuple[str, ...] = ()
+    """NAME=VALUE ... for a loss of your own: its keyword-only arguments."""
     teacher: tuple[str, ...] = ()
     """Files of a teacher's likeliest tokens, as a run with teacher_top_k writes them, for a loss that takes a teacher.
     """

@@ -16,6 +16,8 @@ from torch import Tensor
 
 RECEIVED, COMPUTED, LOSS, SENT, TIED, GRADIENT = "received", "computed", "loss", "sent", "tied", "gradient"
 """Kinds of checks: messages between stages, a rank's part of a sum, losses, gradients before they are summed."""
+LOSS_INPUT, LOSS_FUNCTION, LOSS_GRADIENT = "loss input", "loss function", "loss gradient"
+"""Checks of a user's loss function: the log-probabilities that it is given, their loss, and their gradient."""
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 

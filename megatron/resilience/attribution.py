@@ -10,11 +10,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from megatron.parallel.finite_checks import BACKWARD, FORWARD, GRADIENT, LOSS, RECEIVED, TIED
+from megatron.parallel.finite_checks import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    LOSS,
+    LOSS_FUNCTION,
+    LOSS_GRADIENT,
+    LOSS_INPUT,
+    RECEIVED,
+    TIED,
+)
 from megatron.resilience.rank_record import RankRecord
 
 DEVICE, LINK, DATA, WEIGHTS, UNKNOWN = "device", "link", "data", "weights", "not known"
 """Kinds of origins. `device`: of a rank's own computation or memory; `weights`: all copies of a weight are bad."""
+FUNCTION = "loss function"
+"""Kind of an origin: the user's own, of which the device, a link and the data are innocent."""
 SHOWN = 4
 
 
@@ -43,7 +55,8 @@ def find_origin(records: Sequence[RankRecord], num_stages: int) -> FaultOrigin:
         return FaultOrigin(LINK, (), "", "what each rank computed was finite; their sum is not: a link, or an overflow")
     kinds = {record.place.rank: _kind(record) for record in origins}
     # a device's fault is rarer than bad data, and says more
-    kind, what = min(kinds.values(), key=lambda found: (LINK, DEVICE, DATA, UNKNOWN).index(found[0]))
+    order = (LINK, DEVICE, FUNCTION, DATA, UNKNOWN)
+    kind, what = min(kinds.values(), key=lambda found: order.index(found[0]))
     return _named(kind, [record for record in origins if kinds[record.place.rank] == (kind, what)], what)
 
 
@@ -81,9 +94,13 @@ def _kind(record: RankRecord) -> tuple[str, str]:
         came = "activations" if direction == FORWARD else "gradients"
         return LINK, f"the {came} that came from the {'previous' if direction == FORWARD else 'next'} stage are not "\
             "finite, those that it sent were"  # fmt: skip
+    if first.kind == LOSS_FUNCTION:
+        return FUNCTION, f"{record.loss} is not finite, the log-probabilities that it was given are"
+    if first.kind == LOSS_GRADIENT:
+        return FUNCTION, f"the gradient of {record.loss} is not finite, its losses are"
     if first.kind in (GRADIENT, TIED) or direction == BACKWARD:
         return DEVICE, "its own gradients are not finite, its losses are"
-    if first.kind == LOSS:
+    if first.kind in (LOSS, LOSS_INPUT):
         return DATA, "its loss is not finite, what it received was"
     return UNKNOWN, "its forward pass was the first that was not finite: its device or its data"
 

@@ -69,3 +69,5 @@ class RankRecord:
     """Its first check that failed; None: whatever it computed was finite."""
     bad_weights: tuple[str, ...] = ()
     """Some of its weights that are not finite."""
+    loss: str = ""
+    """The user's loss function and its file, if there is one."""

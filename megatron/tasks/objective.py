@@ -1,20 +1,18 @@
 """A user's loss function: `--loss package.module:function`, in place of the cross-entropy of a task.
 
-B rows of a microbatch, S tokens of a row, H hidden size. docs/tasks.md shows functions.
+B rows of a microbatch, S tokens of a row, H hidden size; N samples in it, of at most L tokens. docs/tasks.md shows
+functions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import traceback
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.config.data import parse_data_path
 from megatron.config.options import Config, ConfigError
-from megatron.config.plugins import import_attribute
+from megatron.tasks.loss_function import loss_function
 from megatron.tasks.loss_result import LossError, LossResult, Metric
 
 if TYPE_CHECKING:
@@ -23,33 +21,30 @@ if TYPE_CHECKING:
     from megatron.data.label_file import StoredLabels
     from megatron.parallel.context import ParallelContext
 
-FORMS = (
-    ("log_probs", "batch"),
-    ("log_probs", "batch", "reference"),
-    ("log_probs", "batch", "teacher"),
-    ("hidden", "batch"),
-)
-"""Names of the arguments that a function may have."""
+IGNORED = -100
+"""Label of what is not in the loss, as in torch and transformers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossBatch:
-    """Microbatch as a loss function sees it."""
+    """Microbatch as a loss function sees it: [B, S], or with `rows` [N, L]. Its tensors are not to be written."""
 
     labels: Tensor
-    """Next tokens, [B, S] int64."""
+    """Next tokens, int64; IGNORED where the weight is 0."""
     weights: Tensor
-    """Weight of each label in the loss, [B, S] float32; 0: the label does not count."""
+    """Weight of each label in the loss, float32; 0: the label does not count."""
     sources: Tensor
-    """Place in `data_path` of the dataset that each label is from, [B, S] int64, from 0."""
+    """Place in `data_path` of the dataset that each label is from, int64, from 0."""
     begins: Tensor
-    """Place in its row at which the sample of each label begins, [B, S] int64: a chat, or in pretraining the row."""
+    """Place in its row at which the sample of each label begins, int64: a chat, or in pretraining the row."""
     output_weight: Tensor
     """This rank's rows of the vocabulary: input of `megatron.parallel.losses`."""
     ctx: ParallelContext
+    tokens: Tensor | None = None
+    """Next tokens, int64, also where they are not in the loss; 0 where there is no sample. None: made by hand."""
 
     def sample_sums(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` [B, S] over all labels of the same sample that are in the loss, [B, S].
+        """Return the sum of `values` over all labels of the same sample that are in the loss, in their shape.
 
         So a loss of a whole chat is given to each of its labels.
         """
@@ -60,7 +55,7 @@ class LossBatch:
 
 
 class Teacher(NamedTuple):
-    """The likeliest tokens of a stored teacher at each label, [B, S, K], the likeliest first."""
+    """The likeliest tokens of a stored teacher at each label, [B, S, K] or [N, L, K], the likeliest first."""
 
     ids: Tensor
     """int64"""
@@ -70,52 +65,160 @@ class Teacher(NamedTuple):
     """Those that the model in training gives the same tokens, float32, with a gradient."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Targets:
+    """The targets of a microbatch by their names."""
+
+    labels: Tensor
+    weights: Tensor
+    sources: Tensor
+    begins: Tensor
+    places: Tensor | None = None
+    """With `rows` the place b * S + s of each label of a sample, [N, L] int64, -1 for none."""
+    teacher: tuple[Tensor, Tensor] | None = None
+    """Log-probabilities and ids, both [B, S, K]."""
+    reference: Tensor | None = None
+
+
 class Objective:
     """The function and what it needs."""
 
     def __init__(self, config: Config) -> None:
-        """Raise ConfigError if the function cannot be loaded or has other arguments than those of FORMS."""
-        assert config.training.loss is not None
-        self.name = config.training.loss
-        self._function = _load(self.name)
-        arguments = tuple(inspect.signature(self._function).parameters)
+        """Raise ConfigError if the function cannot be loaded, or declares what it cannot be given."""
+        self.function = loss_function(config)
+        arguments = self.function.arguments
         self.needs_reference, self.needs_teacher = "reference" in arguments, "teacher" in arguments
         self.stores_reference = self.needs_reference and config.lora.lora_rank is None
         """The reference is the model at the start, and is computed once; else it is the model without its adapters."""
-        self.stored: dict[str, StoredLabels] = {}
+        self.stored_reference: dict[str, StoredLabels] = {}
         """Numbers that are stored for the labels of each dataset, by its fingerprint."""
-        self._takes_hidden = arguments[0] == "hidden"
+        self.stored_teacher: dict[str, StoredLabels] = {}
         self._sources = source_numbers(config)
         count = 1 + max(self._sources.values(), default=0)
         self._num_sources = count if count > 1 else 0
-        self.metrics: tuple[str, ...] = ()
+        self._own_metrics: tuple[str, ...] = ()
         """Mean of -log_probs over all labels, and over those of each dataset where there are several."""
-        if not self._takes_hidden:
-            self.metrics = ("nll", *(f"nll/{source}" for source in range(self._num_sources)))
+        if self.function.takes != "hidden":
+            self._own_metrics = ("nll", *(f"nll/{source}" for source in range(self._num_sources)))
+        self._is_checked = False
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """The reduction of each metric, by its name."""
+        return {**dict.fromkeys(self._own_metrics, "mean"), **self.function.metrics}
+
+    @property
+    def takes_rows(self) -> bool:
+        """The function is given one sample a row, and the loss is divided by samples."""
+        return self.function.takes == "rows"
 
     def source_of(self, prefix: str) -> int:
         return self._sources.get(prefix, 0)
+
+    # A microbatch
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Any, scale: float, ctx: ParallelContext) -> LossResult:
         """Return the sum of the weighted losses of a microbatch. Raises LossError."""
         import torch
 
-        labels, weights, sources, begins, *stored = completed(targets)
-        hidden, output_weight = outputs
-        batch = LossBatch(labels, weights, sources, begins, output_weight, ctx)
-        if self._takes_hidden:
-            first = hidden
-        elif self.needs_teacher:
-            first, *stored = self._beside_teacher(outputs, labels, stored, ctx)
-        else:
-            first = self.log_probs(outputs, targets, ctx)
+        from megatron.parallel.finite_checks import LOSS_FUNCTION
+
+        given = self._targets(targets)
+        # computed before the function could write them
+        factors, left_out = given.weights * scale, given.weights == 0
+        first, extras, nll = self._inputs(outputs, given, ctx)
+        batch = self._batch(given, outputs[1], ctx)
+        if given.places is not None:
+            left_out = (batch.weights == 0).all(1)
+            factors = torch.full_like(left_out, scale, dtype=torch.float32)
+        values = _Values(first, batch, extras)
+        returned = self._call(values, ctx)
+        losses, metrics = self._split(returned, left_out)
+        self._check(losses, left_out, first)
+        total = torch.where(left_out, 0.0, losses * factors).sum()
+        ctx.checks.whole(total, LOSS_FUNCTION)
+        return LossResult(total, {**nll, **self._metrics(metrics, values.kept, left_out)})
+
+    def _call(self, values: _Values, ctx: ParallelContext) -> Any:
+        """Call the function. Raises LossError if it raises, or writes what it was given."""
+        label = self.function.label
+        # a comparison of contents would wait for a device
+        seen = values.seen(contents=ctx.device.type == "cpu" or not self._is_checked, weight=not self._is_checked)
         try:
-            losses = self._function(first, batch, *stored)
+            returned = self.function.call(values.first, values.batch, **values.extras, **self.function.options)
         except Exception as error:  # a user's function may raise anything
-            raise LossError(f"loss={self.name} raised {type(error).__name__}: {error}{self._place(error)}") from error
-        self._check(losses, labels, first)
-        total = torch.where(weights == 0, 0.0, losses * (weights * scale)).sum()
-        return LossResult(total, self._metrics(first, weights, sources))
+            line = self.function.line_of(error)
+            raise LossError(f"{label} raised {type(error).__name__}: {error}{line}") from error
+        if written := values.written_since(seen):
+            raise LossError(
+                f"{label} wrote into {' and '.join(written)}, which is not its own; compute a new tensor, or write "
+                "into a clone()"
+            )
+        self._is_checked = True
+        return returned
+
+    def _targets(self, targets: Any) -> _Targets:
+        labels, weights, *rest = targets
+        if not rest and self.takes_rows:
+            raise LossError(
+                f"{self.function.label} takes rows, but the task gives labels without their samples; complete its "
+                "microbatches by with_label_origins"
+            )
+        labels, weights, sources, begins, *rest = completed(targets)
+        places = rest.pop(0) if self.takes_rows else None
+        teacher = (rest.pop(0), rest.pop(0)) if self.needs_teacher else None
+        return _Targets(labels, weights, sources, begins, places, teacher, rest[0] if rest else None)
+
+    def _inputs(
+        self, outputs: tuple[Tensor, Tensor], given: _Targets, ctx: ParallelContext
+    ) -> tuple[Tensor, dict[str, Any], dict[str, Metric]]:
+        """Return the function's first argument, those after the batch, and the metrics of the log-probabilities.
+
+        What is not in the loss has no gradient: one of 0 times an infinite one would be NaN.
+        """
+        import torch
+
+        from megatron.parallel.finite_checks import LOSS_INPUT
+
+        if self.function.takes == "hidden":
+            return self._watched(outputs[0].view_as(outputs[0]), ctx), {}, {}
+        ids = given.labels.unsqueeze(-1)
+        if given.teacher is not None:
+            from megatron.parallel.chosen_log_probs import chosen_log_probs
+
+            found = chosen_log_probs(*outputs, torch.cat([ids, given.teacher[1]], -1), ctx)
+        else:
+            found = self.log_probs(outputs, (given.labels,), ctx).unsqueeze(-1)
+        left_out = (given.weights == 0).unsqueeze(-1)
+        ctx.checks.whole(found.masked_fill(left_out, 0.0), LOSS_INPUT)
+        found = torch.where(left_out, found.detach(), self._watched(found, ctx))
+        nll = self._nll(found[..., 0].detach(), given)
+        found = _rows_of(found, given.places, 0.0)
+        extras: dict[str, Any] = {}
+        if given.teacher is not None:
+            log_probs, ids = (_rows_of(part, given.places, 0) for part in given.teacher)
+            extras["teacher"] = Teacher(ids, log_probs, found[..., 1:])
+        if self.needs_reference:
+            assert given.reference is not None
+            extras["reference"] = _rows_of(given.reference, given.places, 0.0)
+        return found[..., 0], extras, nll
+
+    def _batch(self, given: _Targets, output_weight: Tensor, ctx: ParallelContext) -> LossBatch:
+        parts = (given.labels, given.weights, given.sources, given.begins)
+        tokens, weights, sources, begins = (_rows_of(part, given.places, 0) for part in parts)
+        if given.places is not None:
+            begins = begins.new_zeros(begins.shape)
+        labels = tokens.masked_fill(weights == 0, IGNORED)
+        return LossBatch(labels, weights, sources, begins, output_weight, ctx, tokens)
+
+    @staticmethod
+    def _watched(x: Tensor, ctx: ParallelContext) -> Tensor:
+        """Return `x`, whose gradient, which the function makes, is checked for numbers that are not finite."""
+        from megatron.parallel.finite_checks import LOSS_GRADIENT
+
+        if x.requires_grad:
+            x.register_hook(lambda grad: ctx.checks.whole(grad, LOSS_GRADIENT))
+        return x
 
     @staticmethod
     def log_probs(outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> Tensor:
@@ -124,63 +227,176 @@ class Objective:
 
         return token_log_probs(*outputs, targets[0], ctx)
 
-    @staticmethod
-    def _beside_teacher(
-        outputs: tuple[Tensor, Tensor], labels: Tensor, stored: Sequence[Tensor], ctx: ParallelContext
-    ) -> tuple[Tensor, Teacher]:
-        """Return the log-probabilities of the labels, and the teacher with those of its tokens."""
-        import torch
-
-        from megatron.parallel.chosen_log_probs import chosen_log_probs
-
-        log_probs, ids = stored
-        found = chosen_log_probs(*outputs, torch.cat([labels.unsqueeze(-1), ids], -1), ctx)
-        return found[..., 0], Teacher(ids, log_probs, found[..., 1:])
+    # What it is given beside the model's outputs
 
     def stored_at(
         self, fingerprint: str, places: Sequence[tuple[int, int, slice]], shape: Sequence[int]
     ) -> list[Tensor]:
-        """Return what is stored for the labels of a microbatch of `shape` [B, S]; nothing if nothing is stored.
+        """Return what belongs to the labels of a microbatch of `shape` [B, S], on the host.
 
-        That is the reference [B, S], or log-probabilities and ids of the teacher's tokens, both [B, S, K].
+        That is, where the function takes it: the place of each label of a sample [N, L]; log-probabilities and ids of
+        the teacher's tokens, both [B, S, K]; the reference [B, S], if it is stored.
         """
         import torch
 
-        if fingerprint not in self.stored:
-            return []
-        return [torch.from_numpy(part) for part in self.stored[fingerprint].read(places, shape)]
+        found = [row_places(places, shape)] if self.takes_rows else []
+        for stored in (self.stored_teacher, self.stored_reference):
+            if fingerprint in stored:
+                found += [torch.from_numpy(part) for part in stored[fingerprint].read(places, shape)]
+        return found
 
-    def _check(self, losses: Any, labels: Tensor, first: Tensor) -> None:
+    # What it returns
+
+    def _split(self, returned: Any, left_out: Tensor) -> tuple[Any, Mapping[str, Any]]:
+        """Return the losses and the metrics of what the function returned."""
+        declared, label = self.function.metrics, self.function.label
+        if not declared:
+            return returned, {}
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+            raise LossError(
+                f"{label} declares the metrics {', '.join(declared)} and returned a {type(returned).__name__}; return "
+                "the losses and a dict of these"
+            )
+        if set(returned[1]) != set(declared):
+            raise LossError(
+                f"{label} declares the metrics {', '.join(declared)} and returned {', '.join(returned[1]) or 'none'}; "
+                "make them equal"
+            )
+        return returned
+
+    def _check(self, losses: Any, left_out: Tensor, first: Tensor) -> None:
         import torch
 
+        label, unit = self.function.label, "sample" if self.takes_rows else "label"
+        if isinstance(losses, tuple) and not self.function.metrics:
+            raise LossError(f"{label} returned a tuple, but declares no metrics; set its attribute `metrics`")
         if not isinstance(losses, torch.Tensor):
-            raise LossError(f"loss={self.name} returned a {type(losses).__name__}; return a tensor {_shape(labels)}")
-        if losses.shape != labels.shape or not losses.is_floating_point():
+            raise LossError(f"{label} returned a {type(losses).__name__}; return a tensor {_shape(left_out)}")
+        if losses.shape != left_out.shape or not losses.is_floating_point():
             raise LossError(
-                f"loss={self.name} returned {losses.dtype} {_shape(losses)}; return the loss of each label, of which "
-                f"the sum is taken and divided over the whole global batch: floating point {_shape(labels)}"
+                f"{label} returned {losses.dtype} {_shape(losses)}; return the loss of each {unit}, of which the sum "
+                f"is taken and divided over the whole global batch: floating point {_shape(left_out)}"
             )
         if torch.is_grad_enabled() and first.requires_grad and not losses.requires_grad:
             raise LossError(
-                f"loss={self.name} returned losses without a gradient; compute them of its first argument, without "
-                "detach() or item()"
+                f"{label} returned losses without a gradient; compute them of its first argument, without detach() or "
+                "item()"
             )
 
-    def _place(self, error: Exception) -> str:
-        """Return the line of the function's file at which the error was raised."""
-        file = inspect.getsourcefile(self._function)
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        return f" (line {lines[-1]} of {file})" if lines else ""
+    def _metrics(self, values: Mapping[str, Any], kept: Tensor, left_out: Tensor) -> dict[str, Metric]:
+        """Return the function's own metrics; `kept`: weights of its labels, `left_out`: what has no loss."""
+        found = {}
+        for name, reduction in self.function.metrics.items():
+            value = values[name]
+            shape = getattr(value, "shape", None)
+            if shape == kept.shape:
+                found[name] = reduced(value, kept, reduction)
+            elif shape == left_out.shape:
+                found[name] = reduced(value, (~left_out).float(), reduction)
+            else:
+                shapes = f"{_shape(kept)}{f', or of each sample {_shape(left_out)}' if self.takes_rows else ''}"
+                what = type(value).__name__ if shape is None else f"tensor {list(shape)}"
+                raise LossError(
+                    f"{self.function.label} returned a {what} as metric {name}; return its value of each label "
+                    f"{shapes}, so that it does not depend on the microbatches"
+                )
+        return found
 
-    def _metrics(self, log_probs: Tensor, weights: Tensor, sources: Tensor) -> dict[str, Metric]:
-        if not self.metrics:
-            return {}
-        nll = -log_probs.detach().masked_fill(weights == 0, 0.0) * weights
-        chosen = [sources >= 0, *(sources == source for source in range(self._num_sources))]
+    def _nll(self, log_probs: Tensor, given: _Targets) -> dict[str, Metric]:
+        nll = -log_probs.masked_fill(given.weights == 0, 0.0) * given.weights
+        chosen = [given.sources >= 0, *(given.sources == source for source in range(self._num_sources))]
         return {
-            name: Metric((nll * mask).sum(), (weights * mask).sum())
-            for name, mask in zip(self.metrics, chosen, strict=True)
+            name: Metric((nll * mask).sum(), (given.weights * mask).sum())
+            for name, mask in zip(self._own_metrics, chosen, strict=True)
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """The arguments of a call."""
+
+    first: Tensor
+    batch: LossBatch
+    extras: Mapping[str, Any]
+
+    @property
+    def kept(self) -> Tensor:
+        return self.batch.weights
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return what the function may read, and not write, by the names that it knows."""
+        fields = ("labels", "tokens", "weights", "sources", "begins", "output_weight")
+        found = {"its first argument": self.first, **{f"batch.{name}": getattr(self.batch, name) for name in fields}}
+        if (teacher := self.extras.get("teacher")) is not None:
+            found |= {f"teacher.{name}": tensor for name, tensor in teacher._asdict().items()}
+        if "reference" in self.extras:
+            found["reference"] = self.extras["reference"]
+        return found
+
+    def seen(self, *, contents: bool, weight: bool) -> dict[str, tuple[int, Any]]:
+        """Return the version of each tensor, which torch counts up when it is written, and its contents.
+
+        These show what NumPy and `.data` write, which the version does not: of the model's `weight`, sums of its rows.
+        """
+        found: dict[str, tuple[int, Any]] = {}
+        for name, tensor in self._tensors().items():
+            is_wanted = weight if tensor is self.batch.output_weight else contents
+            found[name] = tensor._version, self._contents(tensor) if is_wanted else None
+        return found
+
+    def _contents(self, tensor: Tensor) -> Tensor:
+        own = tensor.detach()
+        return own.float().sum(-1) if tensor is self.batch.output_weight else own.clone()
+
+    def written_since(self, seen: Mapping[str, tuple[int, Any]]) -> list[str]:
+        """Return the names of the tensors that were written."""
+        import torch
+
+        def is_written(name: str, tensor: Tensor) -> bool:
+            version, contents = seen[name]
+            if tensor._version != version:
+                return True
+            # NaN equals NaN here: what was not finite before is not the function's
+            return contents is not None and not torch.equal(contents.nan_to_num(), self._contents(tensor).nan_to_num())
+
+        return [name for name, tensor in self._tensors().items() if is_written(name, tensor)]
+
+
+def reduced(values: Tensor, weights: Tensor, reduction: str) -> Metric:
+    """Return a metric of a microbatch from its values; those of weight 0 are left out."""
+    import torch
+
+    left_out, values = weights == 0, values.detach().float()
+    if reduction == "mean":
+        return Metric((values.masked_fill(left_out, 0.0) * weights).sum(), weights.sum())
+    if reduction == "sum":
+        return Metric(values.masked_fill(left_out, 0.0).sum(), 1.0)
+    largest = values.masked_fill(left_out, -torch.inf).max()
+    # a maximum over ranks may lose NaN, a sum does not
+    return Metric(largest, torch.where(largest.isnan(), torch.nan, (~left_out).sum().float()))
+
+
+def row_places(places: Sequence[tuple[int, int, slice]], shape: Sequence[int]) -> Tensor:
+    """Return the place b * S + s of each label of each sample of a microbatch [B, S]: [N, L] int64, -1 for none."""
+    import torch
+
+    length = shape[1]
+    spans = [(row, *where.indices(length)[:2]) for _, row, where in places] or [(0, 0, 0)]
+    found = torch.full((len(spans), max(1, *(stop - start for _, start, stop in spans))), -1, dtype=torch.int64)
+    for number, (row, start, stop) in enumerate(spans):
+        found[number, : stop - start] = torch.arange(row * length + start, row * length + stop)
+    return found
+
+
+def _rows_of(values: Tensor, places: Tensor | None, missing: float) -> Tensor:
+    """Return values [B, S, ...] one sample a row, [N, L, ...], `missing` where there is none; as they are for None."""
+    import torch
+
+    if places is None:
+        return values
+    found = values.flatten(0, 1)[places.clamp(min=0)]
+    is_none = (places < 0).view(*places.shape, *[1] * (found.dim() - 2))
+    return torch.where(is_none, torch.full((), missing, dtype=found.dtype, device=found.device), found)
 
 
 def source_numbers(config: Config) -> dict[str, int]:
@@ -204,21 +420,6 @@ def completed(targets: Any) -> Any:
     labels, weights, *rest = targets
     nothing = labels.new_zeros(labels.shape)
     return (labels, weights, *(rest or (nothing, nothing)))
-
-
-@cache
-def _load(name: str) -> Callable[..., Any]:
-    function = import_attribute("loss", name)
-    if not callable(function):
-        raise ConfigError([f"loss={name} is a {type(function).__name__}; give a function"])
-    try:
-        arguments = tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        arguments = ()
-    if arguments not in FORMS:
-        known = ", ".join(f"({', '.join(form)})" for form in FORMS)
-        raise ConfigError([f"loss={name} has the arguments ({', '.join(arguments)}); use one of {known}"])
-    return function  # type: ignore[no-any-return]
 
 
 def _shape(tensor: Tensor) -> str:

@@ -73,7 +73,7 @@ def open_stored(job: LabelJob) -> None:
         file = LabelFile(job.path)
     except FileNotFoundError:
         raise DataError(f"{job.path}, which rank 0 wrote, is not found here; put the data on a shared disk") from None
-    job.task.objective.stored[job.labels.fingerprint] = StoredLabels(file, _firsts(job.labels))
+    job.task.objective.stored_reference[job.labels.fingerprint] = StoredLabels(file, _firsts(job.labels))
 
 
 def open_teacher(task: Task, datasets: Sequence[Any]) -> None:
@@ -107,7 +107,7 @@ def open_teacher(task: Task, datasets: Sequence[Any]) -> None:
         check_file(file, labels)
         if missing := int((file.done[: len(labels.lengths)] == 0).sum()):
             raise DataError(f"{file.path} lacks {missing} samples; let the run that writes it end")
-        objective.stored[labels.fingerprint] = StoredLabels(file, _firsts(labels))
+        objective.stored_teacher[labels.fingerprint] = StoredLabels(file, _firsts(labels))
 
 
 def _teacher_file(name: str) -> LabelFile:

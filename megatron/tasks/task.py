@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from pydantic import TypeAdapter, ValidationError
-
 from megatron.command_names import command_name
 from megatron.config.dependents import idle_options
-from megatron.config.options import Config, ConfigError
+from megatron.config.options import Config
+from megatron.config.plugins import filled_options
 from megatron.config.validation import parallel_batch_size
-from megatron.tasks.loss_result import LossResult
+from megatron.tasks.loss_result import LossResult, MetricTable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -137,7 +136,10 @@ class Task(ABC):
     def __init__(self, config: Config) -> None:
         """Raise ConfigError if the task options are wrong."""
         self.config = config
-        self.options: Any = read_options(self.Options, config)
+        self.options: Any = None
+        if self.Options is not None or config.training.task_options:
+            owner = f"task={config.training.task}"
+            self.options = filled_options(self.Options, config.training.task_options, "task_options", owner)
         self.objective: Objective | None = None
         """The user's loss function, if there is one."""
         if config.training.loss is not None:
@@ -145,7 +147,15 @@ class Task(ABC):
 
             self.objective = Objective(config)
             self.metrics = (*self.metrics, *self.objective.metrics)
-            self.loss_name = f"{self.objective.name.rpartition(':')[2]} loss"
+            self.loss_name = f"{self.objective.function.name.rpartition(':')[2]} loss"
+            if self.objective.takes_rows:
+                self.loss_unit = "samples"
+
+    @property
+    def metric_table(self) -> MetricTable:
+        """The metrics and their reductions: the mean, but for those of a user's loss function that declares another."""
+        own = {} if self.objective is None else self.objective.metrics
+        return MetricTable(self.metrics, tuple(own.get(name, "mean") for name in self.metrics))
 
     # Before torch is imported: rules, plan
 
@@ -334,7 +344,11 @@ class Task(ABC):
             sources[row, places] = 0 if documents is None else self.objective.source_of(documents[0])
             begins[row, places] = places.start or 0
         stored = self.objective.stored_at(self.labels_of(dataset).fingerprint, label_places, labels.shape)
-        return dataclasses.replace(batch, targets=(labels, weights, sources, begins, *stored))
+        normaliser = batch.normaliser
+        if self.objective.takes_rows:
+            normaliser = float(sum(bool(weights[row, places].any()) for _, row, places in label_places))
+        targets = (labels, weights, sources, begins, *stored)
+        return dataclasses.replace(batch, targets=targets, normaliser=normaliser)
 
     def labels_of(self, dataset: Any, split: int | None = None) -> SampleLabels:
         """Return the samples for whose labels numbers can be stored: those that a run may read of this split."""
@@ -374,7 +388,7 @@ class Task(ABC):
         Called on every rank, before each step and each batch of an evaluation; `microbatches` is empty on inner
         pipeline stages.
         """
-        if self.objective is None or not self.objective.needs_reference or self.objective.stored:
+        if self.objective is None or not self.objective.needs_reference or self.objective.stored_reference:
             return list(microbatches)
         from megatron.tasks.objective import completed
 
@@ -413,35 +427,3 @@ class Task(ABC):
         # a subclass may scale, replace or merely report what it gets from here
         is_total = type(self).loss is Task.loss
         return LossResult(linear_cross_entropy(*outputs, labels, weights * scale, ctx, is_total=is_total))
-
-
-def read_options(declared: Any, config: Config) -> Any:
-    """Return the dataclass `declared` filled from `task_options`, or None. Raises ConfigError with every fault."""
-    task, words = config.training.task, config.training.task_options
-    if declared is None:
-        if words:
-            raise ConfigError(
-                [f"task_options={' '.join(words)} is given, but task={task} has no options; leave it out"]
-            )
-        return None
-    pairs = [word.partition("=") for word in words]
-    known = [field.name for field in dataclasses.fields(declared)]
-    faults = [f"task_options {word!r} is not NAME=VALUE; write it so" for word in words if "=" not in word]
-    faults += [
-        f"task_options {name}={value!r} is unknown to task={task}; use {', '.join(known)}"
-        for name, equals, value in pairs
-        if equals and name not in known
-    ]
-    try:
-        values = {name: value for name, _, value in pairs if name in known}
-        options = TypeAdapter(declared).validate_python(values)
-    except ValidationError as error:
-        faults += [
-            f"task_options {'.'.join(map(str, fault['loc']))}={fault['input']!r}: {fault['msg']}"
-            if fault["type"] != "missing"
-            else f"task_options lacks {'.'.join(map(str, fault['loc']))}, which task={task} needs; give it"
-            for fault in error.errors()
-        ]
-    if faults:
-        raise ConfigError(faults)
-    return options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -279,18 +278,17 @@ class Engine(ABC):
 
         A metric without weight is NaN.
         """
-        names = self._task.metrics
-        if not names:
+        table = self._task.metric_table
+        if not table.names:
             return {}
-        total = torch.zeros((len(names), 2), dtype=torch.float32, device=self.ctx.device)
-        if sums is not None and self.ctx.tensor_rank == 0:  # tensor-parallel ranks hold equal sums
-            total += sums
-        if self.ctx.world_size > 1:
-            dist.all_reduce(total)
-        return {
-            name: numerator / weight if weight else math.nan
-            for name, (numerator, weight) in zip(names, total.tolist(), strict=True)
-        }
+
+        def reduce(numbers: Tensor, is_max: bool) -> None:
+            if self.ctx.world_size > 1:
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
+
+        own = sums if self.ctx.tensor_rank == 0 else None  # tensor-parallel ranks hold equal sums
+        zeros = torch.zeros((len(table.names), 2), dtype=torch.float32, device=self.ctx.device)
+        return dict(zip(table.names, table.over_ranks(own, zeros, reduce), strict=True))
 
 
 def to_device(tensors: Any, device: torch.device) -> Any:

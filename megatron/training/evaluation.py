@@ -15,6 +15,7 @@ from megatron.observability.metrics import MetricsLog
 from megatron.planning.progress import Progress
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
+from megatron.tasks.loss_result import MetricTable
 from megatron.tasks.task import Task
 from megatron.training.engine import Engine
 
@@ -66,7 +67,7 @@ class Evaluator:
                 if evaluated is None:
                     return None
                 found[name] = evaluated
-        whole = mean_of(list(found.values()), sets.weights)
+        whole = mean_of(list(found.values()), sets.weights, self.task.metric_table)
         losses = {f"lm_loss/{name}": each.loss for name, each in found.items()} if sets is dataset else {}
         if sets is dataset:
             for name, each in found.items():
@@ -82,10 +83,11 @@ class Evaluator:
         self.log.log_validation(iteration, consumed_samples, loss, int(normaliser), split, metrics, name)
 
 
-def mean_of(found: Sequence[Evaluated], weights: Sequence[float] | None) -> Evaluated:
+def mean_of(found: Sequence[Evaluated], weights: Sequence[float] | None, table: MetricTable | None = None) -> Evaluated:
     """Return the mean of evaluations by their weights, or else by their normalisers; of those that count something.
 
-    A metric that has nothing to count in one of them, which is NaN there, is the mean over the others.
+    A metric that has nothing to count in one of them, which is NaN there, is the mean over the others. One that `table`
+    reduces to a sum or a maximum is that of all.
     """
     normaliser = sum(each.normaliser for each in found)
     if len(found) == 1 or normaliser == 0:
@@ -99,6 +101,12 @@ def mean_of(found: Sequence[Evaluated], weights: Sequence[float] | None) -> Eval
         return sum(share * value for share, value in kept) / sum(share for share, _ in kept) if kept else math.nan
 
     metrics = {name: mean([_counted(each, name) for each in found]) for name in found[0].metrics}
+    for name, reduction in zip(table.names, table.reductions, strict=True) if table is not None else ():
+        values = [value for each in found if (value := _counted(each, name)) is not None]
+        if reduction == "sum":
+            metrics[name] = sum(values)
+        elif reduction == "max":
+            metrics[name] = max(values, default=math.nan)
     return Evaluated(mean([each.loss for each in found]), normaliser, metrics)
 
 
@@ -126,7 +134,8 @@ def evaluate(
     plan = task.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
     losses: list[Tensor] = []
     normalisers: list[float] = []
-    consumed_samples, metrics = 0, None
+    consumed_samples = 0
+    metrics: Tensor | None = None
     for _ in range(num_batches):
         if stops():
             return None
@@ -138,8 +147,7 @@ def evaluate(
         losses.append(batch.loss)
         normalisers.append(batch.normaliser)
         consumed_samples += size
-        if batch.metrics is not None:
-            metrics = batch.metrics if metrics is None else metrics + batch.metrics
+        metrics = task.metric_table.joined(metrics, batch.metrics)
     means = torch.stack(losses).flatten().tolist() if losses else []  # one wait for the device
     total = sum(mean * weight for mean, weight in zip(means, normalisers, strict=True))
     normaliser = sum(normalisers, 0.0)

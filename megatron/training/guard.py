@@ -140,7 +140,9 @@ class Guard:
         mine = [Suspect(self._task.samples_of(key), float(loss)) for key, loss in pairs]
         worst, record = max(mine, key=_badness, default=None), None
         if not result.is_finite:
-            record = step_record(self._engine.module, ctx, self._place)
+            objective = self._task.objective
+            loss = "" if objective is None else objective.function.label
+            record = step_record(self._engine.module, ctx, self._place, loss)
         found = ctx.gather_objects((worst, record))
         suspect = max((suspect for suspect, _ in found if suspect is not None), key=_badness, default=None)
         if result.is_finite:

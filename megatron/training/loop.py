@@ -28,6 +28,7 @@ from megatron.planning.schedule import Schedule
 from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
+from megatron.tasks.loss_result import MetricTable
 from megatron.tasks.task import Microbatch, Task
 from megatron.training.ahead import compile_ahead
 from megatron.training.best import BestTracker
@@ -46,7 +47,8 @@ log = logging.getLogger(__name__)
 class Interval:
     """Sums over the steps between two log lines. Metrics stay on the device until they are read: no step waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: MetricTable) -> None:
+        self._table = table
         self.restart()
 
     def restart(self) -> None:
@@ -62,8 +64,7 @@ class Interval:
             self._nan_steps += 1
             return
         self._loss += result.loss
-        if result.metrics is not None:
-            self.metrics = result.metrics if self.metrics is None else self.metrics + result.metrics
+        self.metrics = self._table.joined(self.metrics, result.metrics)
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not training."""
@@ -123,7 +124,7 @@ class Loop:
             consumed_samples=self.progress.consumed_samples,
             num_workers=config.data.num_workers if self.engine.reads_data else 0,
         )
-        self._interval = Interval()
+        self._interval = Interval(self.task.metric_table)
         self._fallbacks: set[str] = set()
         self._saved_at = self.progress.iteration
         self._is_stop_seen: bool | None = None  # by some rank in the last step; None: not decided with it

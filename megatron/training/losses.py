@@ -76,4 +76,4 @@ class StepLosses:
         # numbers of the host without a wait for the device, which `as_tensor` has if it is given one
         parts = [torch.as_tensor(n, dtype=torch.float32).to(device, non_blocking=True) for n in numbers]
         sums = torch.stack(parts).view(-1, 2)
-        self.metrics = sums if self.metrics is None else self.metrics + sums
+        self.metrics = self._task.metric_table.joined(self.metrics, sums)

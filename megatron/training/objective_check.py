@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.loss_result import LossError
 from megatron.tasks.task import Task
@@ -30,28 +33,56 @@ def check_objective(engine: Engine, task: Task, datasets: Sequence[Any]) -> None
     def loss_of(outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
         # an error here would leave the other stages of the pipeline waiting
         try:
-            with torch.enable_grad():
-                hidden = outputs[0].detach().requires_grad_()
-                return task.loss((hidden, outputs[1]), targets, 1.0, ctx).total.detach()
+            return _checked_total(task, outputs, targets, ctx)
         except LossError as error:
             errors.append(error)
             return torch.zeros((), device=ctx.device)
 
     totals = [float(total) for total in forward(microbatches, loss_of)]
+    label = objective.function.label
 
     def raise_error() -> None:
         if errors:
             raise errors[0]
-        if wrong := [total for total in totals if not torch.isfinite(torch.tensor(total))]:
-            raise LossError(
-                f"loss={objective.name} is {wrong[0]} in a first microbatch; make it finite for every label"
-            )
+        if wrong := [total for total in totals if not math.isfinite(total)]:
+            raise LossError(f"{label} is {wrong[0]} in a first microbatch; make it finite for every label")
 
     raise_on_all_ranks(ctx, raise_error)
     gathered = ctx.gather_objects([ctx.batch_rank, *totals])
     by_rank = {rank: values for rank, *values in gathered if values}
     if any(values and values != by_rank[rank] for rank, *values in gathered):
         raise LossError(
-            f"loss={objective.name} differs between tensor-parallel ranks, which have equal batches; make it depend on "
-            "its arguments alone, and seed what is random"
+            f"{label} differs between tensor-parallel ranks, which have equal batches; make it depend on its arguments "
+            "alone, and seed what is random"
         )
+
+
+def _checked_total(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> Tensor:
+    """Return the loss of a microbatch, once its gradient is known to be finite. Raises LossError."""
+    assert task.objective is not None
+    label, fault, total = task.objective.function.label, None, None
+    hidden = outputs[0].detach().requires_grad_()
+    with torch.enable_grad():
+        try:
+            total = task.loss((hidden, outputs[1]), targets, 1.0, ctx).total
+        except LossError as error:
+            fault = error
+    # the gradient is a collective: no rank begins it while another has failed
+    failed = torch.tensor(float(fault is not None), device=ctx.device)
+    if ctx.tensor_size > 1:
+        dist.all_reduce(failed, group=ctx.tensor_group)
+    if fault is not None:
+        raise fault
+    assert total is not None
+    if failed.item() or not math.isfinite(total.item()) or not total.requires_grad:
+        return total.detach()
+    try:
+        (gradient,) = torch.autograd.grad(total, hidden)
+    except RuntimeError as error:
+        raise LossError(f"{label} has no gradient that can be computed: {error}") from error
+    if not bool(gradient.isfinite().all()):
+        raise LossError(
+            f"{label} is finite in a first microbatch, its gradient is not; keep it away from log(0), sqrt(0) and 0/0, "
+            "also where torch.where() drops the result"
+        )
+    return total.detach()

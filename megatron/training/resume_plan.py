@@ -131,7 +131,7 @@ def _changed_options(saved: Any, config: Config) -> list[str]:
     now, found = config.to_dict(), []
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         now["optimizer"] = {name: value for name, value in now["optimizer"].items() if not name.startswith(SCHEDULE)}
-    for section in ("model", "parallel", "training", "optimizer", "data", "sft", "lora", "guard"):
+    for section in ("model", "parallel", "training", "optimizer", "data", "sft", "preference", "lora", "fp8", "guard"):
         before = saved.get(section) if isinstance(saved, dict) else None
         if isinstance(before, dict):
             here = {name: value for name, value in now[section].items() if name not in NO_TRAINING}

@@ -86,8 +86,11 @@ def _first(stream: Any) -> Tensor:
     return stream if isinstance(stream, Tensor) else stream[0]
 
 
-def step_record(module: Any, ctx: ParallelContext, place: RankPlace) -> RankRecord:
-    """Return this rank's record of a step that was not applied. Waits for the device."""
+def step_record(module: Any, ctx: ParallelContext, place: RankPlace, loss: str = "") -> RankRecord:
+    """Return this rank's record of a step that was not applied. Waits for the device.
+
+    `loss`: the user's loss function, if there is one.
+    """
     weights = ((name, getattr(p, "ds_tensor", p)) for name, p in named_parameters(module))
     damaged = [name for name, weight in weights if weight.is_floating_point() and not weight.isfinite().all()]
-    return RankRecord(place, first=ctx.checks.first_bad(), bad_weights=tuple(damaged[:SHOWN_WEIGHTS]))
+    return RankRecord(place, first=ctx.checks.first_bad(), bad_weights=tuple(damaged[:SHOWN_WEIGHTS]), loss=loss)

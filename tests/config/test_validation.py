@@ -514,6 +514,7 @@ IDLE: dict[str, tuple[str, str]] = {
         "so many steps",
         "--train-iters 101",
     ),
+    "--loss-options gamma=2": ("loss", "--loss tests.tasks.test_task_page:with_gamma"),
     "--wandb-exp-name n": ("wandb_project", "--wandb-project p"),
     "--rope-scaling-factor 8": ("position_embedding_type=rope", "--position-embedding-type rope"),
     "--device cpu --use-fast-softmax": ("device=hpu", "--device hpu"),

@@ -5,18 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from megatron.tasks.objective import LossBatch
 from tests import runs
 from tests.ranks import RankPools
 from tests.test_extending import blocks
 
 EXAMPLES = {
     "From log-probabilities": "focal",
+    "Options and metrics": "focal",
+    "One sample a row": "mean_of_means",
     "Data that is unlearned and data that is kept": "gradient_difference",
     "A reference": "drift",
     "A teacher": "teacher_cross_entropy",
     "From hidden states": "small_hidden",
 }
+
+
+def with_gamma(log_probs: Tensor, batch: LossBatch, *, gamma: float = 2.0) -> Tensor:
+    return -log_probs * (1 - log_probs.exp()) ** gamma
 
 
 @pytest.mark.parametrize(("heading", "function"), EXAMPLES.items())
@@ -29,6 +37,8 @@ def test_an_example_trains(ranks: RankPools, tmp_path: Path, heading: str, funct
         assert ranks(1)(runs.train, f"{flags} --load {tmp_path / 'teacher'} --skip-train --teacher-top-k 4") == [""]
         flags += " --teacher " + " ".join(map(str, tmp_path.glob("0.teacher-*")))
     flags += f" --loss {tmp_path}/my_loss.py:{function}"
+    if heading == "Options and metrics":
+        flags += " --loss-options gamma=1.5"
     if function == "drift":
         flags += " --lora-rank 2 --lora-alpha 2"
     assert ranks(1)(runs.train, f"{flags} --results-dir {tmp_path / 'out'}") == [""]

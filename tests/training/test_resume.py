@@ -235,6 +235,16 @@ SEED = "WARNING: the random streams were not restored"
             ],
         ),
         (
+            "--loss tests.tasks.test_task_page:with_gamma --loss-options gamma=3 --preference-loss ipo",
+            {},
+            True,
+            1234,
+            [
+                "changed since the checkpoint: loss=tests.tasks.test_task_page:with_gamma here, None there; "
+                "loss_options=['gamma=3'] here, [] there; preference_loss=ipo here, sigmoid there"
+            ],
+        ),
+        (
             "--lr 1e-2 --clip-grad 0.5 --use-checkpoint-opt-param-scheduler",
             {},
             True,
