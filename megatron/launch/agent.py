@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from multiprocessing import resource_tracker
+from typing import NoReturn
 
 from megatron.control.run_secret import MissingSecretError, find_secret
 from megatron.descriptors import raise_limit
@@ -31,8 +31,9 @@ from megatron.launch.child_processes import (
     noted_signals,
 )
 from megatron.launch.cores import CoresError
+from megatron.launch.helper_processes import HelperProcesses
 from megatron.launch.modules import ModulesError, require_modules
-from megatron.launch.node_ranks import KILL_S, NodeRanks, report, start_fork_server
+from megatron.launch.node_ranks import KILL_S, NodeRanks, NotStartedError, report
 from megatron.launch.ownership import adopted_orphans, owned
 from megatron.launch.rendezvous import (
     DifferentCodeError,
@@ -65,12 +66,12 @@ class Agent:
     """Ranks of this node, from their start to the end of the run."""
 
     def __init__(
-        self, options: AgentOptions, start_method: str, train_flags: Sequence[str], received: deque[int]
+        self, options: AgentOptions, helpers: HelperProcesses, train_flags: Sequence[str], received: deque[int]
     ) -> None:
         self._options = options
         self._received = received
         self._rendezvous = rendezvous_of(options)
-        self._ranks = NodeRanks(options, start_method, train_flags)
+        self._ranks = NodeRanks(options, helpers, train_flags)
         self._membership: Membership | None = None
         self._failures: list[Failure] = []
         """Those that ended the last attempt."""
@@ -87,16 +88,19 @@ class Agent:
             while True:
                 try:
                     self._start_ranks()
+                    self._failures = []
+                    failure = self._watch()
+                    goes_on = failure is None and self._rendezvous.finish()  # true: another agent ended them
                 except InterruptedBySignal as interrupted:
                     if self._membership is None:
                         raise
                     return self._stop_between(interrupted.number)
                 except RunEndedError as ended:
                     return ended.status
-                self._failures = []
-                try:
-                    failure = self._watch()
-                    goes_on = failure is None and self._rendezvous.finish()  # true: another agent ended them
+                except NotStartedError as not_started:
+                    failure, goes_on = not_started.failure, False
+                    if self._membership is not None and self._membership.store_socket is not None:
+                        self._membership.store_socket.close()  # the next attempt may need its port
                 except NodesChangedError:
                     self._let_ranks_save()
                     failure, goes_on = None, True
@@ -128,7 +132,8 @@ class Agent:
     def _note_failures(self, first: Failure) -> None:
         """Keep how the ranks failed, the first first, and the newest checkpoint that they know."""
         others = [self._ranks.failure(place, code) for place, code in enumerate(self._ranks.codes) if code]
-        self._failures = [first, *(other for other in others if other.rank != first.rank)]
+        # ranks end with another member, such as the fork server, and have not failed
+        self._failures = [first, *(other for other in others if other.rank != first.rank and not first.member)]
         if self._options.nodes > 1 and first.is_own:
             report(str(first))  # the first node reports what follows
 
@@ -149,8 +154,15 @@ class Agent:
 
     def _join(self) -> None:
         is_interruptible = self._options.nodes > 1 or self._membership is not None
-        with interruptible(SIGNALS, self._received) if is_interruptible else contextlib.nullcontext():
-            self._membership = self._rendezvous.join(self._failures, self._ranks.saved)
+        previous = self._membership
+        try:
+            with interruptible(SIGNALS, self._received) if is_interruptible else contextlib.nullcontext():
+                self._membership = self._rendezvous.join(self._failures, self._ranks.saved)
+        except InterruptedBySignal as interrupted:
+            if self._membership is previous:
+                raise
+            self._received.append(interrupted.number)  # it has its place: the other nodes wait for its ranks
+        self._rendezvous.settle()
 
     def _report_size(self, previous: Membership | None, membership: Membership) -> None:
         if previous is None or previous.num_nodes == membership.num_nodes or membership.node != 0:
@@ -165,6 +177,9 @@ class Agent:
             self._ranks.look()
             self._pass_on_signals()
             codes = self._ranks.codes
+            if (failure := self._ranks.server_failure()) is not None:
+                self._ranks.inform(dict.fromkeys(range(len(codes)), "ended with its fork server"))
+                return failure
             if any(codes):
                 self._ranks.inform({place: ending(code) for place, code in enumerate(codes) if code})
             # where several failed since the last look, one killed from outside is the likelier cause
@@ -190,7 +205,7 @@ class Agent:
             if not failure.is_own and self._rendezvous.end_status(STOP_S) == DONE:
                 return DONE  # another node stopped between two attempts
             report(f"{failure} after a stop was requested")
-        elif failure.returncode < 0:
+        elif failure.returncode < 0 or failure.member:
             report(str(failure))
         if not self._ranks.wait_for_end(HUNG_GRACE_S if failure.returncode == HUNG else FAILED_GRACE_S):
             report(f"{failure}; ending the ranks that still run")
@@ -254,14 +269,10 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
     raise_limit()
     with noted_signals(SIGNALS) as received:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if start_method is None:
             shares_imports = options.ranks_per_node > 1 or options.max_restarts > 0
             start_method = "forkserver" if shares_imports and os.environ.get("DS_ACCELERATOR") == "cpu" else "spawn"
-            if start_method == "forkserver":
-                start_fork_server()
-            elif start_method == "spawn":
-                resource_tracker.ensure_running()
+        helpers = HelperProcesses(start_method)
         try:
             if options.ends_with_connection:  # the launcher has not checked this machine
                 require_modules(options.ranks_per_node)
@@ -269,7 +280,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
                 with interruptible(SIGNALS, received):
                     find_secret(options.secret_file)
             with adopted_orphans():
-                return Agent(options, start_method, train_flags, received).run()
+                return Agent(options, helpers, train_flags, received).run()
         except SystemExit as interrupted:
             return int(interrupted.code or DONE)
         except NotNeededError:
@@ -292,12 +303,13 @@ def has_pipeline(train_flags: Sequence[str]) -> bool:
     return values[-1:] not in ([], ["1"])
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> NoReturn:
     options, train_flags = parse(arguments)
     outputs = (sys.stdout.fileno(), sys.stderr.fileno()) if options.ends_with_connection else ()
-    if not options.by_mpirun:
-        return owned(lambda: run_agent(options, train_flags), outputs)
-    options = dataclasses.replace(options, node_order=leave_mpi())
+    if not outputs:  # no launcher waits for its messages
+        owned(lambda: run_agent(options, train_flags))
+    if options.by_mpirun:
+        options = dataclasses.replace(options, node_order=leave_mpi())
 
     def run_announced() -> int:
         announce("ready")  # the owner handles signals
@@ -305,8 +317,8 @@ def main(arguments: Sequence[str]) -> int:
         announce(f"ended {status}")
         return status
 
-    return owned(run_announced, outputs)
+    owned(run_announced, outputs)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -26,7 +26,7 @@ class InterruptedBySignal(SystemExit):
 
 @contextlib.contextmanager
 def noted_signals(numbers: Iterable[signal.Signals]) -> Iterator[deque[int]]:
-    """Collect these signals, except those ignored already (nohup, a job in the background).
+    """Unblock and collect these signals, except those ignored already (nohup, a job in the background).
 
     Collects none outside the main thread, where Python installs no handlers.
     """
@@ -35,7 +35,10 @@ def noted_signals(numbers: Iterable[signal.Signals]) -> Iterator[deque[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
+    numbers = list(numbers)
     with handled_signals(numbers, note):
+        if threading.current_thread() is threading.main_thread():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         yield received
 
 

@@ -12,17 +12,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, NoReturn
 
 from megatron.descriptors import raise_limit
 from megatron.exit_codes import shell_status
 from megatron.launch.addresses import RENDEZVOUS_PORT
 from megatron.launch.agent import FAILED_GRACE_S, run_agent
 from megatron.launch.agent_command import agent_command, agent_options, send_secret
+from megatron.launch.agent_messages import without_messages
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
-from megatron.launch.mpirun import run_with_mpirun
+from megatron.launch.mpirun import LOST_HOST, run_with_mpirun
 from megatron.launch.ownership import END_AT_ONCE, owned
 from megatron.launch.plan import LaunchPlan
+from megatron.launch.restart_policy import ending
 from megatron.resilience.shutdown import SIGNALS
 
 # Time for hosts to answer after their agents have been killed. pdsh tries to reach a lost host for 10 s.
@@ -36,9 +38,12 @@ SHORT_KEEP_ALIVE = ("-oServerAliveInterval=15", "-oServerAliveCountMax=3")
 RETRY_S = 1.0
 
 
-def launch(plan: LaunchPlan) -> int:
-    """Run the plan; return the exit status of the first rank that failed, 0 if none did. No process outlives it."""
-    return owned(lambda: run_plan(plan))
+def launch(plan: LaunchPlan) -> NoReturn:
+    """Run the plan, and end with the exit status of the first rank that failed, 0 if none did.
+
+    No process outlives it.
+    """
+    owned(lambda: run_plan(plan))
 
 
 def run_plan(plan: LaunchPlan) -> int:
@@ -113,10 +118,14 @@ class PdshOutput(threading.Thread):
         self.failed: tuple[str, int] | None = None
         """Host and status."""
         self.all_failed: set[str] = set()
+        self.ended = 0
+        """Number of agents that have ended by themselves."""
         self.gloo_failed = False
 
     def run(self) -> None:
-        for line in self._lines:
+        for raw in self._lines:
+            line, messages = without_messages(raw)
+            self.ended += sum(status is not None for _, status in messages)
             sys.stderr.write(line.decode(errors="replace"))
             sys.stderr.flush()
             match = re.match(rb"pdsh@[^:]+: (\S+): ssh exited with exit code (\d+)", line)
@@ -162,9 +171,24 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: L
             file=sys.stderr,
         )
     if output.failed is None:
-        return shell_status(runner.returncode)
+        return _status_without_failure(runner.returncode, output.ended, plan)
     # those that were left may have continued to the end
     return output.failed[1] if output.ends(plan) else 0
+
+
+def _status_without_failure(returncode: int, ended: int, plan: LaunchPlan) -> int:
+    """Return the exit status where pdsh has reported no host. `ended`: number of agents that ended by themselves.
+
+    DeepSpeed's launcher ends with 0 also where a signal has killed pdsh.
+    """
+    if returncode < 0:
+        name = "DeepSpeed's launcher"
+        print(f"{name} on this machine {ending(returncode)}; the run ends on all hosts", file=sys.stderr)
+    elif returncode == 0 and ended < plan.min_nodes:
+        known = f"when the agents of {ended} of {len(plan.hosts)} hosts had ended"
+        print(f"pdsh on this machine was ended {known}; the run ends on all hosts", file=sys.stderr)
+        return LOST_HOST
+    return shell_status(returncode)
 
 
 def _wait_for_hosts(

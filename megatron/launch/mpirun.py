@@ -31,6 +31,7 @@ from megatron.launch.agent_messages import without_messages
 from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals
 from megatron.launch.host_environment import deepspeed_env
 from megatron.launch.plan import Host, LaunchPlan, LaunchRequest
+from megatron.launch.restart_policy import ending
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 
 VERSION_S = 20.0
@@ -199,6 +200,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPla
     status = shell_status(mpirun.returncode)
     if mpirun.returncode <= 0 and output.failed is not None:  # it had to be killed
         status = output.failed[1]
+    elif mpirun.returncode < 0 and requested is None:
+        print(f"mpirun on this machine {ending(mpirun.returncode)}; the run ends on all hosts", file=sys.stderr)
     elif output.has_lost_host(status, plan.nodes):
         print("mpirun has lost a host; ranks may still run there", file=sys.stderr)
         status = LOST_HOST

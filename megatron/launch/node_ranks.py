@@ -6,25 +6,26 @@ Used by the agent (`agent.py`), which decides when.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
 import socket
 import sys
 import time
-import types
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import forkserver
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import send_handle
 from typing import Any
 
 from megatron.control.agent_link import RankLink, send_endings
+from megatron.exit_codes import FAILED
 from megatron.launch import rank
 from megatron.launch.agent_options import AgentOptions
-from megatron.launch.child_processes import blocked_signals, python_path
+from megatron.launch.child_processes import blocked_signals
 from megatron.launch.cores import own_sockets, ranges, rank_cores
+from megatron.launch.helper_processes import OF_LOST_SERVER, HelperProcesses, quiet_main
 from megatron.launch.ownership import end_processes, processes_below
 from megatron.launch.rendezvous import Membership
 from megatron.launch.restart_policy import Failure
@@ -37,13 +38,22 @@ KILL_S = 1.0
 """Time for the ranks to end after a second signal."""
 
 
+class NotStartedError(Exception):
+    """The ranks could not all be started. `failure`: why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
 class NodeRanks:
     """The ranks of this node, in one attempt after another."""
 
-    def __init__(self, options: AgentOptions, start_method: str, train_flags: Sequence[str]) -> None:
+    def __init__(self, options: AgentOptions, helpers: HelperProcesses, train_flags: Sequence[str]) -> None:
         """Raises CoresError."""
         self._options = options
-        self._context: Any = multiprocessing.get_context(start_method)
+        self._helpers = helpers
+        self._context: Any = multiprocessing.get_context(helpers.start_method)
         self._train_flags = tuple(train_flags)
         self._cores = bound_cores(options)
         """Those of each local rank; none: the ranks are not bound."""
@@ -52,25 +62,31 @@ class NodeRanks:
         """Those of the processes that wait for their place."""
         self._links: dict[int, RankLink] = {}
         """Those to the processes, by local rank."""
-        self._spared = processes_below(os.getpid())  # such as the fork server
+        self._spared = processes_below(os.getpid())
         self._began_s = time.monotonic()
         self._first_rank = 0
         self.saved: int | None = None
         """Iteration of the newest complete checkpoint that the ranks knew when they ended."""
 
     def start(self) -> None:
-        """Start the processes, which wait for their place."""
+        """Start the processes, which wait for their place. Raises NotStartedError."""
         self._processes, self._environments = [], []
-        with blocked_signals(SIGNALS), without_main_module():
+        self._helpers.renew()
+        with blocked_signals(SIGNALS), quiet_main():
             for local_rank in range(self._options.ranks_per_node):
                 receiver, sender = self._context.Pipe()
+                self._environments.append(sender)
                 cores, is_late = self._cores[local_rank] if self._cores else (), self._options.nodes > 1
                 arguments = (self._options.main, local_rank, receiver, is_late, self._train_flags, cores)
                 process = self._context.Process(target=rank.run_rank, args=arguments, name=f"rank {local_rank}")
-                process.start()
-                receiver.close()
+                try:
+                    process.start()
+                except (OSError, EOFError) as error:
+                    raise NotStartedError(self._start_failure(local_rank, error)) from None
+                finally:
+                    receiver.close()
                 self._processes.append(process)
-                self._environments.append(sender)
+        self._helpers.note()
 
     def give_places(self, membership: Membership) -> None:
         """Give each process its environment, with which it runs."""
@@ -121,6 +137,19 @@ class NodeRanks:
             link.receive()
         return Failure.of(number, socket.gethostname(), returncode, link.step, link.report)
 
+    def server_failure(self) -> Failure | None:
+        """Return the failure of the fork server, with which all ranks have ended; None: it runs, or there is none."""
+        failure = self._helpers.server_failure(is_likely=OF_LOST_SERVER in self.codes)
+        step = max((link.step for link in self._links.values()), default=0)
+        return None if failure is None else dataclasses.replace(failure, step=step)
+
+    def _start_failure(self, local_rank: int, error: Exception) -> Failure:
+        """Return why a process could not be started: the fork server has ended, or the system refuses."""
+        why = f"{type(error).__name__}: {error}"
+        return self._helpers.server_failure(is_likely=True) or Failure.of_member(
+            f"the start of local rank {local_rank}", socket.gethostname(), FAILED, fault=why
+        )
+
     def inform(self, endings: Mapping[int, str]) -> None:
         """Inform the watchdogs of the other ranks how local ranks have ended, which they only lose."""
         if watchdogs := next((link.watchdogs for link in self._links.values() if link.watchdogs), None):
@@ -144,7 +173,7 @@ class NodeRanks:
 
     def end(self) -> None:
         """Kill what is left of the ranks and of all that they started."""
-        for pid in end_processes(os.getpid(), self._spared):
+        for pid in end_processes(os.getpid(), self._spared | self._helpers.pids):
             report(f"process {pid} survives SIGKILL; it hangs in the kernel")
         for process in self._processes:
             process.join(KILL_S)  # its threads may still end
@@ -167,25 +196,6 @@ def bound_cores(options: AgentOptions) -> list[frozenset[int]]:
     cores = rank_cores(options.ranks_per_node, options.cores_per_rank, options.ranks_per_socket, own_sockets())
     report(f"{socket.gethostname()}: ranks are bound to the cores {' | '.join(map(ranges, cores))}")
     return cores
-
-
-def start_fork_server() -> None:
-    """Start the process that ranks are forked from. It imports while the agent goes on, and ignores signals."""
-    os.environ["PYTHONPATH"] = python_path()  # by which alone it finds modules
-    forkserver.set_forkserver_preload(["megatron.launch.preload"])
-    with blocked_signals(SIGNALS), without_main_module():
-        forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def without_main_module() -> Iterator[None]:
-    """Hide the program that started the agent from multiprocessing, which would import it again in each rank."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def report(text: str) -> None:

@@ -72,17 +72,13 @@ class NodesRendezvous(Rendezvous):
             own = listen_address(self._host) if self._server is not None else self._address
             order = [self._server is None, number, self._address, os.getpid()]
             failed = [failure.to_json() for failure in failures[:MOST_FAILURES]]
-            membership = self._place(bound_socket(own, 0), order=order, failures=failed, saved=saved)
+            return self._place(bound_socket(own, 0), order=order, failures=failed, saved=saved)
         except OSError as error:
             raise RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
         except SystemExit:  # a signal
             if self._client is not None and self._client.is_spare:
                 raise NotNeededError from None
             raise
-        if self._options.max_restarts == 0:
-            self._client.stop()
-            self._client = None
-        return membership
 
     def _place(self, held: socket.socket, **mine: Any) -> Membership:
         """Return this node's place; the first keeps the socket for rank 0. As Client.place."""
@@ -94,6 +90,11 @@ class NodesRendezvous(Rendezvous):
                 return membership
             unless_first.pop_all()
         return dataclasses.replace(membership, store_socket=held)
+
+    def settle(self) -> None:
+        if self._options.max_restarts == 0 and self._client is not None:
+            self._client.stop()
+            self._client = None
 
     def nodes_waiting(self) -> bool:
         return self._client is not None and self._client.nodes_waiting()

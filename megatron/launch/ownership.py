@@ -1,6 +1,15 @@
 """Ownership of processes: what a command starts ends with it, whatever ends it, and it ends with its connection.
 
-    sys.exit(owned(lambda: run_agent(...)))
+    owned(lambda: run_agent(...))  # does not return
+
+From its first statement to the end of the process a signal is blocked, noted or ignored, and never has its default
+effect. The exit status is fixed by the first cause of an end:
+
+| stage       | owner                          | child, which calls `run`                                  |
+|-------------|--------------------------------|-----------------------------------------------------------|
+| starting    | blocked: it waits              | blocked: it waits                                         |
+| running     | passed on to the child         | `run` notes it (`noted_signals`), SIGQUIT ends at once     |
+| cleaning up | blocked: the status is fixed   | ignored: the status is fixed, SIGQUIT cleans up once more |
 
 Linux alone makes a process the parent of descendants whose parent has ended. Elsewhere those are not found.
 """
@@ -22,7 +31,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron.exit_codes import FAILED, shell_status
-from megatron.launch.child_processes import blocked_signals, end_with_parent, handled_signals
+from megatron.launch.child_processes import end_with_parent
 from megatron.resilience.shutdown import SIGNALS
 
 END_AT_ONCE = signal.SIGQUIT
@@ -35,104 +44,115 @@ LONGEST_TMPDIR = 56
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
-def owned(run: Callable[[], int], connection: Sequence[int] = ()) -> int:
-    """Return the exit status of `run`, called in a child process; nothing that it started survives it.
+def owned(run: Callable[[], int], connection: Sequence[int] = ()) -> NoReturn:
+    """End this process with the exit status of `run`, called in a child process; nothing that it started survives it.
 
     The child ends if this process does, and both end at once at SIGQUIT, or when the reader of one of the file
     descriptors `connection` is gone, as stdout is when an ssh session is closed. Other signals are passed on. The
     child's temporary files are removed at the end. To be called in the main thread, while it is the only one.
     """
-    own, before = os.getpid(), processes_below(os.getpid())
-    with blocked_signals([*SIGNALS, END_AT_ONCE]), temporary_folder() as folder, adopted_orphans():
+    sys.stdout.flush()  # or the child would print it too
+    signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, END_AT_ONCE])
+    end = _End(_temporary_folder(), spared=processes_below(os.getpid()))
+    status, own = FAILED, os.getpid()
+    try:
+        adopt_orphans()
         child = os.fork()
         if child == 0:
-            _run_child(run, own, folder)
+            _run_child(run, own, end)
+        status = _wait(child, connection)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        end(status)
+
+
+class _End:
+    """End of this process and of all below it. The first cause fixes the exit status, whatever comes later."""
+
+    def __init__(self, folder: str | None, spared: Collection[int] = ()) -> None:
+        """`folder`: the child's temporary one. `spared`: descendants to leave alive."""
+        self.folder, self.spared = folder, spared
+        self._status: int | None = None
+
+    def __call__(self, status: int) -> NoReturn:
+        """Kill what is left below, remove the folder, and end. May interrupt itself, by a signal."""
+        if self._status is None:
+            self._status = status
         try:
-            with woken_by_signals() as (descriptor, received):
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, END_AT_ONCE])
-                return _wait(child, descriptor, received, connection)
+            end_processes(os.getpid(), self.spared)
+            if self.folder is not None:  # child and owner both do: the other one may have been killed
+                shutil.rmtree(self.folder, ignore_errors=True)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last: amid another write
+                    stream.flush()
         finally:
-            end_processes(below=own, spared=before)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(child, os.WNOHANG)
+            os._exit(self._status)
 
 
-def _run_child(run: Callable[[], int], owner: int, folder: str | None) -> NoReturn:
-    """Call `run` and end with its status. `folder`: for its temporary files."""
-    status = FAILED
+def _run_child(run: Callable[[], int], owner: int, end: _End) -> NoReturn:
+    """Call `run` and end with its status. Signals stay blocked until it notes them."""
+    status, end.spared = FAILED, ()
     try:
         os.setsid()  # a Ctrl-C reaches it once, through its owner
-        tempfile.tempdir = folder  # also for the socket of multiprocessing's fork server; other programs have their own
-
-        def end(number: int, frame: FrameType | None) -> None:
-            signal.signal(number, signal.SIG_IGN)
-            raise SystemExit(shell_status(-number))
-
-        signal.signal(END_AT_ONCE, end)
+        # also for the socket of multiprocessing's fork server; other programs have their own
+        tempfile.tempdir = end.folder
+        for number in _heeded():  # what comes when `run` no longer notes it; children must not inherit SIG_IGN
+            signal.signal(number, lambda number, frame: None)
+        signal.signal(END_AT_ONCE, lambda number, frame: end(shell_status(-number)))
         if set_death_signal := end_with_parent(END_AT_ONCE):
             set_death_signal()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, END_AT_ONCE])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [END_AT_ONCE])
         if os.getppid() == owner:  # it has not ended before the death signal was set
-            with adopted_orphans():
-                status = run()
+            adopt_orphans()
+            status = run()
     except SystemExit as end_of_run:
         status = end_of_run.code if isinstance(end_of_run.code, int) else FAILED
     except BaseException:
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        end_processes(below=os.getpid())
-        _remove(folder)  # the owner may have been killed
-        os._exit(status)
+        end(status)
 
 
-def _wait(child: int, woken: int, received: list[int], connection: Sequence[int]) -> int:
-    """Return the exit status of the child, or FAILED when it has to end for another reason."""
+def _heeded() -> list[signal.Signals]:
+    """Return the signals that request a stop, without those ignored already (nohup, a job in the background)."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _wait(child: int, connection: Sequence[int]) -> int:
+    """Return the exit status of the child, or FAILED when it has to end for another reason.
+
+    Signals are blocked on return, as they are on entry.
+    """
+    woken, received = _wake_at_signals()
     poll = select.poll()
     poll.register(woken, select.POLLIN)
     for descriptor in connection:
         poll.register(descriptor, 0)  # which reports an end alone
-    while True:
-        while received:
-            number = received.pop(0)
-            if number == END_AT_ONCE:
-                return shell_status(-number)
-            if number != signal.SIGCHLD:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, number)
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return shell_status(os.waitstatus_to_exitcode(status))
-        for descriptor, event in poll.poll():
-            if descriptor == woken:
-                os.read(woken, 512)
-            elif event & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
-                return FAILED
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[str | None]:
-    """Yield a new temporary folder, removed with its content at the end; None where none can be made."""
-    folder = None
-    with contextlib.suppress(OSError):  # a read-only system; what needs no temporary file runs all the same
-        if len(tempfile.gettempdir()) <= LONGEST_TMPDIR:
-            folder = tempfile.mkdtemp(prefix="megatron-")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, END_AT_ONCE])
     try:
-        yield folder
+        while True:
+            while received:
+                number = received.pop(0)
+                if number == END_AT_ONCE:
+                    return shell_status(-number)
+                if number != signal.SIGCHLD:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, number)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return shell_status(os.waitstatus_to_exitcode(status))
+            for descriptor, event in poll.poll():
+                if descriptor == woken:
+                    os.read(woken, 512)
+                elif event & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
+                    return FAILED
     finally:
-        _remove(folder)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, END_AT_ONCE])
 
 
-def _remove(folder: str | None) -> None:
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def woken_by_signals() -> Iterator[tuple[int, list[int]]]:
-    """Collect signals and ends of children; the descriptor becomes readable with each."""
+def _wake_at_signals() -> tuple[int, list[int]]:
+    """Collect signals and ends of children for good; the descriptor becomes readable with each."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -140,34 +160,42 @@ def woken_by_signals() -> Iterator[tuple[int, list[int]]]:
 
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # also where they were ignored: a shell ignores SIGQUIT for what it runs in the background
-    former = {number: signal.signal(number, note) for number in (END_AT_ONCE, signal.SIGCHLD)}
-    try:
-        with handled_signals(SIGNALS, note):
-            yield reader, received
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(previous)
-        os.close(reader)
-        os.close(writer)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # SIGQUIT also where it was ignored: a shell ignores it for what it runs in the background
+    for number in (*_heeded(), END_AT_ONCE, signal.SIGCHLD):
+        signal.signal(number, note)
+    return reader, received
+
+
+def _temporary_folder() -> str | None:
+    """Return a new temporary folder; None where none can be made, as on a read-only system."""
+    with contextlib.suppress(OSError):  # what needs no temporary file runs all the same
+        if len(tempfile.gettempdir()) <= LONGEST_TMPDIR:
+            return tempfile.mkdtemp(prefix="megatron-")
+    return None
+
+
+def adopt_orphans(value: int = 1) -> int:
+    """Become the parent of descendants whose parent ends, so that they are found; 0: no longer. Linux only.
+
+    Returns the previous value.
+    """
+    previous = ctypes.c_int()
+    if sys.platform.startswith("linux"):
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(previous), 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, value, 0, 0, 0)
+    return previous.value
 
 
 @contextlib.contextmanager
 def adopted_orphans() -> Iterator[None]:
-    """Become the parent of descendants whose parent ends, so that they are found. Linux only."""
-    if not sys.platform.startswith("linux"):
-        yield
-        return
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    previous = ctypes.c_int()
-    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(previous), 0, 0, 0)
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Adopt orphans until the block ends."""
+    previous = adopt_orphans()
     try:
         yield
     finally:
-        prctl(PR_SET_CHILD_SUBREAPER, previous.value, 0, 0, 0)
+        adopt_orphans(previous)
 
 
 def processes_below(pid: int) -> set[int]:

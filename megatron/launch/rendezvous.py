@@ -108,6 +108,9 @@ class Rendezvous:
             raise RendezvousFailedError(f"{error.strerror}; give another port, or none") from None
         return Membership(0, 1, LOOPBACK, held.getsockname()[1], held, self._policy.restarts)
 
+    def settle(self) -> None:
+        """Release, after `join`, what only nodes that may be replaced need."""
+
     def nodes_waiting(self) -> bool:
         """Return whether nodes wait to join. Raises RendezvousFailedError when the first node is lost."""
         return False

@@ -25,15 +25,17 @@ REPEATS = 3
 """Attempts that end by the same error, without progress between, before the run ends."""
 MOST_FAILURES = 8
 """Failures of one node that are compared."""
+NO_RANK = -1
 _PATH = re.compile(r"(?:[\w.~-]*/)+[\w.~-]*")
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Rank that failed: how its process ended, and what it reported last."""
+    """Rank, or other member of the run, that failed: how its process ended, and what it reported last."""
 
     rank: int
+    """NO_RANK: another member."""
     host: str
     returncode: int
     step: int = 0
@@ -50,12 +52,20 @@ class Failure:
     """It waited for other ranks."""
     remark: str = ""
     """Fault of its own part of an earlier step; empty: none is known."""
+    member: str = ""
+    """Name of a member other than a rank, such as the process that ranks are forked from; empty: a rank."""
 
     @classmethod
     def of(cls, rank: int, host: str, returncode: int, step: int, report: Mapping[str, Any]) -> Failure:
         """Return the failure of a rank. `report`: the fields of its last report. `step`: the last one it began."""
         own = {"rank": rank, "host": host, "returncode": returncode, "step": max(step, int(report.get("step", 0)))}
         return cls.from_json({**report, **own})
+
+    @classmethod
+    def of_member(cls, member: str, host: str, returncode: int, *, step: int = 0, fault: str = "") -> Failure:
+        """Return the failure of a member other than a rank. `fault`: an error of the system, which may pass."""
+        state = "failed" if fault else ""
+        return cls(NO_RANK, host, returncode, step, state=state, fault=fault, may_pass=bool(fault), member=member)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Failure:
@@ -75,6 +85,8 @@ class Failure:
 
         Libraries abort a rank that has lost another, so SIGABRT alone says nothing.
         """
+        if self.member:
+            return True
         if self.state == "failed":
             return not self.repeats_another
         return self.returncode < 0 and self.returncode != -signal.SIGABRT
@@ -104,7 +116,7 @@ class Failure:
     @property
     def end(self) -> str:
         """The rank and its end."""
-        text = f"rank {self.rank} on {self.host} {ending(self.returncode)}"
+        text = f"{self.member or f'rank {self.rank}'} on {self.host} {ending(self.returncode)}"
         return text + (f" {self.place}: {self.fault}" if self.state == "failed" else "")
 
     def __str__(self) -> str:

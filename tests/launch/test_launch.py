@@ -853,7 +853,7 @@ import subprocess, sys
 agent = subprocess.Popen([sys.executable, "-X", "run=" + sys.argv[1], "-u", "-c", sys.argv[2]])
 sys.stderr.write(sys.argv[3])
 sys.stderr.flush()
-agent.wait()
+sys.stderr.write(f"10.0.0.1: \x1eagent node ended {abs(agent.wait())}\\n" * 2)
 """
 
 
@@ -895,6 +895,29 @@ def test_a_spare_host_makes_up_for_any_host_but_the_first(
 def test_the_status_of_a_launcher_that_reaches_no_host_is_its_own(tmp_path: Path) -> None:
     plan = dataclasses.replace(over_two_hosts(tmp_path), min_nodes=1)
     assert hosts.run_on_hosts([sys.executable, "-c", "raise SystemExit(9)"], os.environ, plan) == 9
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        # DeepSpeed's launcher ends with 0 where a signal has killed pdsh
+        ("raise SystemExit(0)", 255, "pdsh on this machine was ended when the agents of 0 of 2 hosts had ended"),
+        (
+            "import sys; sys.stderr.write('10.0.0.1: \\x1eagent a ended 0\\n')",
+            255,
+            "pdsh on this machine was ended when the agents of 1 of 2 hosts had ended",
+        ),
+        ("import os; os.kill(os.getpid(), 9)", 137, "DeepSpeed's launcher on this machine was killed by SIGKILL"),
+        ("import sys; sys.stderr.write('10.0.0.1: \\x1eagent a ended 0\\n10.0.0.2: \\x1eagent b ended 0\\n')", 0, ""),
+    ],
+)
+def test_a_run_is_done_where_its_agents_say_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, status: int, said: str
+) -> None:
+    assert hosts.run_on_hosts([sys.executable, "-c", code], os.environ, over_two_hosts(tmp_path)) == status
+    shown = capfd.readouterr().err
+    assert shown.startswith(said)
+    assert bool(shown) is bool(said), shown
 
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")

@@ -1,0 +1,210 @@
+"""Runs of agents whose ranks only wait, each disturbed once: `python -m tests.launch.endings` reads trials, in JSON.
+
+This process has all imports, and each trial forks it once for each node: an owner of an agent, with a real fork server.
+So hundreds of moments can be tried. The process adopts what a run leaves behind, and so finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import psutil
+
+from megatron.control.run_secret import SECRET
+from megatron.launch import agent, ownership, restart_policy
+from megatron.launch.agent_options import AgentOptions
+from megatron.launch.child_processes import end_with_parent
+from megatron.resilience.shutdown import Signals
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT_S = 60.0
+STEPS = 20
+STEP_S = 0.01
+IN_SERVER = "MEGATRON_TEST_FORK_SERVER"
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def rank() -> NoReturn:
+    """Run some steps of 10 ms, or fewer when a signal comes: `process` of megatron.train."""
+    name = f"{os.environ['RANK']} in attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    with Signals() as signals:
+        say(f"runs: {name}")
+        if "--fail" in sys.argv and name == "1 in attempt 0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(STEPS):
+            time.sleep(STEP_S)
+            if signals.first:
+                break
+        say(f"done: {name}")
+    os._exit(0)
+
+
+def run(trial: dict[str, Any], node: int, folder: str) -> NoReturn:
+    """Own the agent of a node; says what it does."""
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ[IN_SERVER] = "1"
+    os.environ[SECRET] = "of the nodes of a test"
+    several: dict[str, Any] = {"node_rank": node, "run_id": "trial"} if trial["options"].get("nodes", 1) > 1 else {}
+    options = AgentOptions(ranks_per_node=2, **trial["options"], **several)
+    original = forkserver.set_forkserver_preload
+    patch.object(forkserver, "set_forkserver_preload", lambda names: original([__spec__.name])).start()
+    restart_policy.FIRST_DELAY_S = 0.05
+    agent.FAILED_GRACE_S = 0.2
+    end_processes = ownership.end_processes
+
+    def slow_end(*arguments: Any) -> list[int]:  # the longest part of a clean-up
+        if trial.get("slow_end"):
+            say("cleans up")
+            time.sleep(0.2)
+        return end_processes(*arguments)
+
+    patch.object(ownership, "end_processes", slow_end).start()
+
+    def work() -> int:
+        say("owned")
+        status = agent.run_agent(options, trial["flags"])
+        say("returned")
+        return status
+
+    say("starts")
+    ownership.owned(work)
+
+
+def target(what: str, owner: int) -> int | None:
+    """Return the process that is to get a signal."""
+    if what == "owner":
+        return owner
+    children = psutil.Process(owner).children()
+    if what == "agent":
+        return children[0].pid if children else None
+    words = {"fork server": "forkserver import", "tracker": "resource_tracker import"}[what]
+    for process in children[0].children() if children else []:
+        if words in " ".join(process.cmdline()) and process.ppid() == children[0].pid:
+            return process.pid
+    return None
+
+
+def disturb(trial: dict[str, Any], owners: list[int]) -> bool:
+    """Send the signal, to all owners or to another process of the last node; return whether there was one."""
+    found = False
+    for owner in owners if trial["what"] == "owner" else owners[-1:]:
+        with contextlib.suppress(psutil.Error, ProcessLookupError, IndexError):
+            if (pid := target(trial["what"], owner)) is not None:
+                os.kill(pid, trial["signal"])
+                found = True
+    return found
+
+
+def attempt(trial: dict[str, Any]) -> dict[str, Any]:
+    """Make a run, disturb it so many seconds after its output has the words `after`, and return what came of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        reader, writer = os.pipe()
+        owners = []
+        for node in range(trial["options"].get("nodes", 1)):
+            owners.append(os.fork())
+            if owners[-1] == 0:
+                os.setsid()
+                os.dup2(writer, 1)
+                os.dup2(writer, 2)
+                os.closerange(3, 64)
+                run(trial, node, folder)
+        os.close(writer)
+        output, at_s, was_disturbed = b"", None, False
+        end_s = time.monotonic() + LIMIT_S
+        while True:
+            now_s = time.monotonic()
+            if at_s is None and trial["after"].encode() in output:
+                at_s = now_s + trial["delay_s"]
+            if at_s is not None and now_s >= at_s and not was_disturbed:
+                was_disturbed = disturb(trial, owners)
+            if now_s > end_s:
+                break
+            pause_s = 0.2 if at_s is None or was_disturbed else max(0.001, at_s - now_s)
+            if not select.select([reader], [], [], min(pause_s, 0.2))[0]:
+                continue
+            part = os.read(reader, 65536)
+            output += part
+            if not part:
+                break
+        os.close(reader)
+        statuses = [status_of(owner, end_s) for owner in owners]
+        left = [process.pid for process in psutil.Process().children(recursive=True) if process.status() != "zombie"]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return {
+            "statuses": statuses,
+            "output": output.decode(),
+            "left": len(left),
+            "files": [path.name for path in Path(folder).rglob("*")],
+        }
+
+
+def status_of(owner: int, end_s: float) -> int | None:
+    """Return the exit status of an owner; None: it does not end."""
+    while time.monotonic() < end_s:
+        ended, status = os.waitpid(owner, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    return None
+
+
+def serve() -> None:
+    ownership.adopt_orphans()
+    for line in sys.stdin:
+        print(json.dumps(attempt(json.loads(line))), flush=True)
+
+
+class Trials:
+    """Client of such a process."""
+
+    def __enter__(self) -> Trials:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.endings"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            preexec_fn=end_with_parent(),
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()
+
+    def __call__(
+        self, after: str, delay_s: float, what: str, number: int, *flags: str, slow_end: bool = False, **options: Any
+    ) -> SimpleNamespace:
+        trial = {"after": after, "delay_s": delay_s, "what": what, "signal": int(number), "flags": flags}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(trial | {"options": options, "slow_end": slow_end}) + "\n")
+        self._process.stdin.flush()
+        return SimpleNamespace(**json.loads(self._process.stdout.readline()))
+
+
+if IN_SERVER in os.environ and __name__ != "__main__":  # preloaded by the fork server, as launch/preload.py is
+    if set_death_signal := end_with_parent():
+        set_death_signal()
+    sys.modules["megatron.train"] = SimpleNamespace(process=rank)  # type: ignore[assignment]
+    sys.modules["megatron.launch.preload"] = ModuleType("preload")  # the ranks need no torch
+
+if __name__ == "__main__":
+    serve()

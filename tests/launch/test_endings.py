@@ -1,0 +1,87 @@
+"""The end of a launch: its status is fixed once, by the first cause, at whatever moment a signal or a death comes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from tests.launch.endings import Trials
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux adopts orphans")
+
+KILL, QUIT, TERM = signal.SIGKILL, signal.SIGQUIT, signal.SIGTERM
+STOPS = (TERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+BLAME = "the fork server of the ranks on "
+
+
+@pytest.fixture(scope="module")
+def trial() -> Iterator[Trials]:
+    with Trials() as trials:
+        yield trials
+
+
+def check(came: SimpleNamespace, *, what: str, number: int, restarts: int, fails: bool) -> None:
+    """Assert what holds of any trial, whenever it was disturbed."""
+    out, statuses = came.output, set(came.statuses)
+    assert None not in statuses, out
+    assert (came.left, came.files) == (0, []), out
+    for words in ("Traceback", "Warning", "EOFError", "status 255"):
+        assert words not in out, out
+    healthy = out.replace("rank 1 on", "", 1) if fails else out  # the one that fails by design
+    assert " on vm was killed by SIGTERM" not in out
+    assert not (fails and healthy.count("rank 1 on") > out.count("runs: 1 in attempt"))
+    if what == "owner" and number == QUIT:
+        assert statuses <= {0, 128 + QUIT}, out
+    elif what == "owner":
+        # several nodes that wait for each other have nothing to save
+        waits = {128 + number} if len(came.statuses) > 1 and "runs:" not in out else set()
+        assert statuses <= {0} | waits, out
+    elif what == "agent":
+        assert statuses <= {0, 128 + KILL}, out
+    elif what == "fork server":
+        assert "rank 0 on" not in out, out
+        if not statuses <= {0}:
+            assert statuses == {128 + KILL}, out
+            assert BLAME in out, out
+            assert restarts == 0, out
+        elif BLAME not in out:
+            assert "done: 0" in out, out
+            assert "done: 1" in out, out
+    else:
+        assert statuses == {0}, out
+
+
+CASES: list[tuple[str, str, int, int, bool, str]] = [
+    # after these words, to whom, what, restarts, a rank fails in the first attempt, what is said
+    ("owned", "owner", TERM, 0, False, "SIGTERM: the ranks stop after this step and save"),
+    ("owned", "owner", signal.SIGINT, 2, False, "SIGINT: the ranks stop after this step and save"),
+    ("runs: 1 in attempt 0", "owner", signal.SIGHUP, 0, False, "SIGHUP: the ranks stop after this step and save"),
+    ("restart 1 of 3", "owner", TERM, 3, True, "SIGTERM: the "),
+    ("runs: 0 in attempt 1", "owner", signal.SIGUSR1, 3, True, "SIGUSR1: the ranks stop after this step and save"),
+    ("cleans up", "owner", TERM, 0, False, "returned"),
+    ("cleans up", "owner", signal.SIGINT, 0, False, "returned"),
+    ("cleans up", "owner", QUIT, 0, False, "returned"),
+    ("runs: 0 in attempt 0", "agent", KILL, 2, False, "runs"),
+    ("owned", "fork server", KILL, 2, False, f"{BLAME}HOST "),  # before or after it could fork
+    ("owned", "fork server", KILL, 0, False, f"{BLAME}HOST "),
+    ("runs: 1 in attempt 0", "fork server", KILL, 2, False, f"{BLAME}HOST was killed by SIGKILL; restart 1 of 2"),
+    ("runs: 1 in attempt 0", "fork server", KILL, 0, False, f"{BLAME}HOST was killed by SIGKILL\n"),
+    ("restart 1 of 3", "fork server", KILL, 3, True, f"{BLAME}HOST was killed by SIGKILL; "),
+    ("owned", "tracker", KILL, 0, False, "returned"),
+    ("runs: 1 in attempt 0", "tracker", KILL, 3, True, "resource tracker was killed by SIGKILL; no rank needs it"),
+]
+
+
+@pytest.mark.parametrize(("after", "what", "number", "restarts", "fails", "said"), CASES)
+def test_the_first_cause_fixes_the_status(
+    trial: Trials, after: str, what: str, number: int, restarts: int, fails: bool, said: str
+) -> None:
+    flags = ["--fail"] if fails else []
+    came = trial(after, 0.0, what, number, *flags, slow_end=after == "cleans up", max_restarts=restarts)
+    check(came, what=what, number=number, restarts=restarts, fails=fails)
+    assert said.replace("HOST", socket.gethostname()) in came.output, came.output
