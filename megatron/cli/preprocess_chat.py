@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import (
+    add_column_flag,
     add_file_flags,
     add_sample_flags,
     add_share_flags,
@@ -109,6 +110,7 @@ def add_row_flags(group: argparse._ArgumentGroup) -> None:
         help="for other columns: the prompt, such as 'Question: {question}\n\nAnswer: ', or alpaca",
     )
     group.add_argument("--answer-key", metavar="COLUMN", help="column of the answer to --prompt-template")
+    add_column_flag(group)
 
 
 def add_sample_and_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -157,6 +159,7 @@ def job_of(arguments: argparse.Namespace) -> ChatJob:
         row_format=arguments.row_format,
         prompt_template=arguments.prompt_template,
         answer_key=arguments.answer_key,
+        ignore_columns=tuple(arguments.ignore_columns),
         split=arguments.split,
         turns=arguments.turns,
         append_eos=arguments.append_eos,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import (
+    add_column_flag,
     add_file_flags,
     add_sample_flags,
     add_share_flags,
@@ -46,6 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument(
         "--split", metavar="NAME", help="read the files of this split of a downloaded dataset, such as train_prefs"
     )
+    add_column_flag(source)
     add_share_flags(source)
     source.add_argument(
         "--bad-rows",
@@ -92,6 +94,7 @@ def job_of(arguments: argparse.Namespace) -> PreferenceJob:
         as_chat=arguments.as_chat,
         append_eos=arguments.append_eos,
         bad_rows=arguments.bad_rows,
+        ignore_columns=tuple(arguments.ignore_columns),
         split=arguments.split,
         workers=arguments.workers,
         exclude=tuple(arguments.exclude),

@@ -71,6 +71,17 @@ def add_file_flags(group: argparse._ArgumentGroup, input_help: str) -> None:
     )
 
 
+def add_column_flag(group: argparse._ArgumentGroup) -> None:
+    """Add the flag for columns of rows that are not read."""
+    group.add_argument(
+        "--ignore-columns",
+        nargs="+",
+        default=[],
+        metavar="COLUMN",
+        help="leave these columns out: one that looks like a part of the prompt is refused otherwise",
+    )
+
+
 def add_share_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags for a share of the input."""
     group.add_argument(

@@ -17,11 +17,15 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import parent_process
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron.data.chat.columns import looks_like_context
 from megatron.data.document_blocks import Block
-from megatron.data.document_parser import object_of_line
+from megatron.data.document_parser import check_unrepeated, object_of_line
 from megatron.data.indexed import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 BYTES_WORTH_A_PROCESS = 16 << 20
 """Input for each process to start: starting one takes as long as encoding this much here."""
@@ -46,7 +50,7 @@ def rows_of(
     if block.end.documents == block.begin.documents:
         return [], [], 0
     if block.rows is not None:
-        return [(number, _without_nulls(row)) for number, row in enumerate(block.rows.to_pylist())], [], 0
+        return list(enumerate(_rows_of_table(block.rows, keys))), [], 0
     rows: list[tuple[int, dict[str, Any]]] = []
     problems: list[tuple[int, str, str]] = []
     num_blank = 0
@@ -55,12 +59,24 @@ def rows_of(
             num_blank += 1
             continue
         try:
-            rows.append((number, object_of_line(line, example, keys)))
+            row = object_of_line(line, example, keys)
+            check_unrepeated(row, line)
+            rows.append((number, row))
         except UnicodeDecodeError as error:
             problems.append((number, "not JSON", f"byte {error.start} is not UTF-8; convert the file"))
         except DataError as error:
             problems.append((number, "not JSON", str(error)))
     return rows, problems, num_blank
+
+
+def _rows_of_table(table: pyarrow.RecordBatch, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a table, without its nulls. Of columns that are not read, True stands for a value."""
+    columns = []
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        is_read = name in keys or looks_like_context(name)
+        columns.append(column.to_pylist() if is_read else [value or None for value in column.is_valid().to_pylist()])
+    rows = zip(*columns, strict=True)
+    return [_without_nulls(dict(zip(table.schema.names, row, strict=True))) for row in rows]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -120,7 +120,7 @@ class ReadingRules:
     """Options of a reader."""
 
     keys: tuple[str, ...] = ()
-    """Columns of tables that are read."""
+    """Columns of tables: of texts those that are read, of rows those of which at least one must be there."""
     separator: str | None = None
     """Text between the documents of a text file. None: each file is one document."""
     largest_document_bytes: int = LARGEST_DOCUMENT_BYTES
@@ -135,8 +135,8 @@ class ReadingRules:
     names: InputRules = field(default_factory=InputRules)
     """Rules for the files of an archive."""
     as_rows: bool = False
-    """Documents are objects: read JSON arrays too, and those of the columns that a table has, of any type. False: read
-    all columns, of strings."""
+    """Documents are objects: read JSON arrays too, and all columns of a table, of any type. False: read the columns of
+    strings under `keys`."""
 
     @property
     def content_bytes(self) -> int:

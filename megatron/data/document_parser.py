@@ -164,6 +164,16 @@ def object_of_line(line: bytes, example: str, keys: Sequence[str]) -> dict[str, 
     return row
 
 
+def check_unrepeated(row: dict[str, Any], line: bytes) -> None:
+    """Raise DataError for a row in which a name occurs more than once, of whose values all but one would be lost."""
+    if all(line.count(b'"%s"' % name.encode()) == 1 for name in row if name.isalnum()):
+        return
+    exact = _parse_exactly(line)  # a name may occur in an inner object too
+    if isinstance(exact, _Repeating):
+        name, count = next(iter(exact.repeated.items()))
+        raise DataError(f"the key {name!r} occurs {count} times in the line; one of them would be lost")
+
+
 def _check_usable(value: Any, key: str) -> None:
     """Raise DataError for a value of _parse_exactly with something in it that no text can hold."""
     waiting = [value]

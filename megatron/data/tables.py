@@ -63,7 +63,7 @@ def _parquet_rows(
 ) -> Iterator[tuple[Any, int]]:
     """Yield rows and the bytes of the file that they stand for. Rows to be skipped may come without columns."""
     file = _open_parquet(source, keys, as_rows)
-    names = _present(file.schema_arrow, keys) if as_rows else list(keys)
+    names = file.schema_arrow.names if as_rows else list(keys)
     num_rows, file_bytes = max(1, file.metadata.num_rows), source.num_bytes or 0
     row = 0
     for group in range(file.metadata.num_row_groups):
@@ -97,7 +97,7 @@ def _arrow_rows(
         counted = 0
         for batch in batches:
             position = file.tell()
-            rows = batch.select(_present(batch.schema, keys)) if as_rows else _columns(batch, keys)
+            rows = batch if as_rows else _columns(batch, keys)
             at_once = max(1, len(rows) * block_bytes // max(1, rows.nbytes))
             for start in range(0, len(rows), at_once):
                 yield rows.slice(start, at_once), max(0, position - counted) if start == 0 else 0
@@ -170,20 +170,14 @@ def _names_near(schema: Any, key: str) -> Iterator[str]:
             yield field.name
 
 
-def _present(schema: Any, keys: Sequence[str]) -> list[str]:
-    """Return the columns of a table that are among `keys`."""
-    return [name for name in schema.names if name in keys]
-
-
 def _check_schema(source: SourceFile, schema: Any, keys: Sequence[str], as_rows: bool) -> None:
     if as_rows:
-        present = _present(schema, keys)
-        if not present:
+        if not set(schema.names) & set(keys):
             raise DataError(
                 f"{source.name} has the columns {', '.join(schema.names)}, and none of {', '.join(keys)}; rename them, "
                 "or see --prompt-template"
             )
-        if repeated := sorted({name for name in present if present.count(name) > 1}):
+        if repeated := sorted({name for name in schema.names if schema.names.count(name) > 1}):
             raise DataError(f"{source.name} has several columns {repeated[0]!r}; one of them would be lost: rename it")
         return
     for key in keys:

@@ -68,9 +68,11 @@ def encode_block(encoder: ChatEncoder, block: Block, job: ChatJob) -> EncodedBlo
     numbers: list[int] = []
     for number, row in rows:
         try:
-            form, chat = job.reader.read(row)
+            form, chat, unread = job.reader.read(row)
             chats.append(chat)
             numbers.append(number)
+            counts.unread.update(unread)
+            counts.num_unanswered += not chat.ends_with_answer
             counts.num_of_forms[form] += 1
             counts.forms.setdefault(block.source.name, {}).setdefault(form, block.place(number))
         except BadRow as error:

@@ -1,7 +1,8 @@
 """Conversations, and the rows of a chat file that hold them.
 
 A row is {"messages": [{"role": ..., "content": ...}, ...]}, with tools, documents, chat_template_kwargs and unmask if
-it has them; other keys are ignored. Messages become what `apply_chat_template` of transformers gives to a template.
+it has them; columns.py and row_forms.py look after other keys. Messages become what `apply_chat_template` of
+transformers gives to a template.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _TURNS_OF_PRETRAINING = (
     re.compile(r"<\|(user|assistant|system)\|>\n?"),
     re.compile(r"<\|start_of_role\|>(user|assistant|system)<\|end_of_role\|>\n?"),
 )
+_BEGIN_OF_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*['"](role|from|content|value)['"]\s*:""")
+_BRACKETS = ("[", "{")
 _ENDS_OF_PRETRAINING = re.compile(r"<\|endoftext\|>|<\|end_of_text\|>")
 
 
@@ -69,6 +72,11 @@ class Chat:
         role = self.messages[number]["role"]
         return role == "assistant" or ((unmask or self.unmask) and role not in SYSTEM_ROLES)
 
+    @property
+    def ends_with_answer(self) -> bool:
+        """True if the last message is the assistant's, or is trained as one."""
+        return self.messages[-1]["role"] == "assistant" or self.is_trained(len(self.messages) - 1)
+
     def prompted(self, end: int, numbers: Sequence[int]) -> Chat:
         """Return the first `end` messages, of whose assistant messages `numbers` are trained."""
         messages = self.messages[:end]
@@ -90,7 +98,7 @@ def parse_row(row: object) -> Chat:
         keys = ", ".join(map(repr, row)) or "none"
         what = f"no key 'messages'; the row has {keys}"
         raise BadRow("no messages", f'{what}; write it as {{"messages": [{{"role": "user", "content": "..."}}, ...]}}')
-    given, unmask = row["messages"], row.get("unmask")
+    given, unmask = list_of(row["messages"], "messages"), row.get("unmask")
     if not isinstance(given, list) or not given:
         raise BadRow("no messages", "'messages' is empty; a conversation has at least one message, a list of objects")
     if unmask is not None and not isinstance(unmask, bool):
@@ -113,6 +121,47 @@ def parse_row(row: object) -> Chat:
     if is_pretraining or flags.count(None) == len(flags):
         flags = []
     return Chat(messages, bool(unmask) or is_pretraining, _variables(row), tuple(flags))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JSON within JSON
+
+
+def list_of(value: Any, key: str) -> Any:
+    """Return the value of a column of lists, which may be JSON text. Raises BadRow for other text."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        found = orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise BadRow(f"bad {key}", f"{key!r} is text that is not JSON ({error}); write a list") from None
+    if not isinstance(found, list):
+        raise BadRow(f"bad {key}", f"{key!r} is JSON text of a {type(found).__name__}; write a list")
+    return found
+
+
+def messages_or_text(value: Any, key: str) -> Any:
+    """Return the value of a column of texts or of messages: JSON text of messages as messages, all else as it is.
+
+    Raises BadRow for text that begins as messages do and is not JSON.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(_BRACKETS):
+        return value
+    try:
+        found = orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        if not _BEGIN_OF_MESSAGES.match(value):
+            return value
+        raise BadRow(
+            f"bad {key}", f"{key!r} begins as messages do, but is not JSON ({error}); write a list of messages"
+        ) from None
+    messages = found if isinstance(found, list) else [found]
+    is_chat = bool(messages) and all(isinstance(one, dict) and _speaks(one) for one in messages)
+    return messages if is_chat else value
+
+
+def _speaks(message: Mapping[str, Any]) -> bool:
+    return {"role", "content"} <= message.keys() or {"from", "value"} <= message.keys()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

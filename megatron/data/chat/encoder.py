@@ -72,6 +72,10 @@ class ChatCounts:
     """Rows that cannot be used."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Texts of messages, and options, that the template leaves out of conversations that are used."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Rows in which a column is not read, by its name."""
+    num_unanswered: int = 0
+    """Conversations whose last message is not trained, nor the assistant's."""
     forms: dict[str, dict[str, str]] = field(default_factory=dict)
     """File -> form of rows (row_forms.py) -> place of its first row there."""
     num_of_forms: Counter[str] = field(default_factory=Counter)
@@ -91,6 +95,8 @@ class ChatCounts:
         self.dropped.update(other.dropped)
         self.bad.update(other.bad)
         self.left_out.update(other.left_out)
+        self.unread.update(other.unread)
+        self.num_unanswered += other.num_unanswered
         self.num_of_forms.update(other.num_of_forms)
         self.num_too_long += other.num_too_long
         self.first_too_long = self.first_too_long or other.first_too_long
@@ -107,6 +113,8 @@ class ChatCounts:
             **{f"dropped, {reason}": count for reason, count in self.dropped.items()},
             **{f"bad, {reason}": count for reason, count in self.bad.items()},
             **{f"not written by the template, {kind}": count for kind, count in self.left_out.items()},
+            "conversations that end without an answer": self.num_unanswered,
+            **{f"column not read, {name}": count for name, count in self.unread.items()},
         }
         return {name: count for name, count in found.items() if count}
 

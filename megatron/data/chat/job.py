@@ -44,6 +44,8 @@ class ChatJob:
     """Text of the prompt with {column} for values, for columns of other names."""
     answer_key: str | None = None
     """Column of the answer to it."""
+    ignore_columns: tuple[str, ...] = ()
+    """Columns that are left out, though they look like a part of the prompt."""
     split: str | None = None
     """Read the files of this split of a downloaded dataset."""
     turns: Turns = "together"
@@ -88,7 +90,7 @@ class ChatJob:
     def reader(self) -> RowReader:
         """The reader of the rows. Raises DataError."""
         takes_texts = self.chat_template == PLAIN
-        return RowReader(self.row_format, self.prompt_template, self.answer_key, takes_texts)
+        return RowReader(self.row_format, self.prompt_template, self.answer_key, takes_texts, self.ignore_columns)
 
     @property
     def rules(self) -> ChatRules:

@@ -105,6 +105,7 @@ class _Datasets:
             "row_format": job.row_format,
             "prompt_template": job.prompt_template,
             "answer_key": job.answer_key,
+            "ignore_columns": list(job.ignore_columns),
             "split": job.split,
             "bad_rows": job.bad_rows,
             "exclude": list(job.exclude),

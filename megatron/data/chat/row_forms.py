@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import orjson
 
+from megatron.data.chat.columns import COLUMNS, FURTHER, LABELS, SYSTEM, Row, texts_in
 from megatron.data.chat.conversation import ROW_KEYS as VARIABLE_KEYS
-from megatron.data.chat.conversation import BadRow, Chat, parse_row
+from megatron.data.chat.conversation import BadRow, Chat, list_of, messages_or_text, parse_row
 from megatron.data.chat.template import Message
 from megatron.data.document_parser import value_at
 from megatron.data.indexed import DataError
@@ -56,16 +57,6 @@ _PAIRS = (
     ("question_answer", "question", "response_j"),
 )
 """Form, key of the prompt and key of the answer."""
-_FURTHER = ("input", "context")
-"""Keys of a text that belongs to an instruction."""
-_SYSTEM = ("system", "system_prompt")
-_CHOICES = ("choices", "options")
-_KEYS = tuple(
-    dict.fromkeys([
-        *VARIABLE_KEYS, "conversations", *(key for pair in _PAIRS for key in pair[1:]), "text", "history", *_FURTHER,
-        *_SYSTEM, *_CHOICES,
-    ])
-)  # fmt: skip
 EXAMPLE = '{"messages": [...]}'
 
 _ROLES = {
@@ -99,6 +90,8 @@ class RowReader:
     """Column of the answer to a prompt of `prompt_template`."""
     takes_texts: bool = False
     """Read rows with a text alone. Only a template that writes no roles can write them."""
+    ignored: tuple[str, ...] = ()
+    """Columns that are left out, whatever they look like."""
 
     def __post_init__(self) -> None:
         if self.row_format not in ROW_FORMATS:
@@ -123,11 +116,11 @@ class RowReader:
     def keys(self) -> tuple[str, ...]:
         """The keys of a row that are read: of a table, the columns."""
         if self.prompt_template is None:
-            return _KEYS
+            return COLUMNS
         names = (*self._fields, self._answer_key)
         # {a.b} steps into the column a, or is the column a.b
         tops = [".".join(name.split(".")[:end]) for name in names for end in range(1, name.count(".") + 2)]
-        return tuple(dict.fromkeys([*tops, *_SYSTEM, *VARIABLE_KEYS[1:]]))
+        return tuple(dict.fromkeys([*tops, *SYSTEM, *VARIABLE_KEYS[1:]]))
 
     @cached_property
     def _prompts(self) -> tuple[str, ...]:
@@ -152,31 +145,39 @@ class RowReader:
     def _answer_key(self) -> str:
         return self.answer_key or "output"
 
-    def read(self, row: Mapping[str, Any]) -> tuple[str, Chat]:
-        """Return the form of a row, and its conversation. Raises BadRow."""
+    def read(self, columns: Mapping[str, Any]) -> tuple[str, Chat, tuple[str, ...]]:
+        """Return the form of a row, its conversation, and the columns that were not read. Raises BadRow."""
+        row = Row(columns, self.ignored)
         if self.prompt_template is not None:
-            return TEMPLATE, self._by_template(row)
+            chat = self._by_template(row)
+            # who writes a template says what is read
+            is_own = self.prompt_template not in PROMPT_TEMPLATES
+            return TEMPLATE, chat, row.unread() if is_own else row.settle(texts_of(chat.messages))
         form, prompt_key, answer_key = self._form_of(row)
-        if form == "messages":
-            return form, parse_row(row)
         if form == "text":
-            return form, self._text(row)
-        if form == "sharegpt":
-            messages = [*_system(row), *_of_sharegpt(row["conversations"])]
-        elif isinstance(row[prompt_key], list) or isinstance(row[answer_key], list):
-            messages = [*_system(row), *_joined(row, prompt_key, answer_key)]
+            chat = self._text(row)
+        elif form == "messages":
+            chat = _chat(row, with_system(row, list_of(row["messages"], "messages")))
+        elif form == "sharegpt":
+            chat = _chat(row, with_system(row, of_sharegpt(row["conversations"])))
         else:
-            messages = _of_pair(row, form, prompt_key, answer_key)
-        return form, _chat(row, messages)
+            chat = _chat(row, _of_pair(row, form, prompt_key, answer_key))
+        unwanted = [key for key in LABELS if row.get(key) is False]
+        if unwanted:
+            raise BadRow(
+                "unwanted answer",
+                f"{unwanted[0]!r} is false, so the answer is not to be learnt; leave the row out, or train on "
+                "preferences (tools/preprocess_preferences.py)",
+            )
+        return form, chat, row.settle(texts_of(chat.messages))
 
-    def _form_of(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    def _form_of(self, row: Row) -> tuple[str, str, str]:
         """Return the form of a row and the keys of its prompt and answer. Raises BadRow."""
         wanted = None if self.row_format in (AUTO, MIXED) else self.row_format
-        present = {key for key in _KEYS if row.get(key) is not None}
         for form, key in (("messages", "messages"), ("sharegpt", "conversations")):
-            if key in (row if form == "messages" and wanted else present) and wanted in (None, form):
+            if key in row and wanted in (None, form):
                 return form, key, key
-        pairs = [pair for pair in _PAIRS if wanted in (None, pair[0]) and present.issuperset(pair[1:])]
+        pairs = [pair for pair in _PAIRS if wanted in (None, pair[0]) and row.keys() >= {*pair[1:]}]
         if len(pairs) > 1:
             forms = ", ".join(f"{prompt!r} with {answer!r} ({form})" for form, prompt, answer in pairs)
             remedy = f"--prompt-template '{{{pairs[0][1]}}}' --answer-key {pairs[0][2]}"
@@ -185,10 +186,8 @@ class RowReader:
             raise BadRow("ambiguous", f"the row may be read as {forms}; choose, such as with {remedy}")
         if pairs:
             return pairs[0]
-        if "text" in present and wanted in (None, "text"):
+        if "text" in row and wanted in (None, "text"):
             return "text", "text", "text"
-        if wanted is None and "messages" in row:
-            return "messages", "messages", "messages"  # which says what is wrong with them
         keys = ", ".join(map(repr, row)) or "none"
         if wanted is not None:
             raise BadRow("another form", f"the row is not of --row-format {wanted}; it has {keys}")
@@ -198,7 +197,7 @@ class RowReader:
             "name its columns with --prompt-template and --answer-key",
         )
 
-    def _text(self, row: Mapping[str, Any]) -> Chat:
+    def _text(self, row: Row) -> Chat:
         if not self.takes_texts:
             raise BadRow(
                 "text alone",
@@ -207,7 +206,7 @@ class RowReader:
             )
         return _chat(row, [{"role": "assistant", "content": _text_at(row, "text")}])
 
-    def _by_template(self, row: Mapping[str, Any]) -> Chat:
+    def _by_template(self, row: Row) -> Chat:
         values = {name: _value(row, name) for name in self._fields}
         has_input = len(self._prompts) > 1 and bool(values["input"].strip())
         prompt = "".join(
@@ -218,23 +217,24 @@ class RowReader:
         if not answer.strip():
             raise BadRow("no answer", f"{self._answer_key!r} is empty; write an answer, or leave the row out")
         user = {"role": "user", "content": prompt}
-        return _chat(row, [*_system(row), user, {"role": "assistant", "content": answer}])
+        return _chat(row, with_system(row, [user, {"role": "assistant", "content": answer}]))
 
 
-def _chat(row: Mapping[str, Any], messages: Sequence[Message]) -> Chat:
-    variables = {key: row[key] for key in VARIABLE_KEYS[1:] if row.get(key) is not None}
+def _chat(row: Row, messages: Sequence[Message]) -> Chat:
+    variables = {key: row[key] for key in VARIABLE_KEYS[1:] if key in row}
     return parse_row({**variables, "messages": [*messages]})
 
 
-def _value(row: Mapping[str, Any], key: str) -> str:
+def _value(row: Row, key: str) -> str:
     """Return a text or a number under a key that the user named; without `input` an empty text. Raises BadRow."""
+    row.note(key)
     try:
         value = value_at(dict(row), key)
     except KeyError:
         value = None
     except DataError as error:
         raise BadRow("repeated key", str(error)) from None
-    if value is None and key in _FURTHER:
+    if value is None and key in FURTHER:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         what = f"has no {key!r}" if value is None else f"has {str(value)[:40]!r} as {key!r}"
@@ -242,7 +242,7 @@ def _value(row: Mapping[str, Any], key: str) -> str:
     return str(value)
 
 
-def _text_at(row: Mapping[str, Any], key: str) -> str:
+def _text_at(row: Row, key: str) -> str:
     """Return the text under a key. Raises BadRow if it is none, or empty."""
     value = row[key]
     if not isinstance(value, str):
@@ -254,51 +254,66 @@ def _text_at(row: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _system(row: Mapping[str, Any]) -> list[Message]:
-    texts = [row[key] for key in _SYSTEM if row.get(key)]
-    if len(texts) > 1 or not all(isinstance(text, str) for text in texts):
+def texts_of(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the texts in the contents of messages."""
+    for message in messages:
+        yield from texts_in(message.get("content"))
+
+
+def with_system(row: Row, messages: Any) -> Any:
+    """Return the messages after the row's system text, if it has one that they do not begin with. Raises BadRow."""
+    texts = [text for key in SYSTEM if (text := row.get(key))]
+    if not texts or not isinstance(messages, list):
+        return messages
+    if len(texts) > 1 or not isinstance(texts[0], str):
         raise BadRow("bad system", f"the system text is {str(texts)[:60]!r}; write one text as 'system'")
-    return [{"role": "system", "content": text} for text in texts if text.strip()]
+    if not texts[0].strip():
+        return messages
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": texts[0]}, *messages]
+    if first.get("content") != texts[0]:
+        raise BadRow("another system", "'system' differs from the first message; leave one of them out")
+    return messages
 
 
-def _of_pair(row: Mapping[str, Any], form: str, prompt_key: str, answer_key: str) -> list[Message]:
+def _of_pair(row: Row, form: str, prompt_key: str, answer_key: str) -> list[Message]:
     """Return the messages of a prompt and an answer. Raises BadRow."""
-    further = [key for key in _FURTHER if row.get(key)]
-    unread = [key for key in (*_CHOICES, *(further if form != "alpaca" else ())) if row.get(key)]
-    if unread:
-        raise BadRow(
-            "more columns",
-            f"the row has {', '.join(map(repr, unread))} beside {prompt_key!r}; say where it belongs, such as with "
-            f"--prompt-template '{{{unread[0]}}}\\n\\n{{{prompt_key}}}' --answer-key {answer_key}",
-        )
-    parts = [_text_at(row, prompt_key), *(_text_at(row, key) for key in further if str(row[key]).strip())]
-    turns = [*_history(row), ("\n\n".join(parts), _text_at(row, answer_key))]
-    roles = ("user", "assistant")
-    messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
-    return [*_system(row), *messages]
+    prompt, answer = (messages_or_text(row[key], key) for key in (prompt_key, answer_key))
+    if isinstance(prompt, list) or isinstance(answer, list):
+        joined: list[Message] = with_system(row, _joined(prompt, answer, prompt_key, answer_key))
+        return joined
+    further = FURTHER if form == "alpaca" else ()
+    parts = [_text_at(row, prompt_key), *(_text_at(row, key) for key in further if str(row.get(key, "")).strip())]
+    last = turn_of("\n\n".join(parts), _text_at(row, answer_key))
+    messages: list[Message] = with_system(row, [*history_of(row), *last])
+    return messages
 
 
-def _history(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the earlier questions and answers of an Alpaca row. Raises BadRow."""
-    turns = row.get("history") or []
+def turn_of(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def history_of(row: Row) -> list[Message]:
+    """Return the messages of a row's earlier questions and answers. Raises BadRow."""
+    turns = list_of(row.get("history", []), "history")
     is_pairs = isinstance(turns, list) and all(
         isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
     )
-    if not is_pairs:
+    if not is_pairs and turns:
         raise BadRow("bad history", f"'history' is {str(turns)[:60]!r}; write a list of [question, answer]")
-    return [(question, answer) for question, answer in turns]
+    return [message for question, answer in turns for message in turn_of(question, answer)]
 
 
-def _joined(row: Mapping[str, Any], prompt_key: str, answer_key: str) -> list[Message]:
+def _joined(prompt: Any, answer: Any, prompt_key: str, answer_key: str) -> list[Message]:
     """Return the messages of a prompt and a completion that are messages. Raises BadRow."""
-    prompt, answer = row[prompt_key], row[answer_key]
     if not isinstance(prompt, list) or not isinstance(answer, list):
         raise BadRow(
             "mixed kinds",
             f"one of {prompt_key!r} and {answer_key!r} is a text and the other messages; write both alike",
         )
-    if not answer or not isinstance(answer[0], dict) or answer[0].get("role") != "assistant":
-        raise BadRow(f"bad {answer_key}", f"{answer_key!r} does not begin with a message of the assistant; write it so")
+    prompt, answer = with_roles(prompt), with_roles(answer)
+    check_answer(answer, answer_key)
     # answers in the prompt are part of what is given
     given = [
         {**message, "train": False} if isinstance(message, dict) and message.get("role") == "assistant" else message
@@ -307,11 +322,32 @@ def _joined(row: Mapping[str, Any], prompt_key: str, answer_key: str) -> list[Me
     return [*given, *answer]
 
 
-def _of_sharegpt(turns: Any) -> list[Message]:
+def check_answer(answer: Sequence[Any], key: str) -> None:
+    """Raise BadRow for messages that do not begin and end with the assistant's."""
+    for message, what in zip((answer[:1], answer[-1:]), ("begins", "ends"), strict=True):
+        role = message[0].get("role") if message and isinstance(message[0], dict) else "nothing"
+        if role != "assistant":
+            raise BadRow(
+                f"bad {key}",
+                f"{key!r} {what} with {role}, not with a message of the assistant; write the answer there, and all "
+                "before it as 'prompt'",
+            )
+
+
+def of_sharegpt(turns: Any) -> list[Message]:
     """Return the messages of a conversation of `from` and `value`; those of role and content stay. Raises BadRow."""
+    turns = list_of(turns, "conversations")
     if not isinstance(turns, list) or not turns:
         raise BadRow("no messages", '\'conversations\' is empty; write a list of {"from": ..., "value": ...}')
     return [_of_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+
+
+def with_roles(messages: Sequence[Any]) -> list[Any]:
+    """Return messages of `from` and `value` as messages of role and content, and others as they are. Raises BadRow."""
+    return [
+        _of_turn(message, number) if isinstance(message, dict) and {"from", "value"} <= message.keys() else message
+        for number, message in enumerate(messages, start=1)
+    ]
 
 
 def _of_turn(turn: Any, number: int) -> Message:

@@ -62,6 +62,12 @@ class PairCounts:
     """Pairs in use whose rejected answer has the higher score."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Texts and options that the template leaves out of rows that are used."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Rows in which a column is not read, by its name."""
+    num_other_turns: int = 0
+    """Rows whose answers hold turns of others than the assistant."""
+    num_passed_over: int = 0
+    """Answers of ranked lists between the best and the worst."""
 
     def add(self, other: PairCounts) -> None:
         self.num_rows += other.num_rows
@@ -74,6 +80,9 @@ class PairCounts:
         self.num_equal_scores += other.num_equal_scores
         self.num_reversed_scores += other.num_reversed_scores
         self.left_out.update(other.left_out)
+        self.unread.update(other.unread)
+        self.num_other_turns += other.num_other_turns
+        self.num_passed_over += other.num_passed_over
 
     def outcomes(self) -> dict[str, int]:
         """Return how many rows were changed, left out or are doubtful, by what was found."""
@@ -85,6 +94,9 @@ class PairCounts:
             "pairs whose rejected answer has the higher score": self.num_reversed_scores,
             **{f"bad, {reason}": count for reason, count in self.bad.items()},
             **{f"not written by the template, {kind}": count for kind, count in self.left_out.items()},
+            "rows whose answers hold turns of others": self.num_other_turns,
+            "answers between the best and the worst, not used": self.num_passed_over,
+            **{f"column not read, {name}": count for name, count in self.unread.items()},
         }
         return {name: count for name, count in found.items() if count}
 

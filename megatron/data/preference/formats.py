@@ -16,31 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.data.chat.columns import LABELS, SYSTEM, Row
 from megatron.data.chat.conversation import BadRow, Chat, parse_row
+from megatron.data.chat.row_forms import check_answer, history_of, texts_of, with_system
 from megatron.data.chat.template import Message
-from megatron.data.preference.rows import INPUT_KEYS, canonical_row, scores_of
+from megatron.data.preference.rows import RowAnswers, Side, answers_of, prompt_of
 
-ROW_KEYS = (
-    *INPUT_KEYS,
-    "chosen",
-    "rejected",
-    "completion",
-    "label",
-    "tools",
-    "functions",
-    "documents",
-    "chat_template_kwargs",
-)
-"""The keys of a row that are read."""
 _VARIABLES = ("tools", "functions", "documents", "chat_template_kwargs")
-EXAMPLE = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
+_BEGIN = re.compile(r"\s*(Human|Assistant):")
 _LAST_TURN = "\n\nAssistant:"
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-
-Side = str | list[Message]
-"""A text, or messages."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,10 @@ class Preference:
     """Name of the row's format."""
     scores: tuple[float, float] | None = None
     """Scores of the chosen and of the rejected answer, if the row has them."""
+    num_passed_over: int = 0
+    """Answers of a ranked list between the best and the worst."""
+    unread: tuple[str, ...] = ()
+    """Columns of the row that were not read."""
 
     @property
     def is_chat(self) -> bool:
@@ -70,6 +61,14 @@ class Preference:
         sides = {"chosen": self.chosen, "rejected": self.rejected}
         return [(name, side) for name, side in sides.items() if side is not None]
 
+    @property
+    def has_other_turns(self) -> bool:
+        """True if an answer holds turns of others than the assistant."""
+        return any(
+            len(_TURN.split(side)) > 1 if isinstance(side, str) and _is_transcript(self.prompt) else _has_others(side)
+            for _, side in self.answers
+        )
+
     def conversation(self, answer: Side) -> Chat:
         """Return prompt and answer as one conversation, checked and in one form. Raises BadRow."""
         assert not isinstance(self.prompt, str)
@@ -77,59 +76,57 @@ class Preference:
         return parse_row({**self.variables, "messages": [*self.prompt, *answer]})
 
 
-def parse_preference(row: Mapping[str, Any], *, as_chat: bool = False) -> Preference:
-    """Return the preference in a row. `as_chat`: make messages of texts. Raises BadRow."""
-    given = row
-    form, row = canonical_row(row, as_chat=as_chat)
-    if "completion" in row:
-        prompt, chosen, rejected = _unpaired(row)
-    else:
-        for key in ("chosen", "rejected"):
-            if key not in row:
-                keys = ", ".join(repr(name) for name, value in given.items() if value is not None) or "none"
-                lack = f"{key!r} is null" if key in given else f"no key {key!r}"
-                raise BadRow(f"no {key}", f"{lack}; the row has {keys}: write it as {EXAMPLE}")
-        prompt, chosen, rejected = _paired(row)
+def parse_preference(columns: Mapping[str, Any], *, as_chat: bool = False, ignored: tuple[str, ...] = ()) -> Preference:
+    """Return the preference in a row. `as_chat`: make messages of texts; `ignored`: columns to leave out.
+
+    Raises BadRow.
+    """
+    row = Row(columns, ignored)
+    answers = answers_of(row)
+    key, given = prompt_of(row, answers, as_chat=as_chat)
+    form = _form(answers, key)
+    prompt, chosen, rejected = _sides(given, answers)
     if as_chat and isinstance(prompt, str):
-        prompt, chosen, rejected = _as_chat(prompt, chosen, rejected)
-    if system := row.get("system"):
-        prompt = _with_system(system, prompt)
-    variables = {key: row[key] for key in _VARIABLES if key in row}
-    found = Preference(prompt, chosen, rejected, variables, form, scores_of(row))
+        prompt, chosen, rejected = _turns(prompt), _answer(chosen), _answer(rejected)
+    prompt = _in_context(row, prompt, is_question=isinstance(given, str))
+    variables = {} if isinstance(prompt, str) else {name: row[name] for name in _VARIABLES if name in row}
+    texts = [text for side in (prompt, chosen, rejected) if side is not None for text in _texts(side)]
+    unread = row.settle(texts, needed=LABELS)
+    found = Preference(prompt, chosen, rejected, variables, form, answers.scores, answers.num_passed_over, unread)
     _check(found)
     return found
 
 
-def _unpaired(row: Mapping[str, Any]) -> tuple[Side, Side | None, Side | None]:
-    label = row.get("label")
-    if label is None:
-        raise BadRow("no label", "the row has a completion and no label; write true for a wanted one, or false")
-    if not isinstance(label, bool) and label not in (0, 1):
-        raise BadRow("bad label", f"'label' is {str(label)[:40]!r}; write true for a wanted completion, or false")
-    completion, prompt = _side(row["completion"], "completion"), _given_prompt(row)
-    if prompt is None:
-        raise BadRow("no prompt", "the row has a completion and no prompt; write both")
-    _check_kinds(prompt, completion, "completion")
-    return (prompt, completion, None) if label else (prompt, None, completion)
+def _form(answers: RowAnswers, key: str) -> str:
+    names = [key, *answers.keys] if key else [*answers.keys]
+    if answers.keys == ("response_j", "response_k"):
+        return ", ".join(names)
+    return f"{', '.join(names)} ({'texts' if isinstance(answers.given, str) else 'messages'})"
 
 
-def _paired(row: Mapping[str, Any]) -> tuple[Side, Side, Side]:
-    chosen, rejected = _side(row["chosen"], "chosen"), _side(row["rejected"], "rejected")
+def _texts(side: Side) -> list[str]:
+    return [side] if isinstance(side, str) else list(texts_of(side))
+
+
+def _sides(prompt: Side | None, answers: RowAnswers) -> tuple[Side, Side | None, Side | None]:
+    """Return prompt and answers, all texts or all messages. Raises BadRow."""
+    chosen, rejected = answers.chosen, answers.rejected
+    if prompt is not None and not (prompt.strip() if isinstance(prompt, str) else prompt):
+        raise BadRow("no prompt", "'prompt' is empty; write what the answers are to")
+    if chosen is None or rejected is None:
+        if prompt is None:
+            raise BadRow("no prompt", "the row has a completion and no prompt; write both")
+        return _like(prompt, answers.given, answers.keys[0]), chosen, rejected
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("mixed kinds", "one of 'chosen' and 'rejected' is a text and the other messages; write both alike")
     if chosen == rejected:
         raise BadRow("equal answers", "'chosen' and 'rejected' are equal; leave the row out")
-    prompt = _given_prompt(row)
     if prompt is None:
         return _common_prompt(chosen, rejected)
     if isinstance(prompt, str) and not isinstance(chosen, str) and not isinstance(rejected, str):
         return _beside_messages(prompt, chosen, rejected)
-    _check_kinds(prompt, chosen, "chosen")
+    _like(prompt, chosen, answers.keys[0])
     return prompt, _without(prompt, chosen), _without(prompt, rejected)
-
-
-def _given_prompt(row: Mapping[str, Any]) -> Side | None:
-    return _side(row["prompt"], "prompt") if "prompt" in row else None
 
 
 def _beside_messages(prompt: str, chosen: list[Message], rejected: list[Message]) -> tuple[Side, Side, Side]:
@@ -147,38 +144,28 @@ def _beside_messages(prompt: str, chosen: list[Message], rejected: list[Message]
     return _common_prompt(chosen, rejected)
 
 
-def _with_system(system: Any, prompt: Side) -> Side:
-    """Return the prompt after a message of the system. Raises BadRow."""
-    if not isinstance(system, str):
-        raise BadRow("bad system", f"'system' is {str(system)[:40]!r}; write a text")
-    if isinstance(prompt, str):
+def _in_context(row: Row, prompt: Side, *, is_question: bool) -> Side:
+    """Return the prompt after the row's system text and, before a question, its history. Raises BadRow."""
+    names = [name for name in (*SYSTEM, "history") if row.peek(name) not in (None, "", [])]
+    if names and isinstance(prompt, str):
         raise BadRow(
-            "system beside texts",
-            "texts have no place for 'system'; pass --as-chat, or write it at the beginning of 'prompt' and leave the "
-            "key out",
+            f"{names[0]} beside texts",
+            f"texts have no place for {names[0]!r}; pass --as-chat, or write it at the beginning of 'prompt' and leave "
+            "the key out",
         )
-    if prompt and prompt[0].get("role") == "system":
-        if prompt[0].get("content") != system:
-            raise BadRow("another system", "'system' differs from the first message; leave one of them out")
+    if isinstance(prompt, str):
         return prompt
-    return [{"role": "system", "content": system}, *prompt]
+    has_history = "history" in names and is_question and [turn["role"] for turn in prompt] == ["user"]
+    found: Side = with_system(row, [*(history_of(row) if has_history else ()), *prompt])
+    return found
 
 
-def _side(value: Any, key: str) -> Side:
-    """Return a text or a list of messages. Raises BadRow."""
-    if isinstance(value, dict):
-        return [value]
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, dict) for part in value)):
-        return value
-    raise BadRow(
-        f"bad {key}", f"{key!r} is {repr(value)[:40]}; write a text, or a list of messages with role and content"
-    )
-
-
-def _check_kinds(prompt: Side, answer: Side, key: str) -> None:
-    if isinstance(prompt, str) != isinstance(answer, str):
-        kinds = [("a text" if isinstance(side, str) else "messages") for side in (prompt, answer)]
-        raise BadRow("mixed kinds", f"the prompt is {kinds[0]} and {key!r} is {kinds[1]}; write both alike")
+def _like(prompt: Side, answer: Side, key: str) -> Side:
+    """Return the prompt, as messages where the answer is. Raises BadRow."""
+    if isinstance(prompt, str) == isinstance(answer, str):
+        return prompt
+    kinds = [("a text" if isinstance(side, str) else "messages") for side in (prompt, answer)]
+    raise BadRow("mixed kinds", f"the prompt is {kinds[0]} and {key!r} is {kinds[1]}; write both alike")
 
 
 def _without(prompt: Side, answer: Side) -> Side:
@@ -189,20 +176,19 @@ def _without(prompt: Side, answer: Side) -> Side:
 
 
 def _common_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
-    """Cut off what both sides begin with: of a transcript, all before the last turn of the assistant. Raises BadRow."""
+    """Cut off what both sides begin with, up to where the assistant begins to answer. Raises BadRow.
+
+    A text shows that only as a transcript.
+    """
     cut = _common(chosen, rejected)
     if isinstance(chosen, str) and isinstance(rejected, str):
-        cuts = {side.rfind(_LAST_TURN) + len(_LAST_TURN) for side in (chosen, rejected)}
-        if _TURN.match(chosen) and len(cuts) == 1 and len(_LAST_TURN) <= min(cuts) <= cut:
-            cut = cuts.pop()
-        elif _TURN.match(chosen) and _TURN.match(rejected) and _TURN.findall(chosen[:cut])[-1:] != ["Assistant"]:
-            raise BadRow(
-                "no common prompt",
-                "'chosen' and 'rejected' are transcripts that differ before the assistant's answer; write answers to "
-                "the same turns",
-            )
-        elif cut and chosen[cut - 1] == " ":
-            cut -= 1  # tokens begin with the space before a word
+        cut = _end_of_prompt(chosen, rejected, cut)
+    elif cut and chosen[cut - 1].get("role") == "assistant":  # type: ignore[union-attr]
+        raise BadRow(
+            "no common prompt",
+            "the messages that 'chosen' and 'rejected' begin with end with the assistant's; write what both answer as "
+            "'prompt'",
+        )
     if not cut:
         raise BadRow(
             "no common prompt",
@@ -211,45 +197,73 @@ def _common_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
     return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
+def _end_of_prompt(chosen: str, rejected: str, common: int) -> int:
+    """Return the place in two transcripts after the last header of the assistant that they share. Raises BadRow."""
+    if not (_is_transcript(chosen) and _is_transcript(rejected)):
+        raise BadRow(
+            "no common prompt",
+            "the row has no prompt, and only in transcripts of '\\n\\nHuman:' and '\\n\\nAssistant:' can be seen where "
+            "the texts begin to answer; write what both answer as 'prompt'",
+        )
+    cuts = {side.rfind(_LAST_TURN) + len(_LAST_TURN) for side in (chosen, rejected)}
+    if len(cuts) == 1 and len(_LAST_TURN) <= min(cuts) <= common:
+        return cuts.pop()
+    turns = list(_TURN.finditer(chosen, 0, common))
+    if not turns or turns[-1][1] != "Assistant":
+        raise BadRow(
+            "no common prompt",
+            "'chosen' and 'rejected' are transcripts that differ before the assistant's answer; write answers to the "
+            "same turns",
+        )
+    return turns[-1].end()
+
+
 def _common(first: Side, second: Side) -> int:
     """Return the length of the common prefix."""
     shorter = min(len(first), len(second))
     return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
-def _as_chat(prompt: str, chosen: Side | None, rejected: Side | None) -> tuple[Side, Side | None, Side | None]:
-    turns: Side = _turns(prompt) if _TURN.match(prompt) else [{"role": "user", "content": prompt}]
-    return turns, _answer(chosen), _answer(rejected)
+def _is_transcript(text: Side) -> bool:
+    if not isinstance(text, str):
+        return False
+    return _TURN.match(text) is not None or (_BEGIN.match(text) is not None and _TURN.search(text) is not None)
 
 
 def _answer(text: Side | None) -> Side | None:
+    """Return the message of an answer, and of a transcript those of its further turns."""
     if text is None:
         return None
     assert isinstance(text, str)
-    return [{"role": "assistant", "content": text.strip()}]
+    first, *others = _TURN.split(text)
+    return [{"role": "assistant", "content": first.strip()}, *_messages(others)]
 
 
-def _turns(transcript: str) -> list[Message]:
-    """Return the messages of a transcript, without the empty turn at its end that is to be answered."""
-    _, *parts = _TURN.split(transcript)
-    turns: list[Message] = [
-        {"role": _ROLES[name], "content": text.strip()} for name, text in zip(parts[::2], parts[1::2], strict=True)
-    ]
-    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
+def _turns(prompt: str) -> Side:
+    """Return the messages of a transcript, without the empty turn at its end, or of a text. Raises BadRow."""
+    if not _is_transcript(prompt):
+        return [{"role": "user", "content": prompt}]
+    turns = _messages(_TURN.split("\n\n" + prompt.lstrip())[1:])
+    if turns[-1]["role"] == "assistant" and turns[-1]["content"]:
+        raise BadRow("begun answer", "'prompt' ends within a turn of the assistant; move what it begins to the answers")
+    return turns[:-1] if turns[-1]["role"] == "assistant" else turns
+
+
+def _messages(parts: list[str]) -> list[Message]:
+    """Return the messages of names and texts in turn."""
+    return [{"role": _ROLES[name], "content": text.strip()} for name, text in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _has_others(side: Side) -> bool:
+    return not isinstance(side, str) and any(message.get("role") != "assistant" for message in side)
 
 
 def _check(found: Preference) -> None:
     """Raise BadRow for a side without text, or one that is not the assistant's."""
     for name, side in found.answers:
-        if isinstance(side, str):
-            if not side.strip():
-                raise BadRow(f"empty {name}", f"{name!r} is empty; write an answer, or leave the row out")
-        elif not side or side[0].get("role") != "assistant":
-            role = side[0].get("role") if side else "nothing"
-            raise BadRow(
-                f"bad {name}",
-                f"{name!r} begins with {role}, not with a message of the assistant; write the answer there, and all "
-                "before it as 'prompt'",
-            )
-    if not found.prompt:
-        raise BadRow("no prompt", "'prompt' is empty; write what the answers are to")
+        if not isinstance(side, str):
+            check_answer(side, name)
+        elif not side.strip():
+            raise BadRow(f"empty {name}", f"{name!r} is empty; write an answer, or leave the row out")
+        elif _is_transcript(found.prompt) and _TURN.findall(side)[-1:] == ["Human"]:
+            raise BadRow(f"bad {name}", f"{name!r} ends with a turn of Human; leave that out")

@@ -29,7 +29,8 @@ from megatron.data.indexed_builder import IndexedDatasetBuilder, check_absent
 from megatron.data.input_shards import InputShard, shard_of
 from megatron.data.manifest import LOG_NAME, BlockCounts, ManifestLog, manifest_writer
 from megatron.data.preference.encoder import Pair, PairCounts, PreferenceEncoder, Templates
-from megatron.data.preference.formats import EXAMPLE, ROW_KEYS, Preference, parse_preference
+from megatron.data.preference.formats import Preference, parse_preference
+from megatron.data.preference.rows import EXAMPLE, ROW_COLUMNS
 from megatron.data.source_reader import read_batches
 from megatron.data.sources import ROW_KINDS, STDIN_FILENAME, InputListing, InputRules, find_sources
 from megatron.data.splits import of_split
@@ -56,6 +57,8 @@ class PreferenceJob:
     append_eos: bool = True
     """Add EOS to texts, and to conversations after which the template writes nothing."""
     bad_rows: BadRows = "error"
+    ignore_columns: tuple[str, ...] = ()
+    """Columns that are left out, though they look like a part of the prompt."""
     workers: int = 1
     """Largest number of processes."""
     split: str | None = None
@@ -76,7 +79,7 @@ class PreferenceJob:
 
     def reading(self, block_bytes: int = BLOCK_BYTES) -> ReadingRules:
         return ReadingRules(
-            keys=ROW_KEYS,
+            keys=ROW_COLUMNS,
             as_rows=True,
             remedy="shorten the row, or leave the line out",
             block_bytes=block_bytes,
@@ -155,14 +158,17 @@ def _encoded_block(
     encoder: PreferenceEncoder, job: PreferenceJob, block: Block, counts: PairCounts
 ) -> tuple[list[Pair], list[str], int]:
     """Return the pairs of a block, its faults, and its blank lines."""
-    rows, problems, num_blank = rows_of(block, EXAMPLE, ROW_KEYS)
+    rows, problems, num_blank = rows_of(block, EXAMPLE, ROW_COLUMNS)
     counts.num_rows += len(rows) + len(problems)
     numbers: list[int] = []
     parsed: list[Preference] = []
     for number, row in rows:
         try:
-            parsed.append(found := parse_preference(row, as_chat=job.as_chat))
+            parsed.append(found := parse_preference(row, as_chat=job.as_chat, ignored=job.ignore_columns))
             numbers.append(number)
+            counts.unread.update(found.unread)
+            counts.num_other_turns += found.has_other_turns
+            counts.num_passed_over += found.num_passed_over
             counts.forms[found.form] += 1
             counts.first_rows.setdefault(found.form, block.place(number))
         except BadRow as error:
@@ -254,6 +260,7 @@ def preprocess_preferences(job: PreferenceJob, progress: Callable[[int], None] |
         listed = {
             **options,
             "bad_rows": job.bad_rows,
+            "ignore_columns": list(job.ignore_columns),
             "split": job.split,
             "exclude": list(job.exclude),
             "max_documents": job.max_documents,

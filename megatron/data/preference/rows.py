@@ -1,101 +1,219 @@
-"""Rows of preferences under the keys of published datasets, brought to the keys of TRL.
+"""RowAnswers and prompts of rows, under the keys of published datasets.
 
 {"question": "...", "response_j": "...", "response_k": "..."}       lvwerra/stack-exchange-paired: j is preferred
 {"system": "...", "question": "...", "chosen": ..., "rejected": ...}   Intel/orca_dpo_pairs; `input` or `query` too
 {"instruction": "...", "input": "...", "chosen": ..., "rejected": ...}   LLaMA-Factory's, of Alpaca
 {"conversations": [...], "chosen": {...}, "rejected": {...}}           LLaMA-Factory's, of ShareGPT: `from`, `value`
-{"prompt": "...", "chosen": [messages], ..., "score_chosen": 8.5, ...}   UltraFeedback's
+{"messages": [..., {"role": "assistant", ...}], "label": true}         LLaMA-Factory's, for KTO; `kto_tag` too
+{"prompt": "...", "chosen": [messages], ..., "score_chosen": 8.5, ...}   UltraFeedback's, binarized
+{"prompt": "...", "responses": ["...", "..."], "scores": [1, 2]}       a ranked list: its best and its worst answer
+{"instruction": "...", "completions": [{"response": "...", "overall_score": 8.5}, ...]}   UltraFeedback's
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from dataclasses import dataclass
 from typing import Any
 
-from megatron.data.chat.conversation import BadRow
+from megatron.data.chat.columns import COLUMNS, FURTHER, LABELS, Row
+from megatron.data.chat.conversation import BadRow, list_of, messages_or_text
+from megatron.data.chat.row_forms import of_sharegpt, with_roles
+from megatron.data.chat.template import Message
+
+Side = str | list[Message]
+"""A text, or messages."""
+EXAMPLE = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 
 PROMPTS = ("prompt", "messages", "conversations")
 """Keys of a prompt, of which the first that a row has is read."""
 QUESTIONS = ("question", "instruction", "query", "input")
 """Keys of a question, without what leads to an answer in a text."""
-_ANSWERS = {"response_j": "chosen", "response_k": "rejected"}
+_COMPLETIONS = ("completion", "response", "output", "answer")
+_RANKED = ("response_j", "response_k")
 _SCORES = ("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen-rating", "rejected-rating")
-INPUT_KEYS = (*PROMPTS, *QUESTIONS, "system", *_ANSWERS, *(key for keys in _SCORES for key in keys))
-"""The keys that are read, those of TRL's answers aside."""
-
+_LISTS = ("responses", "completions", "answers")
+"""Keys of a list of answers."""
+_LIST_SCORES = ("scores", "ratings")
+"""Keys of their scores, the highest of the best."""
+_ITEM_TEXTS = ("response", "answer", "completion", "text", "content")
+_ITEM_SCORES = {"score": 1, "overall_score": 1, "rating": 1, "rank": -1}
+"""Keys of a score in an answer, with the sign that makes it the highest of the best."""
 _QUESTION_TEXT = "Question: {}\n\nAnswer: "
 """Text of a question, as TRL's and optimum-habana's scripts for stack-exchange-paired write it."""
-_ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names of roles."""
+ROW_COLUMNS = (*COLUMNS, *(key for keys in _SCORES for key in keys))
+"""Columns that are read."""
 
 
-def canonical_row(row: Mapping[str, Any], *, as_chat: bool) -> tuple[str, dict[str, Any]]:
-    """Return the name of a row's format, and the row with `prompt`, `chosen` and `rejected`, or `completion`.
+@dataclass(frozen=True)
+class RowAnswers:
+    """The answers of a row: a pair, or one that is wanted or not."""
 
-    A key with null is absent, as tables write it. `as_chat`: leave a question as it is. Raises BadRow.
-    """
-    found = {key: value for key, value in row.items() if value is not None}
-    is_ranked = "chosen" not in found and any(key in found for key in _ANSWERS)
-    if is_ranked:
-        found = {_ANSWERS.get(key, key): value for key, value in found.items()}
-    for key in ("prompt", "messages", "conversations", "chosen", "rejected", "completion"):
-        if key in found:
-            found[key] = _with_roles(found[key])
-    given = [key for key in PROMPTS if key in found]
-    asked = [key for key in QUESTIONS if found.get(key) not in (None, "")]
-    name = given[0] if given else asked[0] if asked else ""
-    form = "question, response_j, response_k" if is_ranked else _form(found, name)
-    if given:
-        found["prompt"] = found[given[0]]
-    elif asked:
-        found["prompt"] = _question(found, asked, as_chat=as_chat)
-    return form, found
+    keys: tuple[str, ...]
+    chosen: Side | None
+    rejected: Side | None
+    scores: tuple[float, float] | None = None
+    num_passed_over: int = 0
+    """Further answers of a ranked list."""
+    before: list[Message] | None = None
+    """The messages before the answer, where it is the last of a conversation."""
+
+    @property
+    def given(self) -> Side:
+        side = self.rejected if self.chosen is None else self.chosen
+        assert side is not None
+        return side
 
 
-def scores_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return the scores of the chosen and of the rejected answer, if the row has them."""
+def answers_of(row: Row) -> RowAnswers:
+    """Return the answers of a row. Raises BadRow."""
+    if "chosen" in row or "rejected" in row:
+        return _pair(row, "chosen", "rejected")
+    if any(key in row for key in _RANKED):
+        return _pair(row, *_RANKED)
+    labels = [key for key in LABELS if key in row]
+    completions = [key for key in _COMPLETIONS if key in row]
+    if labels and (completions or any(key in row for key in PROMPTS[1:])):
+        return _labelled(row, labels, completions)
+    if listed := [key for key in _LISTS if isinstance(row.peek(key), list | str)]:
+        return _best_and_worst(row, listed[0])
+    if "completion" in row:
+        raise BadRow("no label", "the row has a completion and no label; write true for a wanted one, or false")
+    raise _lack(row, "chosen")
+
+
+def _lack(row: Row, key: str) -> BadRow:
+    names = ", ".join(map(repr, row)) or "none"
+    what = f"{key!r} is null" if key in row.nulls else f"no key {key!r}"
+    return BadRow(f"no {key}", f"{what}; the row has {names}: write it as {EXAMPLE}")
+
+
+def _pair(row: Row, chosen: str, rejected: str) -> RowAnswers:
+    for key in (chosen, rejected):
+        if key not in row:
+            raise _lack(row, key)
+    scores = None
     for keys in _SCORES:
-        chosen, rejected = (row.get(key) for key in keys)
-        if isinstance(chosen, int | float) and isinstance(rejected, int | float):
-            return float(chosen), float(rejected)
-    return None
+        found = [row.get(key) for key in keys]
+        if scores is None and all(isinstance(score, int | float) for score in found):
+            scores = (float(found[0]), float(found[1]))
+    return RowAnswers((chosen, rejected), side_at(row, chosen), side_at(row, rejected), scores)
 
 
-def _form(row: Mapping[str, Any], prompt: str) -> str:
-    answers = [key for key in ("completion", "label", "chosen", "rejected") if key in row]
-    answers = answers[:2] if "completion" in row else answers
-    value = row.get(answers[0]) if answers else None
-    kind = "texts" if isinstance(value, str) else "messages"
-    return ", ".join([prompt, *answers] if prompt else [*answers]) + f" ({kind})"
+def _labelled(row: Row, labels: list[str], completions: list[str]) -> RowAnswers:
+    """Return an answer that has a label."""
+    values = [row[key] for key in labels]
+    for key, label in zip(labels, values, strict=True):
+        if not isinstance(label, bool) and label not in (0, 1):
+            raise BadRow("bad label", f"{key!r} is {str(label)[:40]!r}; write true for a wanted completion, or false")
+    if len(set(map(bool, values))) > 1:
+        raise BadRow("bad label", f"{' and '.join(labels)} contradict each other; keep one")
+    if len(completions) > 1:
+        raise BadRow("ambiguous", f"the row has the answers {' and '.join(completions)}; leave all but one out")
+    before, keys = None, (*completions, labels[0])
+    if completions:
+        answer = side_at(row, completions[0])
+    else:
+        key = next(key for key in PROMPTS[1:] if key in row)
+        turns = side_at(row, key)
+        if isinstance(turns, str) or len(turns) < 2:
+            raise BadRow("no prompt", f"{key!r} has {len(turns)} messages; write a question and its answer")
+        answer, before = turns[-1:], turns[:-1]
+    is_wanted = bool(values[0])
+    return RowAnswers(keys, answer if is_wanted else None, None if is_wanted else answer, before=before)
 
 
-def _question(row: Mapping[str, Any], keys: list[str], *, as_chat: bool) -> str:
-    """Return the question of a row as a prompt. Raises BadRow."""
-    used = [key for key in keys if key in (keys[0], "input")]
-    for key in used:
-        if not isinstance(row[key], str):
-            raise BadRow(f"bad {key}", f"{key!r} is {str(row[key])[:40]!r}; write a text")
-    question = "\n".join(row[key] for key in used)
-    if as_chat or not isinstance(row.get("chosen", row.get("completion")), str):
-        return question
-    if keys[0] == "question":
-        return _QUESTION_TEXT.format(question)
+def _best_and_worst(row: Row, key: str) -> RowAnswers:
+    """Return the answers with the highest and the lowest score of a list, the first of equal ones. Raises BadRow."""
+    items = list_of(row[key], key)
+    if not isinstance(items, list) or len(items) < 2:
+        raise BadRow(f"bad {key}", f"{key!r} is {str(items)[:40]!r}; write a list of two answers or more")
+    listed = next((name for name in _LIST_SCORES if name in row), None)
+    if listed is not None:
+        scores, sides = list_of(row[listed], listed), items
+    else:
+        scored = [_scored(item, key) for item in items]
+        scores, sides = [score for score, _ in scored], [side for _, side in scored]
+    is_usable = isinstance(scores, list) and all(_is_number(score) for score in scores)
+    if not is_usable or len(scores) != len(sides):
+        raise BadRow("bad scores", f"the scores of {key!r} are {str(scores)[:60]}; write a number for each answer")
+    best, worst = max(scores), min(scores)
+    if best == worst:
+        raise BadRow("equal scores", f"all answers of {key!r} have the score {best}, so none is preferred")
+    chosen, rejected = (side_of(sides[scores.index(score)], key) for score in (best, worst))
+    return RowAnswers((key,), chosen, rejected, (float(best), float(worst)), len(sides) - 2)
+
+
+def _scored(item: Any, key: str) -> tuple[Any, Any]:
+    """Return the score of an answer that holds it, and its text. Raises BadRow."""
+    names = item.keys() if isinstance(item, dict) else ()
+    text = next((name for name in _ITEM_TEXTS if name in names), None)
+    score = next((name for name in _ITEM_SCORES if name in names), None)
+    if text is None or score is None:
+        raise BadRow(
+            "no scores",
+            f"the answers of {key!r} have no scores; write 'scores', a number for each, or objects of 'response' and "
+            "'score'",
+        )
+    value = item[score]
+    return (value * _ITEM_SCORES[score] if _is_number(value) else value), item[text]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def side_at(row: Row, key: str) -> Side:
+    """Return a text or a list of messages under a key. Raises BadRow."""
+    if key == "conversations":
+        return of_sharegpt(row[key])
+    if key == "messages":
+        return side_of(list_of(row[key], key), key)
+    return side_of(row[key], key)
+
+
+def side_of(value: Any, key: str) -> Side:
+    """Return a text or a list of messages. Raises BadRow."""
+    value = messages_or_text(value, key)
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        return with_roles(value)
     raise BadRow(
-        "a question without a template",
-        f"{keys[0]!r} is a text without what leads to an answer; pass --as-chat, which lets the chat template write "
-        "it, or write all of it as 'prompt'",
+        f"bad {key}", f"{key!r} is {repr(value)[:40]}; write a text, or a list of messages with role and content"
     )
 
 
-def _with_roles(side: Any) -> Any:
-    """Return messages of ShareGPT's form as messages with role and content, and all else as it is."""
-    if isinstance(side, dict):
-        return _with_roles([side])[0]
-    if not isinstance(side, list):
-        return side
-    return [
-        {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
-        if isinstance(message, dict) and {"from", "value"} <= message.keys() and isinstance(message["from"], str)
-        else message
-        for message in side
-    ]
+def prompt_of(row: Row, answers: RowAnswers, *, as_chat: bool) -> tuple[str, Side | None]:
+    """Return the key and the prompt of a row; None if it is within the answers. Raises BadRow."""
+    key = next((key for key in PROMPTS if key in row), None)
+    if answers.before is not None:
+        assert key is not None
+        return key, answers.before
+    if key is not None:
+        return key, side_at(row, key)
+    questions = [key for key in QUESTIONS if row.peek(key) not in (None, "")]
+    if not questions:
+        return "", None
+    return questions[0], _question(row, questions[0], leaves=as_chat or not isinstance(answers.given, str))
+
+
+def _question(row: Row, key: str, *, leaves: bool) -> str:
+    """Return the question of a row as a prompt. `leaves`: without what leads to an answer. Raises BadRow."""
+    further = {"instruction": FURTHER, "input": ()}.get(key, FURTHER[:1])
+    parts = [row[name] for name in (key, *further) if row.peek(name) not in (None, "")]
+    for part in parts:
+        if not isinstance(part, str):
+            raise BadRow(f"bad {key}", f"{key!r} or what belongs to it is {str(part)[:40]!r}; write a text")
+    question = "\n".join(parts)
+    if leaves:
+        return question
+    if key == "question":
+        return _QUESTION_TEXT.format(question)
+    raise BadRow(
+        "a question without a template",
+        f"{key!r} is a text without what leads to an answer; pass --as-chat, which lets the chat template write it, or "
+        "write all of it as 'prompt'",
+    )

@@ -247,3 +247,54 @@ def test_real_pairs_have_trls_ids(tmp_path: Path, test_data: Path) -> None:
         assert found == [
             [row[f"{part}_ids"] for part in ("prompt", "chosen", "rejected")] for row in trainer.train_dataset
         ]
+
+
+def test_new_forms_have_the_ids_of_trl(tmp_path: Path, test_data: Path) -> None:
+    """Rows are brought to TRL's form by hand, and rendered by its own functions where it takes that form."""
+    trl = pytest.importorskip("trl")
+    from transformers import AutoTokenizer
+
+    folder = test_data / "tokenizers" / "bloom_format_trained"
+    theirs = AutoTokenizer.from_pretrained(folder)
+    path = test_data / "chat_templates" / "axolotl_apache2" / "chatml.jinja"
+    theirs.chat_template = path.read_text()
+    ask, hello = ({"role": "user", "content": text} for text in ("Which colour is it?", "Hello?"))
+    sure = {"role": "user", "content": "Sure?"}
+    red, no = [answer("It is red.")], [answer("No idea.")]
+    more = [answer("It is red."), sure, answer("Yes.")]
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"messages": [ask, *red], "label": True}, {"prompt": [ask], "chosen": red}),
+        ({"conversations": [{"from": "human", "value": ask["content"]}, {"from": "gpt", "value": "No idea."}],
+          "kto_tag": False, "system": "Be brief."}, {"prompt": [SYSTEM, ask], "rejected": no}),
+        ({"messages": json.dumps([SYSTEM, ask, *more]), "label": 0}, {"prompt": [SYSTEM, ask, *more[:2]],
+                                                                    "rejected": more[2:]}),
+        ({"prompt": ask["content"], "responses": ["So so.", "It is red.", "No idea."], "scores": [2, 3.5, 1]},
+         {"prompt": [ask], "chosen": red, "rejected": no}),
+        ({"instruction": ask["content"], "completions": [{"response": "It is red.", "overall_score": 8.5},
+                                                         {"response": "No idea.", "overall_score": 1.0}]},
+         {"prompt": [ask], "chosen": red, "rejected": no}),
+        ({"prompt": "Human: Which colour is it?\n\nAssistant:",
+          "answers": [{"answer": "No idea.", "rank": 2}, {"answer": "It is red.", "rank": 1}]},
+         {"prompt": [ask], "chosen": red, "rejected": no}),
+        ({"instruction": ask["content"], "history": [["Hello?", "Hey."]], "system_prompt": "Be brief.",
+          "chosen": "It is red.", "rejected": "No idea."},
+         {"prompt": [SYSTEM, hello, answer("Hey."), ask], "chosen": red, "rejected": no}),
+        ({"chosen": [ask, *more], "rejected": [ask, *no]}, {"chosen": [ask, *more], "rejected": [ask, *no]}),
+        ({"chosen": json.dumps([ask, *red]), "rejected": json.dumps([ask, *no])},
+         {"chosen": [ask, *red], "rejected": [ask, *no]}),
+    ]  # fmt: skip
+    rows = [row for row, _ in cases]
+    found, totals = run(tmp_path, folder, *rows, chat_template=str(path), as_chat=True)
+    for ours, (_, canonical) in zip(found, cases, strict=True):
+        split = trl.data_utils.maybe_extract_prompt(canonical)
+        wholes = {}
+        for side in ("chosen", "rejected"):
+            if side in split:
+                one = trl.apply_chat_template({"prompt": split["prompt"], "completion": split[side]}, theirs)
+                prompt, wholes[side] = one["prompt"], one["prompt"] + one["completion"]
+        ids = theirs(prompt)["input_ids"]
+        expected = [ids, *(theirs(wholes[side])["input_ids"][len(ids) :] if side in wholes else [] for side in
+                           ("chosen", "rejected"))]  # fmt: skip
+        assert ours == expected
+    assert totals.counts.num_passed_over == 1
+    assert totals.counts.num_other_turns == 1

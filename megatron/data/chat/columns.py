@@ -1,0 +1,131 @@
+"""Columns of a row: read, refused, or counted.
+
+A row is read whole. A column that no reader reads is counted by its name. One that looks like a part of what an answer
+is to, such as `history`, is refused: the model would learn an answer to another prompt. Such a column may be left
+unread where the turns hold its text already, as `messages` often holds that of `prompt`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from megatron.data.chat.conversation import ROW_KEYS, BadRow
+
+SYSTEM = ("system", "system_prompt")
+"""Keys of a system message's text."""
+FURTHER = ("input", "context")
+"""Keys of a text that belongs to an instruction."""
+LABELS = ("label", "kto_tag")
+"""Keys that say whether an answer is wanted."""
+COLUMNS = (
+    *ROW_KEYS,
+    *("conversations", "prompt", "instruction", "question", "query", "history", *FURTHER, *SYSTEM),
+    *("completion", "response", "output", "answer", "text", "chosen", "rejected", "response_j", "response_k", *LABELS),
+    *("responses", "completions", "answers", "scores", "ratings", "choices", "options"),
+)
+"""Columns that readers know. Their values must be usable."""
+
+_CONTEXT = frozenset(
+    "system prompt prompts instruction instructions input inputs context contexts history question questions query "
+    "queries message messages conversation conversations dialog dialogue turns tool tools function functions document "
+    "documents passage passages paragraph paragraphs article background knowledge evidence persona preamble premise "
+    "hypothesis choices options image images audio audios video videos".split()
+)
+"""Last words of names of columns that hold a part of what an answer is to."""
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_SHORTEST_PART = 16
+"""Characters of a text that may be a part of a message. A shorter one must be all of it."""
+EMPTY: tuple[object, ...] = ("", [], {})
+
+
+@cache
+def looks_like_context(name: str) -> bool:
+    """Return true for a name whose last word is that of a part of a prompt: `chat_history`, but not `prompt_id`."""
+    words = _WORD.findall(name)
+    return bool(words) and words[-1].lower() in _CONTEXT
+
+
+class Row(dict[str, Any]):
+    """The columns of a row that are not null. It notes which of them are read, by [] or `get` but not by `in`."""
+
+    def __init__(self, columns: Mapping[str, Any], ignored: Iterable[str] = ()):
+        """`ignored`: columns that are not read, whatever they look like."""
+        super().__init__({name: value for name, value in columns.items() if value is not None})
+        self._ignored = {name: super(Row, self).pop(name) for name in ignored if name in self}
+        self.nulls = [name for name, value in columns.items() if value is None]
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return super().get(name, default)
+
+    def peek(self, name: str) -> Any:
+        """Return a value, or None, without reading it."""
+        return super().get(name)
+
+    def note(self, path: str) -> None:
+        """Note that the column `a.b` is read, or `a`, in which it is."""
+        self._read |= {path, path.split(".")[0]}
+
+    def unread(self) -> tuple[str, ...]:
+        """Return the columns that are not empty and were not read."""
+        names = [name for name, value in self.items() if name not in self._read and value not in EMPTY]
+        return (*names, *self._ignored)
+
+    def settle(self, texts: Iterable[str], *, needed: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the columns that were not read. `texts` are those of the row's turns.
+
+        Raises BadRow for a column that is a part of what the answer is to, or is among `needed`.
+        """
+        unread = self.unread()
+        lost = [name for name in unread if name in self and (name in needed or looks_like_context(name))]
+        if lost:
+            known = [text.strip() for text in texts if text.strip()]
+            lost = [name for name in lost if not _is_held(name, self.peek(name), known)]
+        if lost:
+            used = ", ".join(repr(name) for name in self if name in self._read)
+            raise BadRow(
+                "more columns",
+                f"the row has {', '.join(map(repr, lost))} beside {used}; write it into the prompt, or leave it out "
+                f"with --ignore-columns {' '.join(lost)}",
+            )
+        return unread
+
+
+def _is_held(name: str, value: Any, known: Sequence[str]) -> bool:
+    """Return true if the texts of a column are among the known ones, or it is a flag or a count."""
+    if isinstance(value, bool) or (isinstance(value, int | float) and name not in COLUMNS):
+        return True
+    try:
+        texts = [text.strip() for text in texts_in(value)]
+    except TypeError:
+        return False
+    return all(_is_known(text, known) for text in texts if text)
+
+
+def _is_known(text: str, known: Sequence[str]) -> bool:
+    if text in known or (known and all(one in text for one in known)):  # the latter: a rendering of the whole row
+        return True
+    return len(text) >= _SHORTEST_PART and any(text in one for one in known)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a value: of messages, those of their contents. Raises TypeError for what is not text."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from texts_in(part)
+    elif isinstance(value, dict):
+        contents = [value[name] for name in ("content", "value", "text") if name in value]
+        for part in contents or value.values():
+            yield from texts_in(part)
+    elif value is not None:
+        raise TypeError(type(value).__name__)
