@@ -77,7 +77,8 @@ def main() -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     first = workload("llama", device, "fp32", flags)
     ctx = ParallelContext.build(first.config.parallel, device)
-    threads = f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name()
+    on_cpu = f"{accelerator.processor()}, {torch.get_num_threads()} threads"
+    threads = on_cpu if device == "cpu" else torch.cuda.get_device_name()
     peak_tflops = {p: _peak_tflops(ctx.device, p) for p in options.precisions}
     peaks = ", ".join(f"{p} {peak:.3g}" for p, peak in peak_tflops.items())
     print(f"torch {torch.__version__}, {threads}; peak for MFU, TFLOP/s: {peaks}", flush=True)
@@ -326,6 +327,7 @@ def _peak_tflops(device: Any, precision: str) -> float:
     import torch
 
     from megatron import accelerator
+    from megatron.parallel import products
 
     if (published := accelerator.peak_tflops()) is not None:
         return published
@@ -334,7 +336,7 @@ def _peak_tflops(device: Any, precision: str) -> float:
     times = []
     for _ in range(10):
         began_s = time.perf_counter()
-        float((a @ b)[0, 0])
+        float(products.mm(a, b)[0, 0])
         times.append(time.perf_counter() - began_s)
     return 2 * size**3 / min(times) / 1e12
 

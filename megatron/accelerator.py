@@ -18,11 +18,20 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron.devices import NO_PLUGIN, VISIBLE, count_devices, has_gaudi_plugin, set_backend_variables
+from megatron.devices import (
+    NO_PLUGIN,
+    VISIBLE,
+    WIDENED,
+    count_devices,
+    has_gaudi_plugin,
+    missing_products,
+    set_backend_variables,
+)
 
 # names of Habana's Optimum, for every device; its "GB" are 2^30 bytes
 ALLOCATED = "memory_allocated (GB)"
@@ -194,6 +203,36 @@ def named_peak_tflops(device_name: str) -> float | None:
     if re.search(r"\bMIG\b", device_name):
         return None  # a slice's share of the chip is not in its name
     return next((tflops for pattern, tflops in PEAK_TFLOPS if re.search(pattern, device_name, re.IGNORECASE)), None)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What the CPU of this process can do for torch."""
+
+    instructions: str
+    """Those that torch's own operators use, as `AVX2`."""
+    products: frozenset[str]
+    """Those of bf16 and fp16 whose matrix products it has instructions for."""
+
+    def __str__(self) -> str:
+        return ", ".join([self.instructions, *(f"products in {precision}" for precision in sorted(self.products))])
+
+
+@functools.cache
+def processor() -> Processor:
+    """Return what this CPU can do. Environment variables of torch and oneDNN may limit it."""
+    import torch
+
+    has = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
+    supported = {name for name, operator in has.items() if getattr(torch.ops.mkldnn, operator, lambda: False)()}
+    return Processor(torch.backends.cpu.get_cpu_capability(), frozenset(supported - missing_products()))
+
+
+def widened_line(device: str, precision: str) -> str | None:
+    """Return the line that says that products are computed in float32; None where they are not."""
+    if device != "cpu" or precision == "fp32" or precision in processor().products:
+        return None
+    return f"{WIDENED.format(precision)} and rounded once ({processor().instructions})"
 
 
 def check_precision(device: str, precision: str) -> None:

@@ -20,6 +20,18 @@ NO_PLUGIN = (
     "habana_frameworks.torch is not installed; it comes with the image or the installer of the Gaudi software, never "
     "by pip from the public index (docs/gaudi.md)"
 )
+PRODUCTS = {
+    "bf16": {"avx512_bf16", "amx_bf16", "avx_ne_convert"},
+    "fp16": {"avx512_fp16", "amx_fp16", "avx_ne_convert"},
+}
+"""Processor flags of Linux, one of which oneDNN needs for products of a precision; with AVX-512 alone it has those of
+bf16 too, which take six times as long as float32's. Source: oneDNN's page on CPU dispatcher control."""
+MAX_CPU_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""oneDNN's limit of its instructions, with which another processor can be simulated."""
+WIDENED = "this CPU has no {} products; they are computed in float32"
+WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
+WITHOUT_FP16 = {"AVX512_CORE_BF16"}
+NO_BF16, NO_FP16 = frozenset({"bf16", "fp16"}), frozenset({"fp16"})
 SEEN_BY = {"cuda": "nvidia-smi", "hpu": "hl-smi"}
 """Command that lists the devices of a kind."""
 
@@ -104,17 +116,18 @@ def device_memory_bytes(device: str) -> int | None:
         return None
 
 
-def cpu_lacks_float16() -> bool:
-    """Return True if this CPU certainly has no float16 arithmetic for torch; read without torch.
-
-    Source: oneDNN's instruction sets avx512_core_fp16, avx10_1_512_amx_fp16 and avx2_vnni_2.
-    """
+def missing_products() -> frozenset[str]:
+    """Return those of bf16 and fp16 whose products this CPU certainly has no instruction for; read without torch."""
+    limit = next((os.environ[name].upper() for name in MAX_CPU_ISA if name in os.environ), "")
+    capped = NO_BF16 if limit in WITHOUT_BF16 else NO_FP16 if limit in WITHOUT_FP16 else frozenset()
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
+        return capped
     flags = set(" ".join(re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)).split())
-    return bool(flags) and not flags & {"avx512_fp16", "amx_fp16", "avx_ne_convert"}
+    if not flags:  # another architecture
+        return capped
+    return capped | {precision for precision, instructions in PRODUCTS.items() if not flags & instructions}
 
 
 def _torch_has_cuda() -> bool:

@@ -245,13 +245,16 @@ def complete_data(
     watchdog: Watchdog,
     begin: Callable[[str], None],
 ) -> None:
-    """Let the task compute what it needs of the model at the start; announce how a 4-bit one is computed. Collective.
+    """Let the task compute what it needs of the model at the start; announce how its products are computed. Collective.
 
     Raises DataError.
     """
+    from megatron.accelerator import widened_line
     from megatron.parallel.nf4 import dequantizer
     from megatron.training.start_weights import prepare_task
 
+    if line := widened_line(engine.ctx.device.type, engine.config.training.precision):
+        announce(engine.ctx, line)
     if engine.config.model.quantize_base != "none":
         announce(engine.ctx, dequantizer(engine.ctx.device))
     begin("computing before training")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.accelerator import check_precision, is_lazy
+from megatron.accelerator import check_precision, is_lazy, widened_line
 from megatron.checkpoint.format import MANIFEST, CheckpointError, iteration_of
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint, open_checkpoint
 from megatron.config.options import Config, ConfigError
@@ -82,6 +82,8 @@ def load_model(
     if isinstance(source, AdapterStart):
         for line in source.check_base(source.identity(ctx.gather_objects(reader.totals))):
             say(line)
+    if widened := widened_line(ctx.device.type, config.training.precision):
+        say(widened)
     step = iteration_of(found.folder.name) if isinstance(found, Checkpoint) else None
     origin = dataclasses.replace(_origin(options, source, saved), ckpt_step=step)
     tokenizer = raise_on_all_ranks(ctx, lambda: _tokenizer(options, config, origin))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from megatron.config.options import Config, ConfigError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.models.sequential import build_layers, compute_dtype, default_dtype
 from megatron.models.transformer import OutputProjection, WordEmbedding
+from megatron.parallel import products
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.cpu_weights import lay_out, onednn_product, pack, transpose, transposed_product
 from megatron.parallel.losses import gather_logits
@@ -79,7 +79,7 @@ class InferenceModel:
         tensors = [*(parameter for _, parameter in named_parameters(module)), *quantized]
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         """Bytes of this rank's weights."""
-        self._product: OutputProduct = F.linear
+        self._product: OutputProduct = products.linear
         if not is_trained:
             self._lay_out()
 

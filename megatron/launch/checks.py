@@ -15,7 +15,7 @@ from megatron.config.training import ParallelConfig
 from megatron.config.validation import check
 from megatron.control.run_secret import MissingSecretError, run_secret
 from megatron.descriptors import limit_fault
-from megatron.devices import NO_PLUGIN, SEEN_BY, VISIBLE, count_devices, cpu_lacks_float16, has_gaudi_plugin
+from megatron.devices import NO_PLUGIN, SEEN_BY, VISIBLE, count_devices, has_gaudi_plugin, missing_products
 from megatron.generation.load_options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.cores import CoresError, own_sockets, rank_cores
@@ -225,7 +225,7 @@ def check_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int) -> Itera
 
 def check_precision(device: str, precision: str) -> Iterator[str]:
     """Yield a fault if the CPU of this machine cannot train in fp16; accelerators say so themselves."""
-    if device == "cpu" and precision == "fp16" and cpu_lacks_float16():
+    if device == "cpu" and precision == "fp16" and "fp16" in missing_products():
         yield "fp16 is not supported on this CPU; train in bf16 or float32, or on another device"
 
 

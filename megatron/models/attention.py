@@ -19,8 +19,15 @@ from torch import Tensor, nn
 
 from megatron.config.options import Config, ConfigError, ModelConfig
 from megatron.config.plugins import load_task
-from megatron.models.blockwise_attention import MAX_TOKENS, MIN_TOKENS, attend_blockwise, is_faster
+from megatron.models.blockwise_attention import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    attend_blockwise,
+    attend_widened,
+    is_faster,
+)
 from megatron.models.kv_cache import CachedTokens
+from megatron.parallel import products
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.kernels import choose_kernels
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -177,11 +184,12 @@ class SDPAttention:
         self._documents: list[list[_Place]] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
+        dtype = torch.float32 if products.widens(q) else q.dtype
         if packing is None or not self._by_document or q.shape[2] != k.shape[2]:
-            return self._attend(q, k, v, self.masks.get(packing, q.shape[2], k.shape[2], q.dtype, q.device), dropout)
+            return self._attend(q, k, v, self.masks.get(packing, q.shape[2], k.shape[2], dtype, q.device), dropout)
         documents = self._documents_of(packing)
         longest = max(place.end - place.begin for row in documents for place in row)
-        mask = self.masks.get(None, longest, longest, q.dtype, q.device)
+        mask = self.masks.get(None, longest, longest, dtype, q.device)
         rows = [
             torch.cat([self._document(q, k, v, mask, dropout, row, place) for place in places], dim=2)
             for row, places in enumerate(documents)
@@ -209,6 +217,8 @@ class SDPAttention:
         if grouped and not self._takes_groups(q, mask):
             k, v, grouped = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
         causal = _is_causal(q, k, mask)
+        if products.widens(q):
+            return attend_widened(q, k, v, mask, dropout=dropout, is_causal=causal, grouped=grouped)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
         )

@@ -1,4 +1,4 @@
-"""Causal attention on a CPU from matrix products, a block of queries at a time.
+"""Attention on a CPU: causal from matrix products, a block of queries at a time, and of 16-bit numbers in float32.
 
 torch's flash kernel multiplies small tiles one by one, which oneDNN's batched products outrun on processors with
 AVX-512. As that kernel does, this keeps the inputs alone, computes the probabilities of a block again in backward, and
@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.parallel import products
 
 MIN_TOKENS, MAX_TOKENS = 256, 1024
 """Measured at powers of two: at 128 tokens in float32, and at 2,048, torch's kernel takes no more time."""
@@ -33,7 +36,7 @@ def is_faster(dtype: torch.dtype) -> bool:
     if dtype == torch.float32:
         return torch.backends.cpu.get_cpu_capability() == "AVX512"
     has = [getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile")]
-    return dtype == torch.bfloat16 and has == [True, False]
+    return dtype == torch.bfloat16 and dtype not in products.WIDENED and has == [True, False]
 
 
 @dataclass(frozen=True)
@@ -139,3 +142,46 @@ def attend_blockwise(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     mask: [1 or B, n, S, S], added to the scores, with -inf for later keys; None: causal without a bias.
     """
     return _BlockwiseAttention.apply(q, k, v, mask)  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In float32
+
+
+class _WidenedAttention(torch.autograd.Function):
+    """torch's flash kernel in float32, which keeps what it does in 16 bits: inputs, context and a number a query."""
+
+    @staticmethod
+    def forward(function: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        context, log_sums = flash(q.float(), k.float(), v.float(), 0.0, is_causal, attn_mask=mask)
+        context = context.to(q.dtype)
+        function.is_causal = is_causal
+        function.save_for_backward(q, k, v, mask, context, log_sums)
+        return context
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        q, k, v, mask, context, log_sums = function.saved_tensors
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        exact = (x.float() for x in (grad, q, k, v, context))
+        gradients = flash(*exact, log_sums, 0.0, function.is_causal, attn_mask=mask)
+        return *(each.to(q.dtype) for each in gradients), None, None
+
+
+def attend_widened(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, is_causal: bool, grouped: bool
+) -> Tensor:
+    """Attention of 16-bit q [B, n, Q, d] over k and v [B, k, K, d] in float32, rounded once: [B, n, Q, d].
+
+    mask: boolean (True: seen), or a float32 bias. `grouped`: fewer key/value heads than query heads.
+    """
+    if dropout or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        context = F.scaled_dot_product_attention(
+            q.float(), k.float(), v.float(), mask, dropout, is_causal, enable_gqa=grouped
+        )
+        return context.to(q.dtype)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    return _WidenedAttention.apply(q, k, v, mask, is_causal)  # type: ignore[no-any-return]

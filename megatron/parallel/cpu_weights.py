@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.parallel import products
 from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear
 from megatron.parallel.mappings import enter_tensor_region
 
@@ -112,4 +113,4 @@ def _has_onednn() -> bool:
 
 
 def _packs_bfloat16() -> bool:
-    return _has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return _has_onednn() and torch.bfloat16 not in products.WIDENED

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel import products
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.deferred import DeferredGradients
 from megatron.parallel.distributed_waits import wait_for
@@ -92,7 +92,7 @@ class DenseMethod(BaseMethod):
 
     def linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         if layer.ctx.deferred is None and own_sum(layer.weight) is None:
-            return F.linear(x, layer.weight, bias)
+            return products.linear(x, layer.weight, bias)
         return _DeferringLinear.apply(x, layer.weight, bias, layer.ctx.deferred)
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class _Parameters(NamedTuple):
 
 
 def _weight_gradient(rows: Tensor, inputs: Callable[[], Tensor]) -> Tensor:
-    return rows.t() @ inputs().flatten(0, -2)
+    return products.mm(rows.t(), inputs().flatten(0, -2))
 
 
 def _bias_gradient(rows: Tensor, inputs: Callable[[], Tensor]) -> Tensor:
@@ -162,13 +162,13 @@ class _DeferringLinear(torch.autograd.Function):
     ) -> Tensor:
         function.parameters = _Parameters(weight, bias, deferred)
         function.save_for_backward(x if function.needs_input_grad[1] else None)
-        return F.linear(x, weight, bias)
+        return products.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         (x,), parameters = function.saved_tensors, function.parameters
-        grad_x = grad @ parameters.weight if function.needs_input_grad[0] else None
+        grad_x = products.mm(grad, parameters.weight) if function.needs_input_grad[0] else None
         return grad_x, *parameters.gradients(function.needs_input_grad[1:3], grad, lambda: x), None
 
 
@@ -185,7 +185,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
         function.ctx, function.parameters = ctx, _Parameters(weight, bias, ctx.deferred)
         function.save_for_backward(x if function.needs_input_grad[1] else None, weight)
-        return F.linear(all_gather_rows(x, ctx) if ctx.sequence_parallel else x, weight, bias)
+        return products.linear(all_gather_rows(x, ctx) if ctx.sequence_parallel else x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -200,7 +200,7 @@ class _ColumnLinear(torch.autograd.Function):
             full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
             gathering = all_gather_into(full, x.contiguous(), group=ctx.tensor_group, async_op=True)
         if needs_x:
-            grad_x = grad_full = grad @ weight
+            grad_x = grad_full = products.mm(grad, weight)
             if gathering is not None:
                 with ctx.clock.phase(WAIT):
                     wait_for([gathering])

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel import products
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.loss_chunks import chunk_size, chunks
 from megatron.parallel.mappings import enter_tensor_region
@@ -65,14 +65,14 @@ class Head:
 
     def logits(self, part: slice, buffer: Tensor) -> Tensor:
         hidden, (first, *more) = self.hidden_NH[part], self._products
-        logits = torch.mm(hidden[:, first[1]], first[0].t(), out=buffer[: hidden.shape[0]])
+        logits = products.mm(hidden[:, first[1]], first[0].t(), out=buffer[: hidden.shape[0]])
         for rows, channels in more:
-            logits.addmm_(hidden[:, channels], rows.t())
+            products.add_mm_(logits, hidden[:, channels], rows.t())
         return logits
 
     def hidden_gradient(self, grad_logits: Tensor, into: Tensor) -> Tensor:
         for rows, channels in self._products:
-            torch.mm(grad_logits, rows, out=into[:, channels])
+            products.mm(grad_logits, rows, out=into[:, channels])
         return into
 
     def local_labels(self, part: slice) -> tuple[Tensor, Tensor]:
@@ -332,7 +332,7 @@ def gather_logits(
     hidden: Tensor,
     weight: Tensor,
     ctx: ParallelContext,
-    product: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    product: Callable[[Tensor, Tensor], Tensor] = products.linear,
 ) -> Tensor:
     """[S, B, true vocabulary] on every rank, padding cut off; no autograd. For evaluation and generation.
 
@@ -344,7 +344,7 @@ def gather_logits(
         if up is None:
             local = product(local, weight)
         else:
-            local = local[..., :channels] @ weight.t() + local[..., channels:] @ up.t()
+            local = products.mm(local[..., :channels], weight.t()) + products.mm(local[..., channels:], up.t())
         if ctx.tensor_size > 1:
             parts = [torch.empty_like(local) for _ in range(ctx.tensor_size)]
             dist.all_gather(parts, local.contiguous(), group=ctx.tensor_group)

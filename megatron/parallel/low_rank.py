@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel import products
 from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import LinearMethod, ParallelLinear
@@ -84,7 +85,7 @@ class LowRankMethod(LinearMethod):
         communicates = layer.ctx.tensor_size > 1 and layer.weight_shard.dim == 0
         if inputs is x and not (self.use_dora or self.is_principal or communicates):
             return adapted_product(layer, x, bias, down, up)
-        output, low = base(layer, x), self._entered(layer, F.linear(inputs, down))
+        output, low = base(layer, x), self._entered(layer, products.linear(inputs, down))
         if not self.use_dora:
             return plus(output, low, up)
         # output + (gain - 1) * (base of `inputs`, without its bias) + gain * low up^T
@@ -101,7 +102,7 @@ class LowRankMethod(LinearMethod):
         self, base: Callable[[ParallelLinear, Tensor], Tensor], layer: ParallelLinear, x: Tensor
     ) -> Tensor:
         """Return base(x) less the adapters' start."""
-        low = self._entered(layer, F.linear(x, self._down(layer, START)))
+        low = self._entered(layer, products.linear(x, self._down(layer, START)))
         return plus(base(layer, x), low, -self._up(layer, START))
 
     def _entered(self, layer: ParallelLinear, low: Tensor) -> Tensor:
@@ -168,7 +169,7 @@ def row_norms(weight: Tensor, down: Tensor, up: Tensor, ctx: ParallelContext, *,
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
-    both = 2 * (weight @ down.t()) + up @ (down @ down.t())
+    both = 2 * products.mm(weight, down.t()) + products.mm(up, products.mm(down, down.t()))
     squares = own + (both.to(wide) * up).sum(1)
     if is_partial and ctx.tensor_size > 1:
         squares = all_reduce(squares, ctx)

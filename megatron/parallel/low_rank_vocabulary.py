@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.parallel import products
 from megatron.parallel.adapter_layout import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import with_adapter
@@ -70,17 +70,17 @@ class VocabularyAdapters:
         inputs = dropped(hidden, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
         down, up = self._factors(layer)
         started = [self._factors(layer, START)] if self.output.is_principal else []
-        less = [(F.linear(hidden, start_down), -start_up) for start_down, start_up in started]
+        less = [(products.linear(hidden, start_down), -start_up) for start_down, start_up in started]
         if not self.use_dora:
-            return with_adapter(hidden, weight, [(F.linear(inputs, down), up), *less])
+            return with_adapter(hidden, weight, [(products.linear(inputs, down), up), *less])
         # a magnitude's gradient needs that of all logits: the scaled weight is made instead, and its gradient
         if not layer.ctx.sequence_parallel:  # of A each rank has the part of its rows; else A's role sums the parts
             down = copy_to_tensor_region(down, layer.ctx)
         base = weight
         for start_down, start_up in started:
-            base = torch.addmm(weight, start_up, start_down, alpha=-1)
+            base = products.add_mm(weight, -start_up, start_down)
         norms = row_norms(base, down, up, layer.ctx, is_partial=False)
-        scaled: Any = torch.addmm(base, up, down) * gain(layer.get_parameter(OUTPUT_MAGNITUDE), norms).unsqueeze(1)
+        scaled: Any = products.add_mm(base, up, down) * gain(layer.get_parameter(OUTPUT_MAGNITUDE), norms).unsqueeze(1)
         if inputs is not hidden:
             return with_adapter(hidden, weight, [(inputs, scaled - base), *less])
         scaled.shard = shard_of(weight)

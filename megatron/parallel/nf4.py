@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel import products
 from megatron.parallel.nf4_layout import BLOCK, DEQUANTIZED_AT_ONCE, GROUP, groups_of_units, sections, units
 from megatron.parallel.shards import Shard, TensorRanks
 
@@ -290,13 +291,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, x: Tensor, bias: Tensor | None, weight: QuantizedWeight) -> Tensor:
         function.weight = weight
-        return F.linear(x, weight.dense(x.dtype), bias)
+        return products.linear(x, weight.dense(x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(function: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         needs_x, needs_bias, _ = function.needs_input_grad
-        grad_x = grad @ function.weight.dense(grad.dtype) if needs_x else None
+        grad_x = products.mm(grad, function.weight.dense(grad.dtype)) if needs_x else None
         return grad_x, grad.flatten(0, -2).sum(0) if needs_bias else None, None
 
 

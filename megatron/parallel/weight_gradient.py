@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel import products
 from megatron.parallel.loss_chunks import BLOCK_NUMBERS
 
 
@@ -74,7 +75,9 @@ class WeightGradient:
         """Add the tokens `part`."""
         inputs = (inputs_CH * self._token_weights_N1[part]).to(inputs_CH.dtype)
         outputs = grad_outputs_CV.t()
-        if self.total.dtype == inputs.dtype:
+        if products.widens(inputs):
+            products.add_mm_(self._rows, outputs, inputs, beta=self._beta)
+        elif self.total.dtype == inputs.dtype:
             torch.addmm(self._rows, outputs, inputs, beta=self._beta, out=self._rows)
         elif adds_products_in_float32(inputs.device):
             torch.addmm(self._rows, outputs, inputs, torch.float32, beta=self._beta, out=self._rows)

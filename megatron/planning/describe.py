@@ -11,6 +11,7 @@ from typing import Any
 from megatron.config.devices import GIB, KNOWN_DEVICES
 from megatron.config.options import Config, ModelConfig, batch_sizes, samples_after
 from megatron.config.plugins import load_task
+from megatron.devices import WIDENED, missing_products
 from megatron.parallel.shards import LayerDeclaration
 from megatron.planning.fit import MOST_DEVICES, capacity, fit_text, for_device, needed_bytes, propose
 from megatron.planning.flops import flops_per_token, layer_flops
@@ -47,6 +48,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         ("devices", ranks),
         ("layout", layout + ("" if config.uses_pipeline else ", sequential engine")),
         ("precision", f"{training.precision}{products}, recompute {training.recompute_granularity}"),
+        *_widened_row(parallel.device, training.precision),
         ("ZeRO", _zero_text(config)),
         ("batch", task.batch_text(dp)),
     ]
@@ -66,6 +68,11 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     lines += ["  " + line for line in _memory_table(config, stages)]
     lines += ["", *_fit_lines(config, stages, world_size, devices_per_node)]
     return "\n".join(lines) + "\n"
+
+
+def _widened_row(device: str, precision: str) -> list[tuple[str, str]]:
+    """Return the row that says how this machine's CPU computes products of 16 bits, if it has no instruction."""
+    return [("", WIDENED.format(precision))] if device == "cpu" and precision in missing_products() else []
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

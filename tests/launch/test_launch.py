@@ -304,7 +304,7 @@ def test_a_contradicting_deepspeed_json_is_refused(dataset: str, tmp_path: Path)
 def test_the_rules_of_the_device_that_is_found_are_applied_before_launch(
     flags: list[str], said: str, dataset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "cpu_lacks_float16", lambda: True)
+    monkeypatch.setattr(checks, "missing_products", lambda: {"fp16"})
     monkeypatch.setattr("megatron.launch.preflight.detect_device", lambda *, allow_hpu: "cpu")
     request = tiny("--data-path", dataset, *flags)
     request.device = "auto"

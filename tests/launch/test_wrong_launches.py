@@ -402,7 +402,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("HL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("megatron.launch.checks.cpu_lacks_float16", lambda: False)
+    monkeypatch.setattr("megatron.launch.checks.missing_products", frozenset)
 
 
 def words_of(launcher: str, arguments: str) -> list[str]:

@@ -1,0 +1,246 @@
+"""Products of 16-bit numbers through float32, against float64, whatever this processor has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.live_bytes import LiveBytes
+from megatron import accelerator, devices
+from megatron.models.attention import Packing, SDPAttention, alibi_slopes
+from megatron.parallel import products
+
+SIXTEEN = (torch.bfloat16, torch.float16)
+SIMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""A processor with AVX2 alone, for torch's own operators and for oneDNN's."""
+
+
+@pytest.fixture
+def widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "WIDENED", frozenset(SIXTEEN))
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "WIDENED", frozenset())
+
+
+def numbers(*shapes: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    for shape in shapes:
+        yield torch.randn(shape, generator=generator).to(dtype)
+
+
+def check_rounded_once(result: Tensor, exact: Tensor, sizes: Tensor, terms: int) -> None:
+    """`sizes`: the sums of the terms' magnitudes, of which float32 loses at most 2^-24 an addition."""
+    limits = torch.finfo(result.dtype)
+    bound = exact.abs() * limits.eps / 2 + sizes * terms * 2**-24 + limits.tiny * limits.eps
+    assert ((result.double() - exact).abs() <= bound).all()
+
+
+def linear_and_gradients(dtype: torch.dtype, tokens: int) -> list[Tensor]:
+    x, weight, bias, grad = numbers((tokens, 2, 96), (40, 96), (40,), (tokens, 2, 40), dtype=dtype)
+    for each in (x, weight, bias):
+        each.requires_grad_()
+    output = products.linear(x, weight, bias)
+    output.backward(grad)
+    return [output.detach(), *(each.grad for each in (x, weight, bias) if each.grad is not None)]
+
+
+@pytest.mark.parametrize("blocks", [(2048, 1024, 1024), (7, 11, 13)], ids=["one block", "many"])
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_a_linear_layer_and_its_gradients_are_rounded_once(
+    dtype: torch.dtype, blocks: tuple[int, int, int], widened: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in zip(("ROWS", "SUMMED", "COLUMNS"), blocks, strict=True):
+        monkeypatch.setattr(products, name, size)
+    x, weight, bias, grad = (each.double() for each in numbers((50, 2, 96), (40, 96), (40,), (50, 2, 40), dtype=dtype))
+    output, grad_x, grad_weight, _ = linear_and_gradients(dtype, 50)
+    rows = grad.flatten(0, 1).t(), x.flatten(0, 1)
+    check_rounded_once(output, F.linear(x, weight, bias), F.linear(x.abs(), weight.abs(), bias.abs()), 97)
+    check_rounded_once(grad_x, grad @ weight, grad.abs() @ weight.abs(), 40)
+    check_rounded_once(grad_weight, rows[0] @ rows[1], rows[0].abs() @ rows[1].abs(), 100)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_no_result_is_less_exact_than_the_native_one(
+    dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = linear_and_gradients(torch.float64, tokens)
+    x, weight, bias, grad = (
+        each.double() for each in numbers((tokens, 2, 96), (40, 96), (40,), (tokens, 2, 40), dtype=dtype)
+    )
+    exact = [
+        F.linear(x, weight, bias),
+        grad @ weight,
+        grad.flatten(0, 1).t() @ x.flatten(0, 1),
+        grad.flatten(0, 1).sum(0),
+    ]
+    errors = []
+    for dtypes in (frozenset(SIXTEEN), frozenset[torch.dtype]()):
+        monkeypatch.setattr(products, "WIDENED", dtypes)
+        found = linear_and_gradients(dtype, tokens)
+        errors.append([float((a.double() - b).norm()) for a, b in zip(found, exact, strict=True)])
+    # a sum in another order may fall on the other side of a tie
+    assert all(ours <= 1.001 * theirs for ours, theirs in zip(*errors, strict=True)), errors
+
+
+@pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_added_to_what_is_there(total_dtype: torch.dtype, widened: None) -> None:
+    a, b = numbers((20, 30), (30, 10), dtype=torch.bfloat16)
+    (start,) = numbers((20, 10), dtype=total_dtype)
+    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    added = products.add_mm_(start.clone(), a, b)
+    check_rounded_once(added, start.double() + exact, start.double().abs() + sizes, 31)
+    replaced = products.add_mm_(torch.full_like(start, torch.nan), a, b, beta=0)
+    check_rounded_once(replaced, exact, sizes, 30)
+    out = torch.empty(20, 12, dtype=total_dtype)[:, 1:11]
+    assert torch.equal(products.mm(a, b, out=out), replaced)
+    assert products.mm(a[:0], b).shape == (0, 10)
+    assert torch.equal(products.mm(a[:, :0], b[:0]), torch.zeros(20, 10, dtype=a.dtype))
+
+
+@pytest.mark.usefixtures("widened")
+def test_an_added_products_gradients_are_those_of_float64() -> None:
+    given = [*numbers((20, 10), (20, 30), (30, 10), (20, 10), dtype=torch.bfloat16)]
+    ours, theirs = (
+        [each.detach().clone().to(dtype).requires_grad_() for each in given]
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    products.add_mm(*ours[:3]).backward(given[3])
+    torch.addmm(*theirs[:3]).backward(given[3].double())
+    for own, exact in zip(ours[:3], theirs[:3], strict=True):
+        torch.testing.assert_close(own.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("widened")
+def test_no_matrix_is_held_in_float32() -> None:
+    weight = torch.zeros(16384, 2048, dtype=torch.bfloat16)
+    x, grad = torch.zeros(64, 2048, dtype=torch.bfloat16), torch.zeros(64, 16384, dtype=torch.bfloat16)
+    given = sum(each.nbytes for each in (x, weight, grad))
+    for compute, result in (
+        (lambda: products.linear(x, weight), grad),
+        (lambda: products.mm(grad, weight), x),
+        (lambda: products.mm(grad.t(), x), weight),
+    ):
+        with LiveBytes([x, weight, grad]) as live:
+            compute()
+        assert live.peak - given - result.nbytes <= 20 * 2**20, "the three blocks"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def attended(
+    kernel: SDPAttention, given: list[Tensor], grad: Tensor, packing: Packing | None
+) -> tuple[list[Tensor], int]:
+    """Context and gradients, and the bytes kept for the backward pass."""
+    inputs = q, k, v = [each.detach().requires_grad_() for each in given]
+    kept = dict[int, int]()
+
+    def note(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        context = kernel(q, k, v, packing, 0.0)
+    context.backward(grad)
+    return [context.detach(), *(each.grad for each in inputs if each.grad is not None)], sum(kept.values())
+
+
+@pytest.mark.parametrize("positions", ["causal", "alibi", "packed", "packed rows"])
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_attention_is_no_less_exact_and_keeps_no_more(
+    dtype: torch.dtype, positions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*numbers((2, 8, 70, 16), (2, 4, 70, 16), (2, 4, 70, 16), dtype=dtype)]
+    (grad,) = numbers((2, 8, 70, 16), dtype=dtype)
+    starts = torch.tensor([[0] * 30 + [30] * 40, [0] * 70])
+    packing = Packing(torch.arange(70) - starts, starts) if "packed" in positions else None
+
+    def make() -> SDPAttention:
+        return SDPAttention(alibi_slopes(8) if positions == "alibi" else None, by_document=positions == "packed")
+
+    exact, _ = attended(make(), [each.double() for each in given], grad.double(), packing)
+    results = []
+    for dtypes in (frozenset(SIXTEEN), frozenset[torch.dtype]()):
+        monkeypatch.setattr(products, "WIDENED", dtypes)
+        found, kept = attended(make(), given, grad, packing)
+        results.append(([float((a.double() - b).norm()) for a, b in zip(found, exact, strict=True)], kept))
+    (ours, own_bytes), (theirs, their_bytes) = results
+    assert all(own <= 1.001 * their for own, their in zip(ours, theirs, strict=True)), (ours, theirs)
+    mask_bytes = 2 * 8 * 70 * 70 * 4 if positions in ("alibi", "packed rows") else 0
+    assert own_bytes <= their_bytes + mask_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a processor has
+
+
+FLAGS = {
+    "laptop": ("avx2 fma", {"bf16", "fp16"}),
+    "Ice Lake": ("avx2 avx512f avx512bw avx512_vnni", {"bf16", "fp16"}),
+    "Zen 4": ("avx2 avx512f avx512_bf16", {"fp16"}),
+    "Sapphire Rapids": ("avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16", set()),
+    "Sierra Forest": ("avx2 avx_ne_convert", set()),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_processors_flags_say_which_products_it_lacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags, missing = FLAGS[name]
+    for variable in devices.MAX_CPU_ISA:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda path: f"processor\t: 0\nflags\t\t: {flags}\n")
+    assert devices.missing_products() == missing
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core_vnni")
+    assert devices.missing_products() == {"bf16", "fp16"}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    assert devices.missing_products() == missing | {"fp16"}
+
+
+def test_another_architecture_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in devices.MAX_CPU_ISA:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda path: "Features\t: fp asimd bf16\n")
+    assert devices.missing_products() == frozenset()
+
+
+PROGRAM = """
+import torch
+from megatron import accelerator
+from megatron.models import blockwise_attention
+from megatron.parallel import cpu_weights, products
+print(accelerator.processor())
+print(sorted(map(str, products.WIDENED)), cpu_weights.pack(torch.ones(16, 16, dtype=torch.bfloat16)))
+print(blockwise_attention.is_faster(torch.bfloat16), accelerator.widened_line("cpu", "bf16"))
+"""
+
+
+def test_a_simulated_processor_computes_in_float32_and_says_so() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=os.environ | SIMULATED, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.splitlines() == [
+        "AVX2",
+        "['torch.bfloat16', 'torch.float16'] None",
+        "False this CPU has no bf16 products; they are computed in float32 and rounded once (AVX2)",
+    ]
+
+
+def test_where_there_are_products_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "processor", lambda: accelerator.Processor("AVX512", frozenset({"bf16"})))
+    assert accelerator.widened_line("cpu", "bf16") is None
+    assert accelerator.widened_line("cuda", "fp16") is None
+    assert accelerator.widened_line("cpu", "fp32") is None
+    assert str(accelerator.processor()) == "AVX512, products in bf16"
