@@ -207,7 +207,7 @@ def named_peak_tflops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Processor:
-    """What the CPU of this process can do for torch."""
+    """Capabilities of the CPU of this process, as torch uses them."""
 
     instructions: str
     """Those that torch's own operators use, as `AVX2`."""
@@ -220,7 +220,7 @@ class Processor:
 
 @functools.cache
 def processor() -> Processor:
-    """Return what this CPU can do. Environment variables of torch and oneDNN may limit it."""
+    """Return the capabilities of this CPU. Environment variables of torch and oneDNN may limit it."""
     import torch
 
     has = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}

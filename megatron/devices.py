@@ -29,9 +29,9 @@ bf16 too, which take six times as long as float32's. Source: oneDNN's page on CP
 MAX_CPU_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """oneDNN's limit of its instructions, with which another processor can be simulated."""
 WIDENED = "this CPU has no {} products; they are computed in float32"
-WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
-WITHOUT_FP16 = {"AVX512_CORE_BF16"}
-NO_BF16, NO_FP16 = frozenset({"bf16", "fp16"}), frozenset({"fp16"})
+LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+WITHOUT_PRODUCTS = {limit: {"bf16", "fp16"} for limit in LIMITS_WITHOUT_BF16} | {"AVX512_CORE_BF16": {"fp16"}}
+"""Those that a limit takes away."""
 SEEN_BY = {"cuda": "nvidia-smi", "hpu": "hl-smi"}
 """Command that lists the devices of a kind."""
 
@@ -119,15 +119,15 @@ def device_memory_bytes(device: str) -> int | None:
 def missing_products() -> frozenset[str]:
     """Return those of bf16 and fp16 whose products this CPU certainly has no instruction for; read without torch."""
     limit = next((os.environ[name].upper() for name in MAX_CPU_ISA if name in os.environ), "")
-    capped = NO_BF16 if limit in WITHOUT_BF16 else NO_FP16 if limit in WITHOUT_FP16 else frozenset()
+    missing = frozenset(WITHOUT_PRODUCTS.get(limit, ()))
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return capped
+        return missing
     flags = set(" ".join(re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)).split())
     if not flags:  # another architecture
-        return capped
-    return capped | {precision for precision, instructions in PRODUCTS.items() if not flags & instructions}
+        return missing
+    return missing | {precision for precision, instructions in PRODUCTS.items() if not flags & instructions}
 
 
 def _torch_has_cuda() -> bool:

@@ -58,21 +58,21 @@ def add_mm_(total: Tensor, a: Tensor, b: Tensor, *, beta: int = 1) -> Tensor:
 
 
 def _multiply(a: Tensor, b: Tensor, total: Tensor, *, beta: int) -> Tensor:
-    m, k = a.shape
-    n = b.shape[1]
+    (m, k), n = a.shape, b.shape[1]
+    if k == 0:
+        return total.mul_(beta) if beta else total.zero_()
     for columns in _blocks(n, COLUMNS if m > FEW_ROWS else FEW_COLUMNS):
         for rows in _blocks(m, ROWS):
             target = total[rows, columns]
-            if beta:
-                product = target.float()
+            if beta or target.dtype == torch.float32:
+                sums = target.float()  # the target itself, if it is float32
             else:
-                product = torch.zeros(target.shape) if k == 0 else torch.empty(target.shape)
+                sums = torch.empty(target.shape)
             for summed in _blocks(k, SUMMED):
-                product.addmm_(
-                    a[rows, summed].float(), b[summed, columns].float(), beta=0 if summed.start == 0 and not beta else 1
-                )
-            if product is not target:
-                target.copy_(product)
+                is_first = summed.start == 0
+                sums.addmm_(a[rows, summed].float(), b[summed, columns].float(), beta=beta if is_first else 1)
+            if sums is not target:
+                target.copy_(sums)
     return total
 
 

@@ -137,6 +137,16 @@ def test_no_matrix_is_held_in_float32() -> None:
         assert live.peak - given - result.nbytes <= 20 * 2**20, "the three blocks"
 
 
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("beta", [0, 1])
+def test_a_float32_sum_is_added_to_where_it_is(beta: int) -> None:
+    a, b = torch.zeros(2048, 64, dtype=torch.bfloat16), torch.zeros(64, 1024, dtype=torch.bfloat16)
+    total = torch.zeros(2048, 1024)
+    with LiveBytes([a, b, total]) as live:
+        products.add_mm_(total, a, b, beta=beta)
+    assert live.peak == 2 * (a.nbytes + b.nbytes) + a.nbytes + b.nbytes + total.nbytes, "the operands in float32"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention
 
