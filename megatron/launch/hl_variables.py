@@ -213,7 +213,7 @@ _VARIABLES: tuple[Variable, ...] = (
     _text(
         "HL_PREFERENCE_LOSS",
         "--preference-loss",
-        "objective: sigmoid (DPO), hinge, ipo, robust, orpo, simpo, kto or apo_zero_unpaired",
+        "objective: sigmoid (DPO), ipo, simpo, kto or another of docs/preference.md",
         DPO,
     ),
     _text("HL_BETA", "--beta", "strength of the preference term; of DPO, how close to the reference", DPO),

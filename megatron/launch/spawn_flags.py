@@ -375,7 +375,7 @@ DPO: tuple[SpawnFlag, ...] = (
         default="lvwerra/stack-exchange-paired",
     ),
     _to("--beta", "HL_BETA", default="0.1"),
-    _to("--loss_type", "HL_PREFERENCE_LOSS", ": sigmoid, hinge, ipo, robust and others"),
+    _to("--loss_type", "HL_PREFERENCE_LOSS", ", by the same names; aot is not among them"),
     _always("--force_use_ref_model", "the reference is the model without its adapters; there is no second copy"),
     _to("--max_prompt_length", "HL_MAX_PROMPT_LEN", default="512"),
     SpawnFlag(

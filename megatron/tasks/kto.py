@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.config.preference import PreferenceConfig
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.loss_result import Metric
+from megatron.tasks.preference_losses import split_targets
 
 
 def unpaired_loss(
@@ -25,8 +26,8 @@ def unpaired_loss(
     and, for KTO, the KL term. Source: Ethayarajh et al. 2024 (arXiv:2402.01306), equation 7; without the KL term
     APO-zero, each term by itself: D'Oosterlinck et al. 2024 (arXiv:2408.06266).
     """
-    is_chosen_A, step, reference_A = targets[4:7]
-    kl = targets[7] if options.needs_kl else torch.zeros((), device=logps_A.device)
+    _, (is_chosen_A, step, reference_A, *kl_term) = split_targets(targets)
+    kl = kl_term[0] if options.needs_kl else torch.zeros((), device=logps_A.device)
     ratios_A = logps_A - reference_A
     lead_A = options.beta * (ratios_A - kl)
     losses_A = torch.where(

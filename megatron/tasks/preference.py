@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.config.dependents import idle_options
 from megatron.config.options import Config
+from megatron.config.preference import OBJECTIVES
 from megatron.tasks.loss_result import LossResult
 from megatron.tasks.packed import PackedTask, samples_of
 from megatron.tasks.task import Forward, Microbatch, StartWeights
@@ -87,6 +88,9 @@ class PreferenceTask(PackedTask):
             )
         if options.needs_reference and options.reference == "adapters_off" and lora.lora_rank is None:
             yield "reference=adapters_off needs adapters; give lora_rank, or use reference=stored"
+        yield from self._unread_options()
+        if options.preference_loss == "exo_pair" and not options.label_smoothing:
+            yield "label_smoothing=0.0 makes the loss of preference_loss=exo_pair infinite; give one, such as 0.001"
         if options.needs_kl and self.config.training.global_batch_size == 1:
             yield (
                 "global_batch_size=1 is one answer a step, from which preference_loss=kto can estimate no KL "
@@ -100,15 +104,25 @@ class PreferenceTask(PackedTask):
                 "is the reference of reference=adapters_off; leave it out, or use reference=stored"
             )
 
+    def _unread_options(self) -> Iterator[str]:
+        """Yield a message for each option of other objectives than this one: it would be another loss than is meant."""
+        readers: dict[str, list[str]] = {}
+        for objective, needs in OBJECTIVES.items():
+            for name in needs.options:
+                readers.setdefault(name, []).append(objective)
+        own = self.config.preference.preference_loss
+        for name, objectives in readers.items():
+            if own in objectives:
+                continue
+            remedy = "choose that" if len(objectives) == 1 else "choose one of these"
+            needed = f"preference_loss={', '.join(objectives)}, unlike {own}"
+            yield from idle_options(self.config, needed, remedy, [name])
+
     def idle(self) -> Iterator[str]:
         yield from super().idle()
         options = self.config.preference
-        for objective, name in (("robust", "label_smoothing"), ("simpo", "simpo_gamma")):
-            if options.preference_loss != objective:
-                yield from idle_options(self.config, f"preference_loss={objective}", "choose that", [name])
-        if not options.is_unpaired:
-            weights = ["desirable_weight", "undesirable_weight"]
-            yield from idle_options(self.config, "preference_loss=kto or apo_zero_unpaired", "choose one", weights)
+        if options.f_divergence != "alpha_divergence":
+            yield from idle_options(self.config, "f_divergence=alpha_divergence", "choose that", ["f_alpha"])
         if not options.needs_reference:
             needed = f"a reference, which preference_loss={options.preference_loss} does not need"
             yield from idle_options(self.config, needed, "choose another objective", ["reference"])
@@ -238,21 +252,25 @@ class PreferenceTask(PackedTask):
         - for each label, the index of its answer [K]
         - for each label, its place s * B + b [K]
         - numbers of tokens of the answers [A]
+        - for each label, its weight in the log-probability of its answer [K]
         """
         import numpy as np
         import torch
 
         filled = self.filled_rows([[side.ids for side in row] for row in rows])
         labels, numbers = np.full_like(filled.labels, -1), np.zeros_like(filled.labels)
+        weights, ld_alpha = np.ones(labels.shape, np.float32), self.config.preference.ld_alpha
         sides = [side for row in rows for side in row]
         for number, ((row, places), side) in enumerate(zip(filled.places, sides, strict=True)):
             answer = row, slice(places.start + side.begin - 1, places.stop)
             labels[answer], numbers[answer] = filled.labels[answer], number
+            if ld_alpha is not None and side.shared is not None:
+                weights[row, places.start + side.begin - 1 + side.shared : places.stop] = ld_alpha
         lengths = np.array([len(side.ids) - side.begin for side in sides], np.float32)
-        of_labels = labels.T.ravel(), numbers.T.ravel()
         # a number of labels that varies would be a further shape
-        kept = np.flatnonzero(of_labels[0] >= 0) if self.bucketing == "off" else np.arange(labels.size)
-        parts = (*(part[kept] for part in of_labels), kept, lengths, *added)
+        kept = np.flatnonzero(labels.T.ravel() >= 0) if self.bucketing == "off" else np.arange(labels.size)
+        of_labels, of_numbers, of_weights = (part.T.ravel()[kept] for part in (labels, numbers, weights))
+        parts = (of_labels, of_numbers, kept, lengths, of_weights, *added)
         targets = tuple(torch.from_numpy(part) for part in parts)
         return Microbatch(filled.inputs, targets, float(sum(map(len, rows)) / self.answers_per_sample))
 
@@ -265,7 +283,7 @@ class PreferenceTask(PackedTask):
         needs_kl = self.config.preference.needs_kl
         if not self.uses_base and not needs_kl:
             return list(microbatches)
-        from megatron.tasks.preference_losses import answer_logps
+        from megatron.tasks.preference_losses import answer_logps, split_targets
 
         logps = partial(answer_logps, ctx=ctx)
         added: list[list[Tensor]] = [[] for _ in microbatches]
@@ -279,8 +297,10 @@ class PreferenceTask(PackedTask):
             policy = forward(beside, logps)
             base = forward(beside, logps, adapters=False) if self.uses_base else []
             if ctx.is_last_stage:
-                base = base or [batch.targets[4].to(ctx.device) for batch in beside]
-                kl = mean_kl(policy, base, float(microbatches[0].targets[5][1:].sum()), ctx)
+                # what is stored for a mismatched answer is all that follows its labels
+                base = base or [split_targets(batch.targets)[1][0].to(ctx.device) for batch in beside]
+                _, (_, step, *_) = split_targets(microbatches[0].targets)
+                kl = mean_kl(policy, base, float(step[1:].sum()), ctx)
                 added = [[*own, kl] for own in added]
         return [
             dataclasses.replace(batch, targets=(*batch.targets, *own))
@@ -315,13 +335,15 @@ class PreferenceTask(PackedTask):
         import torch
 
         from megatron.tasks.kto import unpaired_loss
-        from megatron.tasks.preference_losses import answer_logps, paired_loss
+        from megatron.tasks.preference_losses import label_logps, paired_loss, split_targets
 
         options = self.config.preference
-        logps_A, (is_chosen_A, step) = answer_logps(outputs, targets, ctx), targets[4:6]
+        labels, (is_chosen_A, step, *_) = split_targets(targets)
+        logps_K = label_logps(outputs, labels, ctx)
+        logps_A = labels.sums(logps_K * labels.weights_K)
         total, metrics = (unpaired_loss if options.is_unpaired else paired_loss)(logps_A, targets, options)
         if weight := options.effective_sft_weight:
-            total = total - weight * step[0] * torch.where(is_chosen_A, logps_A, 0).sum()
+            total = total - weight * step[0] * torch.where(is_chosen_A, labels.sums(logps_K), 0).sum()
         return LossResult(scale * total, metrics)
 
 

@@ -1,12 +1,14 @@
 """Objectives over pairs of answers, as functions of log-probabilities. No data, no engine.
 
-P pairs of a microbatch. All are float32, of the device.
+P pairs of a microbatch, A = 2 P answers, K labels of their tokens. All are float32, of the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +19,70 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import log_probs_of
 from megatron.tasks.loss_result import Metric
 
+LARGEST_EXPONENT = 80.0
+"""Limit of a divergence, whose exp() is finite in float32. As in TRL."""
+
+
+class AnswerLabels(NamedTuple):
+    """The first targets of a microbatch, those of `PreferenceTask.sequences`."""
+
+    labels_K: Tensor
+    numbers_K: Tensor
+    places_K: Tensor
+    lengths_A: Tensor
+    weights_K: Tensor
+
+    def sums(self, values_K: Tensor) -> Tensor:
+        """Return the sum of values over the tokens of each answer, [A]."""
+        # one more for a microbatch without answers, whose tokens are all padding
+        sums = torch.zeros(len(self.lengths_A) + 1, dtype=values_K.dtype, device=values_K.device)
+        return sums.index_add(0, self.numbers_K, values_K)[:-1]
+
+
+def split_targets(targets: Sequence[Tensor]) -> tuple[AnswerLabels, Sequence[Tensor]]:
+    """Return the labels of a microbatch's answers, and the targets after them."""
+    count = len(AnswerLabels._fields)
+    return AnswerLabels(*targets[:count]), targets[count:]
+
+
+def label_logps(outputs: tuple[Tensor, Tensor], labels: AnswerLabels, ctx: ParallelContext) -> Tensor:
+    """Return the log-probability of each token of the answers, [K]. `outputs` as in `Task.loss`."""
+    return log_probs_of(labels.places_K, *outputs, labels.labels_K, ctx)
+
 
 def answer_logps(outputs: tuple[Tensor, Tensor], targets: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
-    """Return the log-probabilities [A] of the answers of a microbatch, each the sum over its tokens.
+    """Return the log-probabilities [A] of the answers of a microbatch, each the weighted sum over its tokens.
 
     `outputs` as in `Task.loss`; `targets` begin with those of `PreferenceTask.sequences`.
     """
-    labels_K, numbers_K, places_K, lengths_A = targets[:4]
-    logps_K = log_probs_of(places_K, *outputs, labels_K, ctx)
-    # one more for a microbatch without answers, whose tokens are all padding
-    sums = torch.zeros(len(lengths_A) + 1, dtype=logps_K.dtype, device=logps_K.device)
-    return sums.index_add(0, numbers_K, logps_K)[:-1]
+    labels, _ = split_targets(targets)
+    return labels.sums(label_logps(outputs, labels, ctx) * labels.weights_K)
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """Input of an objective: the model and its reference on the answers of P pairs, the chosen and the rejected one."""
+
+    ratios_P2: Tensor
+    """Log-probabilities beyond the reference's; without one the log-probabilities, sums or means over tokens."""
+    scores_P2: Tensor
+    """The ratios as the divergence measures them; the ratios themselves for reverse_kl."""
+    lengths_P2: Tensor
+    """Tokens of the answers, at least 1."""
+
+    @property
+    def margins_P(self) -> Tensor:
+        return self.scores_P2[:, 0] - self.scores_P2[:, 1]
+
+    @property
+    def mean_margins_P(self) -> Tensor:
+        """The difference of the means over the tokens of an answer."""
+        means_P2 = self.scores_P2 / self.lengths_P2
+        return means_P2[:, 0] - means_P2[:, 1]
+
+    def rewards(self, beta: float) -> tuple[Tensor, Tensor]:
+        """Return those of the chosen and of the rejected answers, [P] each."""
+        return beta * self.ratios_P2[:, 0], beta * self.ratios_P2[:, 1]
 
 
 def paired_loss(
@@ -37,13 +92,13 @@ def paired_loss(
 
     `logps_A`: those of `answer_logps`. `targets`: those of `PreferenceTask.read`, with the reference's.
     """
-    logps_P2, lengths_P2 = logps_A.view(-1, 2), targets[3].view(-1, 2)
-    scores = (
-        PairScores(logps_P2, targets[6].view(-1, 2), lengths_P2)
-        if options.needs_reference
-        else PairScores(logps_P2 / lengths_P2.clamp(min=1), 0.0, lengths_P2)
-    )
-    rewards_P2, logps_P2 = (options.beta * scores.ratios_P2).detach(), scores.logps_P2.detach()
+    labels, rest = split_targets(targets)
+    logps_P2, lengths_P2 = logps_A.view(-1, 2), labels.lengths_A.view(-1, 2).clamp(min=1)
+    if options.needs.takes_means:
+        logps_P2 = logps_P2 / lengths_P2
+    ratios_P2 = logps_P2 - rest[2].view(-1, 2) if options.needs_reference else logps_P2
+    scores = PairScores(ratios_P2, divergence(ratios_P2, options), lengths_P2)
+    rewards_P2, logps_P2 = (options.beta * ratios_P2).detach(), logps_P2.detach()
     margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
     values = {
         "rewards/accuracies": (margins_P > 0).float(),
@@ -57,29 +112,36 @@ def paired_loss(
     return PAIR_LOSSES[options.preference_loss](scores, options).sum(), metrics
 
 
-@dataclass(frozen=True)
-class PairScores:
-    """Input of an objective: the model and its reference on the answers of P pairs."""
-
-    logps_P2: Tensor
-    """Log-probabilities of the chosen and the rejected answer: the sum over tokens, or without a reference the mean."""
-    reference_P2: Tensor | float
-    """The same under the reference; 0 without one."""
-    lengths_P2: Tensor
-    """Tokens of the answers."""
-
-    @property
-    def ratios_P2(self) -> Tensor:
-        return self.logps_P2 - self.reference_P2
-
-    @property
-    def margins_P(self) -> Tensor:
-        return self.ratios_P2[:, 0] - self.ratios_P2[:, 1]
+def divergence(ratios: Tensor, options: PreferenceConfig) -> Tensor:
+    """Return f'(exp(ratio)) of the f-divergence. Source: Wang et al. 2023 (arXiv:2309.16240), table 1."""
+    match options.f_divergence:
+        case "forward_kl":
+            return -torch.expm1((-ratios).clamp(max=LARGEST_EXPONENT))
+        case "js_divergence":
+            return math.log(2) + F.logsigmoid(ratios)
+        case "alpha_divergence" if options.f_alpha != 1:
+            power = options.f_alpha - 1
+            return torch.expm1((power * ratios).clamp(max=LARGEST_EXPONENT)) / power
+    return ratios
 
 
 def sigmoid(scores: PairScores, options: PreferenceConfig) -> Tensor:
-    """DPO. Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7."""
-    return -F.logsigmoid(options.beta * scores.margins_P)
+    """DPO. Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7.
+
+    With label smoothing cDPO. Source: Mitchell 2023 (ericmitchell.ai/cdpo.pdf).
+    """
+    return _smoothed(options.beta * scores.margins_P, options)
+
+
+def sigmoid_norm(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """DPO over the mean log-probability of a token. Source: Lambert et al. 2024 (arXiv:2411.15124)."""
+    return -F.logsigmoid(options.beta * scores.mean_margins_P)
+
+
+def robust(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """Unbiased under wrong pairs. Source: Chowdhury et al. 2024 (arXiv:2403.00409), equation 9."""
+    logits, wrong = options.beta * scores.margins_P, options.label_smoothing
+    return (-(1 - wrong) * F.logsigmoid(logits) + wrong * F.logsigmoid(-logits)) / (1 - 2 * wrong)
 
 
 def hinge(scores: PairScores, options: PreferenceConfig) -> Tensor:
@@ -89,25 +151,75 @@ def hinge(scores: PairScores, options: PreferenceConfig) -> Tensor:
 
 def ipo(scores: PairScores, options: PreferenceConfig) -> Tensor:
     """IPO over the mean log-probability of a token. Source: Azar et al. 2023 (arXiv:2310.12036), equation 17."""
-    means_P2 = scores.ratios_P2 / scores.lengths_P2.clamp(min=1)
-    return (means_P2[:, 0] - means_P2[:, 1] - 1 / (2 * options.beta)) ** 2
+    return (scores.mean_margins_P - 1 / (2 * options.beta)) ** 2
 
 
-def robust(scores: PairScores, options: PreferenceConfig) -> Tensor:
-    """Unbiased under wrong pairs. Source: Chowdhury et al. 2024 (arXiv:2403.00409), equation 9."""
+def exo_pair(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """EXO over two answers. Source: Ji et al. 2024 (arXiv:2402.00856), equation 16."""
     logits, wrong = options.beta * scores.margins_P, options.label_smoothing
-    return (-(1 - wrong) * F.logsigmoid(logits) + wrong * F.logsigmoid(-logits)) / (1 - 2 * wrong)
+    chosen, rejected = F.logsigmoid(logits), F.logsigmoid(-logits)
+    return chosen.exp() * (chosen - math.log1p(-wrong)) + rejected.exp() * (rejected - math.log(wrong))
+
+
+def discopop(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """DiscoPOP's blend of two losses. Source: Lu et al. 2024 (arXiv:2406.08414), equation 5."""
+    logits = options.beta * scores.margins_P
+    blend = logits / options.discopop_tau
+    # sigmoid(blend) * exp(-logits) in one, which is 0 times infinity otherwise
+    exponential = torch.exp(F.logsigmoid(blend) - logits)
+    return exponential - torch.sigmoid(-blend) * F.logsigmoid(logits)
+
+
+def nca_pair(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """NCA over two answers. Source: Chen et al. 2024 (arXiv:2402.05369)."""
+    chosen, rejected = scores.rewards(options.beta)
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def bco_pair(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """BCO over pairs, with a shift of rewards of 0, as in TRL. Source: Jung et al. 2024 (arXiv:2404.04656)."""
+    chosen, rejected = scores.rewards(options.beta)
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+def sppo_hard(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """SPPO where the chosen answer always wins. Source: Wu et al. 2024 (arXiv:2405.00675), equation 4.7."""
+    chosen, rejected = scores.ratios_P2.unbind(1)
+    return (chosen - 0.5 / options.beta) ** 2 + (rejected + 0.5 / options.beta) ** 2
+
+
+def apo_zero(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """APO-zero. Source: D'Oosterlinck et al. 2024 (arXiv:2408.06266), equation 7."""
+    chosen, rejected = scores.rewards(options.beta)
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def apo_down(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """APO-down, for answers that are worse than the model's own. Source: as apo_zero, equation 8."""
+    chosen, rejected = scores.rewards(options.beta)
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
 
 
 def orpo(scores: PairScores, options: PreferenceConfig) -> Tensor:
     """The odds ratio of ORPO. Source: Hong et al. 2024 (arXiv:2403.07691), equation 7."""
-    odds_P2 = scores.logps_P2 - _log1mexp(scores.logps_P2)
+    odds_P2 = scores.ratios_P2 - _log1mexp(scores.ratios_P2)
     return -options.beta * F.logsigmoid(odds_P2[:, 0] - odds_P2[:, 1])
 
 
 def simpo(scores: PairScores, options: PreferenceConfig) -> Tensor:
     """SimPO. Source: Meng et al. 2024 (arXiv:2405.14734), equation 6."""
-    return -F.logsigmoid(options.beta * scores.margins_P - options.simpo_gamma)
+    return _smoothed(options.beta * scores.margins_P - options.simpo_gamma, options)
+
+
+def cpo(scores: PairScores, options: PreferenceConfig) -> Tensor:
+    """The preference term of CPO. Source: Xu et al. 2024 (arXiv:2401.08417), equation 3."""
+    return _smoothed(options.beta * scores.margins_P, options)
+
+
+def _smoothed(logits: Tensor, options: PreferenceConfig) -> Tensor:
+    """-log sigmoid of the logits where a share of the pairs, label_smoothing, is the wrong way round."""
+    wrong = options.label_smoothing
+    return -(1 - wrong) * F.logsigmoid(logits) - wrong * F.logsigmoid(-logits)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -122,11 +234,11 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 PAIR_LOSSES: dict[str, Callable[[PairScores, PreferenceConfig], Tensor]] = {
-    "sigmoid": sigmoid,
-    "hinge": hinge,
-    "ipo": ipo,
-    "robust": robust,
-    "orpo": orpo,
-    "simpo": simpo,
+    function.__name__: function
+    for function in (
+        *(sigmoid, sigmoid_norm, robust, hinge, ipo, exo_pair, discopop),
+        *(nca_pair, bco_pair, sppo_hard, apo_zero, apo_down),
+        *(orpo, simpo, cpo),
+    )
 }
-"""Loss [P] of each pair, by preference_loss."""
+"""Loss [P] of each pair, by preference_loss. `config/preference.py` has what each reads."""

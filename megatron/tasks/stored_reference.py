@@ -58,6 +58,8 @@ class StoredReference:
             "precision": config.training.precision,
             "quantize_base": str(config.model.quantize_base),
         }
+        if config.preference.ld_alpha is not None:
+            facts["ld_alpha"] = str(config.preference.ld_alpha)
         return facts if self._mismatched is None else {**facts, "mismatched": self._mismatched}
 
     def complete(self, forward: Forward) -> NDArray[np.float32]:

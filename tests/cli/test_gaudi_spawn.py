@@ -364,7 +364,7 @@ SFT = f"sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
         ),
         (f"sft.py --model_name_or_path {LLAMA} --dataset_name {PAIRED} --subset no", f"{PAIRED} has no folder no"),
         (f"sft.py --model_name_or_path {LLAMA} --dataset_name {PAIRED} --split test", "--split test: no file of"),
-        ("dpo.py --model_name_or_path stack-llama-2 --loss_type bco_pair", "preference_loss='bco_pair'"),
+        ("dpo.py --model_name_or_path stack-llama-2 --loss_type aot", "preference_loss='aot'"),
         ("dpo.py --model_name_or_path stack-llama-2 --max_length 1", "--max_length='1' must be a whole number, 2"),
         ("finetune.py", "--config-name is not given"),
         ("finetune.py --config-name=none.yaml", "there is no file config/none.yaml or none.yaml"),

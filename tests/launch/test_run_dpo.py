@@ -49,12 +49,12 @@ def test_the_recipe_and_its_variables(folder: Path) -> None:
 
 
 def test_wrong_variables_are_refused_by_their_names(folder: Path) -> None:
-    wrong = {"HL_DATA": "none.jsonl", "HL_PREFERENCE_LOSS": "bco_pair", "HL_BETA": "-1", "HL_MAX_PROMPT_LEN": "0"}
+    wrong = {"HL_DATA": "none.jsonl", "HL_PREFERENCE_LOSS": "aot", "HL_BETA": "-1", "HL_MAX_PROMPT_LEN": "0"}
     done = run("run_dpo.sh", folder, **TINY | wrong)
     assert done.returncode == 2
     for fault in (
         "HL_DATA=none.jsonl is not a file; set it to a JSONL file of pairs of answers",
-        "preference.preference_loss='bco_pair'",
+        "preference.preference_loss='aot'",
         "preference.beta='-1'",
         "HL_MAX_PROMPT_LEN='0' must be a whole number, 1 or more",
     ):

@@ -114,11 +114,21 @@ def dense(arguments: str, steps: int) -> list[dict[str, float]]:
     start = [parameter.detach().clone() for parameter in module.parameters()]
     trained = [parameter for _, parameter in named_parameters(module) if parameter.requires_grad]
 
-    def logp(side: tuple[Any, Any]) -> Any:
+    ld_alpha = engine.config.preference.ld_alpha
+
+    def logp(side: tuple[Any, Any], shared: int | None = None) -> Any:
         ids, begin = torch.from_numpy(np.concatenate(side).astype(np.int64)), len(side[0])
         hidden, weight = module(ids[None, :-1], lambda outputs: (unpack(outputs[0])[0], outputs[1]))
         of_tokens = (hidden[:, 0] @ weight.t())[:, :VOCABULARY].log_softmax(-1)
-        return of_tokens.gather(1, ids[1:, None])[begin - 1 :].sum()
+        own = of_tokens.gather(1, ids[1:, None])[begin - 1 :]
+        return own.sum() if shared is None else own[:shared].sum() + ld_alpha * own[shared:].sum()
+
+    def logps_of(read: list[Any]) -> Any:
+        rows = []
+        for pair in read:
+            shared = None if ld_alpha is None else min(len(answer) for _, answer in pair)
+            rows.append(torch.stack([logp(side, shared) for side in pair]))
+        return torch.stack(rows)
 
     def exchange(weights: Any) -> list[Any]:
         """Put these weights into the model, and return those before."""
@@ -139,9 +149,9 @@ def dense(arguments: str, steps: int) -> list[dict[str, float]]:
             read = [[own, (own[0], other.ids[other.begin :])] for (own,), other in zip(read, others, strict=True)]
         now = exchange(start)
         with torch.no_grad():
-            reference = torch.stack([torch.stack([logp(side) for side in pair]) for pair in read])
+            reference = logps_of(read)
         exchange(now)
-        logps = torch.stack([torch.stack([logp(side) for side in pair]) for pair in read])
+        logps = logps_of(read)
         is_chosen = torch.tensor([bool(samples.is_chosen[number]) for number in numbers]) if score is _kto else None
         loss, means = score(logps, reference, is_chosen, engine.config.preference)
         gradients = torch.autograd.grad(loss, trained)

@@ -189,11 +189,11 @@ def test_what_kto_cannot_use_is_named(tmp_path: Path, caplog: pytest.LogCaptureF
     with pytest.raises(DataError, match="the train split has one answer"):
         task.open_samples()
     with pytest.raises(DataError, match=r"1 of 1 rows have one answer, row 0 is the first.*preference_loss=kto"):
-        PreferenceTask(config_of(f"{FLAGS} --data-path {one}")).open_samples()
+        PreferenceTask(config_of(f"{FLAGS.partition(' --desirable')[0]} --data-path {one}")).open_samples()
     PreferenceTask(config_of(f"{FLAGS} --data-path {few} --preference-loss kto")).open_samples()
     assert "2 answers are desirable and 1 are not; a desirable_weight of 0.3 to 0.4 would balance them" in caplog.text
     common = {"task": "preference", "num_epochs": 1, "global_batch_size": 1}
     single = from_dict({"training": common, "preference": {"preference_loss": "kto"}})
     assert any("one answer a step" in fault for fault in PreferenceTask(single).faults(1))
     unread = from_dict({"training": common, "preference": {"desirable_weight": 2.0, "undesirable_weight": 0.5}})
-    assert sum("no effect without preference_loss=kto" in fault for fault in PreferenceTask(unread).idle()) == 2
+    assert sum("no effect without preference_loss=kto" in fault for fault in PreferenceTask(unread).faults(1)) == 2

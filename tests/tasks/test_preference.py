@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from megatron.config.command_line import parse_arguments
+from megatron.tasks.preference import PreferenceTask
 from tests import runs
 from tests.ranks import RankPools
 from tests.tasks import pairs
@@ -35,9 +37,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "llama_gqa",
             "pp2",
-            "--packing none --micro-batch-size 2 --lora-target-modules all-linear embed_tokens",
+            "--packing none --micro-batch-size 2 --lora-target-modules all-linear embed_tokens --ld-alpha 0.3",
         ),
-        ("bloom_alibi", "zero3", "--packing dataset --global-batch-size 2 --reference stored"),
+        ("bloom_alibi", "zero3", "--packing dataset --global-batch-size 2 --reference stored --ld-alpha 0.3"),
         *(
             pytest.param(model, layout, "--max-batch-len 96", marks=pytest.mark.slow)
             for model in ("bloom_alibi", "llama_gqa")
@@ -109,15 +111,19 @@ def trainings(folder: Path, model: str, objectives: Sequence[str]) -> list[str]:
     kinds = {"": f"--lr {0.03 * scale}", "lora": f"--lora-rank 4 --lr {scale}"}
     kinds["stored"] = f"{kinds['lora']} --reference stored"
     return [
-        f"{common} --data-path {folder / ('answers' if 'kto' in loss or 'apo' in loss else 'pairs')} {flags} "
+        f"{common} --data-path {folder / ('answers' if 'kto' in loss or 'unpaired' in loss else 'pairs')} {flags} "
         f"--preference-loss {loss}"
         for loss in objectives
         for kind, flags in kinds.items()
-        if kind != "stored" or loss not in ("orpo", "simpo")  # which have no reference
+        if kind != "stored" or loss.split()[0] not in ("orpo", "simpo", "cpo")  # which have no reference
     ]
 
 
-OTHERS = ("hinge", "ipo", "robust --label-smoothing 0.2 --sft-weight 0.7", "orpo", "simpo")
+OTHERS = (
+    *("hinge", "ipo", "robust --label-smoothing 0.2 --sft-weight 0.7", "orpo", "simpo"),
+    *("exo_pair --label-smoothing 0.001", "discopop --ld-alpha 0.3 --sft-weight 0.7", "cpo", "apo_down"),
+    *("sigmoid --label-smoothing 0.1 --f-divergence js_divergence", "sppo_hard"),
+)
 ALL = ("sigmoid", *OTHERS, "kto --desirable-weight 4", "apo_zero_unpaired")
 
 
@@ -196,3 +202,27 @@ def test_a_resumed_run_needs_the_reference_of_its_start(ranks: RankPools, tmp_pa
     for iteration, row in whole.items():
         assert parts[iteration]["lm_loss"] == row["lm_loss"]
         assert parts[iteration]["metrics"] == row["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("hinge --label-smoothing 0.1", "label_smoothing=0.1 has no effect without preference_loss=sigmoid, robust"),
+        ("kto --ld-alpha 0.5", "ld_alpha=0.5 has no effect without"),
+        ("apo_zero --f-divergence forward_kl", "f_divergence=forward_kl has no effect without"),
+        ("orpo --f-divergence forward_kl", "f_divergence=forward_kl has no effect without"),
+        ("sigmoid --discopop-tau 1", "discopop_tau=1.0 has no effect without preference_loss=discopop, unlike sigmoid"),
+        ("sigmoid --undesirable-weight 2", "undesirable_weight=2.0 has no effect without preference_loss=kto, apo_"),
+        ("exo_pair", "label_smoothing=0.0 makes the loss of preference_loss=exo_pair infinite; give one"),
+    ],
+)
+def test_an_option_that_an_objective_does_not_read_is_refused(flags: str, refused: str) -> None:
+    words = f"--task preference --num-epochs 1 --data-path none --global-batch-size 2 --preference-loss {flags}"
+    (fault,) = PreferenceTask(parse_arguments(words.split())[0]).faults(1)
+    assert refused in fault
+
+
+def test_f_alpha_without_its_divergence_is_named_in_a_warning() -> None:
+    words = "--task preference --num-epochs 1 --f-divergence js_divergence --f-alpha 2"
+    (line,) = PreferenceTask(parse_arguments(words.split())[0]).idle()
+    assert line.startswith("f_alpha=2.0 has no effect without f_divergence=alpha_divergence")

@@ -55,6 +55,8 @@ class Answer(NamedTuple):
     """[n]"""
     begin: int
     """First id of the answer; at least 1, so that all its tokens are labels."""
+    shared: int | None = None
+    """Tokens of the shorter answer of its pair; None for one by itself."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class PairDataset(SampleDataset[PairFile]):
 
     def answer(self, number: int) -> Answer:
         """Return a prompt with its answer; those of pair p are 2 p, the chosen, and 2 p + 1. Raises DataError."""
-        return self.sequence(number // 2, number)
+        pair = number // 2
+        return self.sequence(pair, number)._replace(shared=int(self.labels[pair].min()))
 
     def sequence(self, pair: int, number: int) -> Answer:
         """Return the prompt of a pair with any answer. Raises DataError for an id outside the vocabulary."""
