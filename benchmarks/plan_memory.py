@@ -2,10 +2,11 @@
 
     python benchmarks/plan_memory.py [--device auto] [--only TEXT] [--explain 0.05] [--flags "FLAGS" [--ranks N]]
 
-Each case trains in processes of its own. Measured is the largest number of bytes in live tensors from the second step
-on, on the first rank of each pipeline stage: on CUDA `torch.cuda.max_memory_allocated`, on the CPU a sum over the
-storages of all results of operations. Host memory of an offloaded optimizer counts on the CPU, where it is the same
-memory. Prints plan, measurement and ratio; exit status 1 if one is off by more than 5 %.
+Each case trains in processes of its own. Measured is the largest number of bytes from the second step on, on the first
+rank of each pipeline stage: on CUDA `torch.cuda.max_memory_allocated`; on the CPU tensors and buffers of communication
+together, at the allocator (benchmarks/allocations.py), where host memory of an offloaded optimizer is the same memory.
+Prints plan, measurement and ratio, and on the CPU what the plan leaves out: kernels' work space, and by how much the
+process grew since it built its model. Exit status 1 if a ratio is off by more than 5 %.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.allocations import MIB, Allocations, Peak, library
 from benchmarks.alternating import free_port
 from megatron.parallel.shards import Shard
 
@@ -52,10 +54,10 @@ LLAMA = "--architecture llama --position-embedding-type rope --untie-embeddings-
 BLOOM = "--architecture bloom --position-embedding-type alibi --embed-layernorm"
 GPT2 = "--architecture bloom --position-embedding-type learned"
 TINY = (
-    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --vocab-size 500 --seq-length 128 "
+    "--num-layers 3 --hidden-size 128 --num-attention-heads 4 --vocab-size 1000 --seq-length 256 "
     "--micro-batch-size 2 --global-batch-size 8"
 )
-TINY_LLAMA = f"{TINY} {LLAMA} --ffn-hidden-size 176"
+TINY_LLAMA = f"{TINY} {LLAMA} --ffn-hidden-size 352"
 TINY_GQA = f"{TINY_LLAMA} --num-query-groups 2"
 TINY_BLOOM = f"{TINY} {BLOOM}"
 WEIGHTS = f"{TINY} {LLAMA} --ffn-hidden-size 704 --hidden-size 256 --vocab-size 2000 --seq-length 16"
@@ -140,6 +142,8 @@ class Result(NamedTuple):
     measured: int
     peak: str
     """Moment at which the plan has its peak."""
+    parts: Peak | None = None
+    """Parts of `measured`, and others, on a CPU."""
     largest: tuple[str, ...] = ()
     """Tensors that the run held at its peak, if that was to be explained."""
 
@@ -154,6 +158,7 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
     An error of more than `explain` is explained, on CUDA.
     """
     import numpy as np
+    import torch
 
     from megatron.config.command_line import parse_arguments
     from megatron.config.validation import check
@@ -166,7 +171,10 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
     ctx = ParallelContext.build(config.parallel, device)
     if faults := check(config, ctx.world_size):
         raise SystemExit("\n".join(faults))
-    before = _live_tensors() if device == "cpu" else []
+    allocations = Allocations() if device == "cpu" else None
+    if allocations:
+        torch.set_num_threads(1)  # blocks of other threads count as communication
+        allocations.start()
     task, training = PretrainTask(config), config.training
     with patch.object(Shard, "initial", _constant):  # drawing would take longer than the training
         engine = build_engine(config, ctx, task)
@@ -181,13 +189,14 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
         assert result.is_finite, "the update was refused, so it is not measured"
 
     step()
-    measured = _peak_cuda(step) if device == "cuda" else _peak_cpu(step, before)
+    parts = _peak_cpu(step, allocations) if allocations else None
+    measured = parts.tensors + parts.communication if parts else _peak_cuda(step)
     stage = memory_by_stage(config, ctx.grad_size)[ctx.stage]
     planned = stage.memory.total + (stage.host_bytes if device == "cpu" else 0)
-    result = Result(ctx.stage, planned, measured, stage.peak)
+    result = Result(ctx.stage, planned, measured, stage.peak, parts)
     if device == "cuda" and abs(result.ratio - 1) > explain:
-        parts = [f"{part}={size / 2**20:.1f}" for part, size in vars(stage.memory).items()]
-        result = result._replace(largest=("plan: " + " ".join(parts), *_largest_cuda(step)))
+        sizes = [f"{part}={size / MIB:.1f}" for part, size in vars(stage.memory).items()]
+        result = result._replace(largest=("plan: " + " ".join(sizes), *_largest_cuda(step)))
     return None if ctx.tensor_rank or ctx.grad_rank else result
 
 
@@ -241,27 +250,17 @@ def _largest_cuda(step: Any) -> list[str]:
         other = [f"{file}:{frame['line']}" for file, frame in files[:2]]
         by_line.setdefault(" < ".join([*other, *own[:3]]), []).append(event["size"])
     groups = sorted(by_line.items(), key=lambda group: -sum(group[1]))[:14]
-    lines = [f"{sum(sizes) / 2**20:9.1f} in {len(sizes):3d}, largest {max(sizes)}: {line}" for line, sizes in groups]
-    return [f"measured: {held / 2**20:.1f} before the step, {peak / 2**20:.1f} more at its peak", *lines]
+    lines = [f"{sum(sizes) / MIB:9.1f} in {len(sizes):3d}, largest {max(sizes)}: {line}" for line, sizes in groups]
+    return [f"measured: {held / MIB:.1f} before the step, {peak / MIB:.1f} more at its peak", *lines]
 
 
-def _live_tensors() -> list[Any]:
-    import torch
-
+def _peak_cpu(step: Any, allocations: Allocations) -> Peak:
     gc.collect()
-    return [held.detach() for held in gc.get_objects() if isinstance(held, torch.Tensor)]
-
-
-def _peak_cpu(step: Any, before: Sequence[Any]) -> int:
-    """Return the largest number of bytes in live tensors, without those from `before` the run."""
-    from benchmarks.live_bytes import LiveBytes
-
-    others = {tensor.untyped_storage()._cdata for tensor in before}
-    own = [tensor for tensor in _live_tensors() if tensor.untyped_storage()._cdata not in others]
-    with LiveBytes(own) as tracker:
-        del own
-        step()
-    return tracker.peak
+    allocations.reset_peak()
+    step()
+    peak = allocations.peak()
+    allocations.stop()
+    return peak
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -281,20 +280,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [case for case in cases if options.only in case.name]
     if options.flags:
         cases = [Case("given", options.flags, options.ranks)]
-    print(f"| {device} | plan, MiB | measured, MiB | ratio | peak of the plan |\n|---|---|---|---|---|", flush=True)
+    columns = [device, "plan, MiB", "measured, MiB", "ratio", "peak of the plan"]
+    if device == "cpu":
+        columns += ["communication, MiB", "kernels, MiB", "process, MiB"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     worst, waiting = 0.0, [Runner(case, device, options.explain) for case in cases[:AHEAD]]
     for index, case in enumerate(cases):
         if index + AHEAD < len(cases):
             waiting.append(Runner(cases[index + AHEAD], device, options.explain))
-        for result in waiting.pop(0).run():
+        results = waiting.pop(0).run()
+        for result in results:
             if isinstance(result, str):
                 print(f"| {case.name} | failed |\n{result}", flush=True)
                 worst = 1.0
                 continue
             worst = max(worst, abs(result.ratio - 1))
-            name = case.name if "PP" not in case.name else f"{case.name}: stage {result.stage}"
-            figures = f"{result.planned / 2**20:.1f} | {result.measured / 2**20:.1f} | {result.ratio:.3f}"
-            print("\n    ".join([f"| {name} | {figures} | {result.peak} |", *result.largest]), flush=True)
+            name = case.name if len(results) == 1 else f"{case.name}: stage {result.stage}"
+            planned, measured = f"{result.planned / MIB:.1f}", f"{result.measured / MIB:.1f}"
+            others = [f"{size / MIB:.1f}" for size in (result.parts or ())[1:]]
+            figures = [planned, measured, f"{result.ratio:.3f}", result.peak, *others]
+            print("\n    ".join([f"| {name} | {' | '.join(figures)} |", *result.largest]), flush=True)
     print(f"largest error: {worst:.1%}")
     return 0 if worst <= LIMIT else 1
 
@@ -309,9 +314,11 @@ class Runner:
         self._start = spawn.Event()
         arguments = (case, device, explain, port, self._start, self._results)
         self._processes = [spawn.Process(target=_rank, args=(rank, *arguments)) for rank in range(case.ranks)]
-        for process in self._processes:
-            process.daemon = True
-            process.start()
+        counted = {"LD_PRELOAD": str(library())} if device == "cpu" else {}
+        with patch.dict(os.environ, counted):
+            for process in self._processes:
+                process.daemon = True
+                process.start()
 
     def run(self) -> list[Result | str]:
         """Return the result of each stage, or the error of the first rank that failed."""

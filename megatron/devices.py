@@ -32,6 +32,9 @@ WIDENED = "this CPU has no {} products; they are computed in float32"
 LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 WITHOUT_PRODUCTS = {limit: {"bf16", "fp16"} for limit in LIMITS_WITHOUT_BF16} | {"AVX512_CORE_BF16": {"fp16"}}
 """Those that a limit takes away."""
+BLOCKWISE_LENGTHS = range(256, 1025)
+"""Tokens that megatron/models/blockwise_attention.py is faster for. Measured at powers of two: at 128 in float32, and
+at 2,048, torch's kernel takes no more time."""
 SEEN_BY = {"cuda": "nvidia-smi", "hpu": "hl-smi"}
 """Command that lists the devices of a kind."""
 
@@ -120,14 +123,32 @@ def missing_products() -> frozenset[str]:
     """Return those of bf16 and fp16 whose products this CPU certainly has no instruction for; read without torch."""
     limit = next((os.environ[name].upper() for name in MAX_CPU_ISA if name in os.environ), "")
     missing = frozenset(WITHOUT_PRODUCTS.get(limit, ()))
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return missing
-    flags = set(" ".join(re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)).split())
+    flags = _cpu_flags()
     if not flags:  # another architecture
         return missing
     return missing | {precision for precision, instructions in PRODUCTS.items() if not flags & instructions}
+
+
+def attends_blockwise(precision: str) -> bool:
+    """Return True if this CPU computes attention faster from matrix products than in torch's flash kernel.
+
+    Measured with AVX-512 and its bfloat16 products. With AMX torch's kernel uses that. Read without torch.
+    """
+    flags = _cpu_flags()
+    if precision == "fp32":
+        is_limited = os.environ.get("ATEN_CPU_CAPABILITY", "avx512") != "avx512"
+        return not is_limited and flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    has_products = "avx512_bf16" in flags and "amx_tile" not in flags and "bf16" not in missing_products()
+    return precision == "bf16" and has_products
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Return what Linux says that this processor can do; nothing where it does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    return frozenset(" ".join(re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)).split())
 
 
 def _torch_has_cuda() -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+del os.environ["LD_PRELOAD"]  # it counts in ranks, not in the programs that they start
 
 import deepspeed
 import torch

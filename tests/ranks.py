@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.allocations import library
 from benchmarks.alternating import free_port as free_port
 
 START_METHOD = multiprocessing.get_context("forkserver")
@@ -38,8 +39,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, prepare: Callable[[], N
 def _start_server() -> None:
     """Start the process that ranks are forked from, unless it runs."""
     forkserver.set_forkserver_preload(["tests.rank_server"])
-    # by which alone the server finds modules
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+    # sys.path is where alone the server finds modules; the counter of allocations must be there when a process starts
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), LD_PRELOAD=str(library())):
         forkserver.ensure_running()
 
 

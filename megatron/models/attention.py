@@ -19,13 +19,8 @@ from torch import Tensor, nn
 
 from megatron.config.options import Config, ConfigError, ModelConfig
 from megatron.config.plugins import load_task
-from megatron.models.blockwise_attention import (
-    MAX_TOKENS,
-    MIN_TOKENS,
-    attend_blockwise,
-    attend_widened,
-    is_faster,
-)
+from megatron.devices import BLOCKWISE_LENGTHS
+from megatron.models.blockwise_attention import attend_blockwise, attend_widened, is_faster
 from megatron.models.kv_cache import CachedTokens
 from megatron.parallel import products
 from megatron.parallel.context import ParallelContext
@@ -209,7 +204,7 @@ class SDPAttention:
         return self._attend(q[part], k[part], v[part], own, dropout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        suits = q.shape[2] == k.shape[2] and MIN_TOKENS <= k.shape[2] <= MAX_TOKENS
+        suits = q.shape[2] == k.shape[2] and k.shape[2] in BLOCKWISE_LENGTHS
         # torch.compile traces torch's kernel as one operator, and would unroll the blocks
         if self._blockwise and suits and not dropout and is_faster(q.dtype) and not torch.compiler.is_compiling():
             return attend_blockwise(q, k, v, mask)

@@ -19,24 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel import products
+from megatron.devices import attends_blockwise
 
-MIN_TOKENS, MAX_TOKENS = 256, 1024
-"""Measured at powers of two: at 128 tokens in float32, and at 2,048, torch's kernel takes no more time."""
 BLOCK = 64
 """Queries of a block: their scores stay in the cache from product to product."""
 
 
 @functools.cache
 def is_faster(dtype: torch.dtype) -> bool:
-    """Return True if this CPU computes such attention faster from matrix products than in torch's flash kernel.
-
-    Measured with AVX-512 and its bfloat16 products. With AMX torch's kernel uses that.
-    """
-    if dtype == torch.float32:
-        return torch.backends.cpu.get_cpu_capability() == "AVX512"
-    has = [getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile")]
-    return dtype == torch.bfloat16 and dtype not in products.WIDENED and has == [True, False]
+    """Return True if this CPU computes such attention faster from matrix products than in torch's flash kernel."""
+    return attends_blockwise({torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, ""))
 
 
 @dataclass(frozen=True)

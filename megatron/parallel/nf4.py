@@ -97,6 +97,7 @@ def dequantize_plainly(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
         numbers = torch.index_select(table, 0, part.int()).view(torch.float32).view(-1, BLOCK)
         blocks = slice(2 * begin // BLOCK, 2 * (begin + step) // BLOCK)
         torch.mul(numbers, scales[blocks].unsqueeze(1), out=result[blocks])
+        del numbers  # before the next part's
     return result.view(-1)
 
 

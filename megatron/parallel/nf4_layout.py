@@ -53,8 +53,10 @@ def num_bytes(shard: Shard, tensor_size: int) -> int:
 def dequantized_bytes(shard: Shard, tensor_size: int, number_size: int) -> int:
     """Bytes that one product with a rank's weight allocates for a moment: the dense weight, and what is made for it."""
     numel = math.prod(shard.local_shape(tensor_size))
-    # scales, codes and groups of the blocks; float32 values and 32-bit codes of two numbers each
-    return numel * number_size + 12 * numel // BLOCK + 6 * min(numel, DEQUANTIZED_AT_ONCE)
+    # float32 values, and 32-bit codes of two numbers each, or products in float32 that are then rounded
+    part = (6 if number_size == 4 else 8) * min(numel, DEQUANTIZED_AT_ONCE)
+    # scales, codes and groups of the blocks
+    return numel * number_size + 12 * numel // BLOCK + part
 
 
 def cut_fault(name: str, shard: Shard, tensor_size: int) -> str | None:

@@ -7,10 +7,13 @@ Source of the counts: Korthikanti et al. 2022 (arXiv:2205.05198), whose figures 
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, replace
 
 from megatron.config.options import Config
 from megatron.config.plugins import load_task
+from megatron.devices import BLOCKWISE_LENGTHS, attends_blockwise
 from megatron.parallel.loss_chunks import BLOCK_LOGITS, BLOCK_NUMBERS, chunk_size
 from megatron.parallel.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import LayerDeclaration, Shard
@@ -25,6 +28,8 @@ class LayerMemory:
     """From the forward pass to the layer's backward pass."""
     backward: int
     """More than `kept` at the peak of the layer's backward pass: gradients of activations, and what is recomputed."""
+    products: tuple[tuple[int, int], ...] = ()
+    """More than `kept` when the gradient of a weight is there (less, where much of that is freed), and its numbers."""
 
 
 def deferred_bytes(layer: LayerDeclaration, config: Config) -> int:
@@ -65,7 +70,11 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     memory = _other_layer(layer, config) if layer.number is None else _transformer_layer(layer, config)
     t, number = config.parallel.tensor_model_parallel_size, number_size(config)
     dense = [dequantized_bytes(shard, t, number) for shard in layer.shards.values() if shard.quantized]
-    return replace(memory, backward=memory.backward + max(dense, default=0))
+    backward = memory.backward + max(dense, default=0)
+    own_moment = {numel for _, numel in memory.products}
+    sizes = [math.prod(shard.local_shape(t)) for shard in layer.shards.values() if shard.trained]
+    other = max((numel for numel in sizes if numel not in own_moment), default=0)
+    return replace(memory, backward=backward, products=(*memory.products, (backward, other)))
 
 
 def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
@@ -78,7 +87,7 @@ def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     activations = sum(shard.shape[1] for shard in rows[1:] if _keeps_input(layer, shard))
     mlp = sum(shard.shape[0] for shard in columns[1:]) + activations
     mlp_bytes = tokens * (mlp + layer.kept_per_token) // t * number
-    core, inputs = _attention_core(config), _attention_inputs(config)
+    core, inputs = _attention_core(config) - _context_let_go(layer, config), _attention_inputs(config)
     adapters = sum(_adapter_bytes(layer, shard, config) for shard in columns + rows) + _unscaled_bytes(layer, config)
     whole = norms + branches + mlp_bytes + core + adapters
     # gradients of the MLP's inner activations and of the residual stream, while its own inputs are still kept
@@ -87,15 +96,30 @@ def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     # those of q, k and v, once the MLP's activations are freed
     scores = 8 * _scores(config) if stores_attention_scores(config) else 0
     attention_work = 2 * tokens * sum(columns[0].pieces or columns[0].shape[:1]) // t * number + scores - mlp_bytes
+    products = [
+        (attention_work, columns[0]),
+        (2 * stream - mlp_bytes, rows[0]),
+        *((2 * stream + inner - mlp_bytes, shard) for shard in columns[1:]),
+        *((stream + tokens * shard.shape[1] // t * number, shard) for shard in rows[1:]),
+    ]
+    # on CUDA measured at the peak of the whole layer (docs/benchmarks.md)
+    on_cpu = config.parallel.device == "cpu"
+    trained = [(size, math.prod(shard.local_shape(t))) for size, shard in products if shard.trained and on_cpu]
     if config.training.recompute_granularity == "full":
-        return LayerMemory(stream, whole - _kept_input(layer, config) + max(work, attention_work))
+        again = whole - _kept_input(layer, config)
+        return LayerMemory(stream, again + max(work, attention_work), _after(again, trained))
     parts = config.training.recomputed_modules
     no_core = core - inputs if "core_attn" in parts else 0
     activation = tokens * activations // t * number
     no_mlp = mlp_bytes if "mlp" in parts else activation if "mlp_act" in parts else 0
     no_norms = kept_norms if "layernorm" in parts else 0
     # what is dropped is back during its own backward pass; the norms' outputs after its peak
-    return LayerMemory(whole - no_core - no_mlp - no_norms, no_mlp + max(work, no_core + attention_work))
+    backward = no_mlp + max(work, no_core + attention_work)
+    return LayerMemory(whole - no_core - no_mlp - no_norms, backward, _after(no_mlp, trained))
+
+
+def _after(recomputed: int, products: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((recomputed + size, numel) for size, numel in products)
 
 
 def _other_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
@@ -174,7 +198,8 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     # inputs times the weights of tokens, in float32 and rounded; torch's softmax, and products of blocks
     weighted = chunk * hidden * (4 + (number if number == 2 else 0))
     block = min(chunk, max(1, BLOCK_LOGITS // rows)) * rows * (8 if number == 2 else 4) if on_cpu else 0
-    product = min(rows * hidden, BLOCK_NUMBERS) * number if on_cpu and wide != number else 0
+    # the product of a block, and its copy in the dtype of the sum that it is added to
+    product = min(rows * hidden, BLOCK_NUMBERS) * (number + wide) if on_cpu and wide != number else 0
     work = max(weighted, chunk * hidden * number + product)
     result = rows * hidden * number if is_separate else 0
     if chunk == tokens:
@@ -223,6 +248,30 @@ def _attention_core(config: Config) -> int:
         copies = 8 * query + (4 * query if number == 2 else number * (query + 2 * key))
         return 12 * _scores(config) + tokens * (copies + number * query)
     return kept + _scores(config) * (number + (1 + number if model.attention_dropout > 0 else 0))
+
+
+def _context_let_go(layer: LayerDeclaration, config: Config) -> int:
+    """Bytes of `_attention_core` that megatron/models/blockwise_attention.py does not keep.
+
+    Not its statistics, nor its output, which is there only where the output projection keeps its input.
+    """
+    model, training = config.model, config.training
+    is_chosen = model.attention_backend == "auto" and model.kernels != "plain" and not training.torch_compile
+    suits = load_task(config).row_length in BLOCKWISE_LENGTHS and model.attention_dropout == 0
+    is_cut = load_task(config).packs_documents  # document by document, of lengths that the plan does not know
+    if config.parallel.device != "cpu" or not is_chosen or not suits or is_cut:
+        return 0
+    if not _attends_blockwise(training.precision):
+        return 0
+    query, _ = _head_channels(config)
+    statistics = 4 * model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    context = 0 if _keeps_input(layer, _rows(layer)[0]) else query * number_size(config)
+    return num_tokens(config) * (statistics + context)
+
+
+@functools.cache
+def _attends_blockwise(precision: str) -> bool:
+    return attends_blockwise(precision)
 
 
 def _repeats_heads(config: Config) -> bool:

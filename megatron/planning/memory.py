@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -101,12 +100,6 @@ class _Walk:
         t, number = config.parallel.tensor_model_parallel_size, number_size(config)
         self.memories = [layer_memory(layer, config) for layer in layers]
         self.gradients = [parameters_of_layer(layer, t, trained_only=True) * number for layer in layers]
-        self.largest = {
-            layer.name: max(
-                (math.prod(shard.local_shape(t)) for shard in layer.shards.values() if shard.trained), default=0
-            )
-            for layer in layers
-        }
         self.kept = [sum(layer_memory(layer, config).kept for layer in chunk) for chunk in chunks]
         self.deferred = [sum(deferred_bytes(layer, config) for layer in chunk) for chunk in chunks]
         self.passed = self._passed(stage)
@@ -162,12 +155,12 @@ class _Walk:
         pending, number, waiting = 0, number_size(self.config), 0
         for layer, memory, size in reversed(list(zip(self.layers, self.memories, self.gradients, strict=True))):
             # a gradient that is added to another is alive beside it for a moment, also in the dtype of the sum
-            extra = self.largest[layer.name] * (number if state.keeps_gradients or state.bucket else number + 4)
-            extra = extra if layer.name in seen or not state.keeps_gradients else 0
-            extra = 0 if layer is output else extra
+            added = number if state.keeps_gradients or state.bucket else number + 4
+            is_added = (layer.name in seen or not state.keeps_gradients) and layer is not output
+            work = max(size + is_added * added * numel for size, numel in memory.products)
             if layer.name == tied and waiting:  # the sum of both uses too
-                extra = max(extra, 2 * size)
-            alive = temporary + memory.backward + extra + waiting
+                work = max(work, memory.backward + 2 * size)
+            alive = temporary + max(memory.backward, work) + waiting
             yield f"backward of {layer.name}", self._at(gradients, activations, alive)
             if state.bucket and pending + size // number > state.bucket:
                 yield "reduction", self._at(gradients, activations, temporary + waiting + state.at_reduction)

@@ -20,6 +20,8 @@ from megatron.planning.sizes import declared_layers, number_size, parameters_of_
 
 REDUCE_BUCKET = 500_000_000
 """DeepSpeed's `reduce_bucket_size`: numbers that it reduces at once, and allocates a buffer for."""
+ALLGATHER_BUCKET = 500_000_000
+"""DeepSpeed's `allgather_bucket_size`: updated weights that ranks gather at once."""
 REUSE_DISTANCE = 1_000_000_000
 """DeepSpeed's `stage3_max_reuse_distance`: gathered parameters stay until they are used again, if within so many."""
 PERSISTENT_PARAMETER = 100_000
@@ -138,15 +140,20 @@ def _state_of_parameters(config: Config, data_parallel_size: int, layers: Sequen
     largest = max(sizes, default=0)
     if stage == 3:
         persistent = sum(size for size in sizes if size <= PERSISTENT_PARAMETER)
-        first = _parameters(layers[:1], t)
-        state = _zero_3(config, bare, data_parallel_size, parameters, share, persistent, first)
+        ends = _parameters(held_layers([layers[0], layers[-1]]), t)
+        state = _zero_3(config, bare, data_parallel_size, parameters, share, persistent, ends)
     elif has_gradient_buffers(config):
         state = _buffered(config, bare, data_parallel_size, trained, share)
     else:
         state = _zero_1_and_2(config, bare, data_parallel_size, trained, share)
     if optimizer.optimizer == "sgd" and optimizer.weight_decay > 0:
         state = replace(state, at_update=state.at_update + 4 * share)  # the decay is added to a copy of the gradient
-    return _offloaded(config, state, share, largest) if optimizer.offload_optimizer else state
+    if optimizer.offload_optimizer:
+        state = _offloaded(config, state, share, largest)
+    if stage in (1, 2) and data_parallel_size > 1 and config.parallel.device == "cpu":
+        # gloo gathers the updated weights into a tensor of its own before it copies them
+        state = replace(state, at_update=max(state.at_update, number * min(trained, ALLGATHER_BUCKET)))
+    return state
 
 
 def _buffered(config: Config, bare: SharedState, dp: int, trained: int, share: int) -> SharedState:
@@ -203,11 +210,12 @@ def _zero_1_and_2(config: Config, bare: SharedState, dp: int, trained: int, shar
 
 
 def _zero_3(
-    config: Config, bare: SharedState, dp: int, parameters: int, share: int, persistent: int, first: int
+    config: Config, bare: SharedState, dp: int, parameters: int, share: int, persistent: int, ends: int
 ) -> SharedState:
     """DeepSpeedZeroOptimizer_Stage3: weights are cut too, and gathered for use; gradients live in one flat partition.
 
-    `persistent` parameters are held whole as well; those of the `first` layer are still gathered at the reduction.
+    `persistent` parameters are held whole as well; those of the two `ends`, the first and the last layer, are still
+    gathered at the reduction.
     """
     number, user = number_size(config), zero_settings(config)
     bucket = user.get("reduce_bucket_size", reduce_bucket_size(config))
@@ -222,7 +230,7 @@ def _zero_3(
         gradients=sent * bucket + accumulated * share,
         bucket=bucket,
         keeps_gradients=False,
-        at_reduction=full + copied + (first * number if gathers else 0),
+        at_reduction=full + copied + (ends * number if gathers else 0),
         at_update=0,
         gathered=min(parameters, REUSE_DISTANCE // 2) * number if gathers else 0,
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron import devices
 from megatron.config.command_line import parse_arguments
 from megatron.config.options import ConfigError, ModelConfig
 from megatron.models import attention, blockwise_attention
@@ -372,7 +373,7 @@ def test_blockwise_attention_equals_float64(
 
 def test_blockwise_attention_has_few_shapes_of_products() -> None:
     """oneDNN keeps a kernel of nearly 1 MB for each shape."""
-    assert blockwise_attention.MAX_TOKENS / blockwise_attention.BLOCK <= 16
+    assert max(devices.BLOCKWISE_LENGTHS) / blockwise_attention.BLOCK <= 16
 
 
 def test_blockwise_attention_rounds_no_score_to_16_bits() -> None:
@@ -394,8 +395,7 @@ def test_blockwise_attention_rounds_no_score_to_16_bits() -> None:
 def test_blockwise_attention_is_taken_where_it_is_faster(
     length: int, dropout: float, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "MIN_TOKENS", 8)
-    monkeypatch.setattr(attention, "MAX_TOKENS", 9)
+    monkeypatch.setattr(attention, "BLOCKWISE_LENGTHS", range(8, 10))
     monkeypatch.setattr(attention, "is_faster", lambda dtype: dtype == torch.float32)
     calls: list[int] = []
 

@@ -219,6 +219,22 @@ def test_a_processors_flags_say_which_products_it_lacks(name: str, monkeypatch: 
     assert devices.missing_products() == missing | {"fp16"}
 
 
+def test_blocks_attend_faster_with_avx512_and_in_bf16_without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (*devices.MAX_CPU_ISA, "ATEN_CPU_CAPABILITY"):
+        monkeypatch.delenv(variable, raising=False)
+    avx512 = "avx2 avx512f avx512bw avx512dq avx512vl"
+    for flags, fp32, bf16 in (
+        ("avx2 fma", False, False),
+        (avx512, True, False),
+        (f"{avx512} avx512_bf16", True, True),
+        (f"{avx512} avx512_bf16 amx_bf16 amx_tile", True, False),
+    ):
+        monkeypatch.setattr(Path, "read_text", lambda path, flags=flags: f"flags\t\t: {flags}\n")
+        assert [devices.attends_blockwise(precision) for precision in ("fp32", "bf16", "fp16")] == [fp32, bf16, False]
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert not devices.attends_blockwise("fp32")
+
+
 def test_another_architecture_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in devices.MAX_CPU_ISA:
         monkeypatch.delenv(variable, raising=False)

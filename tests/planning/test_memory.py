@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
-from benchmarks.plan_memory import CPU_CASES, LIMIT, Case, compare
+from benchmarks.allocations import Allocations
+from benchmarks.plan_memory import BLOOM, COMMON, CPU_CASES, GPT2, LIMIT, LLAMA, Case, compare
+from megatron.config.command_line import parse_arguments
+from megatron.config.validation import check
 from megatron.planning.activations import stores_attention_scores
 from megatron.planning.memory import memory_by_stage
 from megatron.planning.sizes import count_parameters, declared_layers, parameters_of_layer
@@ -14,12 +20,84 @@ from megatron.planning.zero import held_layers, reduce_bucket_size, shared_state
 from megatron.training.deepspeed_config import deepspeed_config
 from tests.planning.configs import BLOOM_13B, bytes_of_a_layer, config
 from tests.ranks import RankPools
+from tests.runs import TINY, train, write_dataset
 
 
 @pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
 def test_the_plan_is_within_5_percent_of_a_run(ranks: RankPools, case: Case) -> None:
     results = [result for result in ranks(case.ranks)(compare, case.flags, "cpu") if result is not None]
     assert [result for result in results if abs(result.ratio - 1) > LIMIT] == []
+
+
+LORA = "--lora-rank 8 --lora-target-modules all-linear"
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any valid run of a small model on one rank or two."""
+    layout = draw(st.sampled_from(("", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "data")))
+    heads, per_microbatch = draw(st.sampled_from((4, 8))), draw(st.integers(1, 3))
+    numbers = {
+        "num-layers": draw(st.integers(2, 4)),
+        "hidden-size": draw(st.sampled_from((256, 384, 512))),
+        "num-attention-heads": heads,
+        "vocab-size": draw(st.integers(2000, 8000)),
+        "seq-length": draw(st.sampled_from((128, 200, 512))),
+        "micro-batch-size": per_microbatch,
+        "global-batch-size": per_microbatch * draw(st.sampled_from((2, 4, 8))),
+        "zero-stage": draw(st.integers(0, 3)),
+        "hidden-dropout": draw(st.sampled_from((0, 0.1))),
+    }
+    flags = [f"--{name} {number}" for name, number in numbers.items()]
+    flags += [
+        "" if layout == "data" else layout,
+        draw(st.sampled_from((f"{LLAMA} --num-query-groups 2 --ffn-hidden-size 352", LLAMA, BLOOM, GPT2))),
+        draw(st.sampled_from(("--bf16", ""))),
+        draw(st.sampled_from(("", "selective", "full")).map(lambda kind: kind and f"--recompute-granularity {kind}")),
+        draw(st.sampled_from(("", "", LORA, f"{LORA} --use-dora"))),
+        draw(st.sampled_from(("", "--sequence-parallel"))),
+    ]
+    case = Case("drawn", " ".join(flags), 2 if layout else 1)
+    config, _ = parse_arguments([*COMMON.split(), *case.flags.split(), "--device", "cpu"])
+    assume(not check(config, case.ranks))
+    return case
+
+
+@settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_the_plan_of_a_drawn_run_is_within_5_percent(ranks: RankPools, case: Case) -> None:
+    test_the_plan_is_within_5_percent_of_a_run(ranks, case)
+
+
+def peak_of_a_whole_run(arguments: str) -> int:
+    """Bytes of tensors and communication, from before the model to after the last step."""
+    gc.collect()
+    allocations = Allocations()
+    allocations.start()
+    allocations.reset_peak()
+    assert train(arguments) == ""
+    allocations.stop()
+    peak = allocations.peak()
+    return peak.tensors + peak.communication
+
+
+def test_a_whole_run_with_its_data_and_watchdog_is_within_5_percent_too(ranks: RankPools, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "data", 400, 4000)
+    arguments = (
+        f"{COMMON} {LLAMA} --data-path {tmp_path}/data --train-iters 3 --eval-iters 0 --num-layers 3 --hidden-size 256 "
+        "--num-attention-heads 4 --ffn-hidden-size 704 --vocab-size 4000 --seq-length 512 --zero-stage 2 "
+        "--recompute-granularity full"
+    )
+    (stage,) = memory_by_stage(parse_arguments([*TINY.split(), *arguments.split()])[0], 2)
+    for measured in ranks(2)(peak_of_a_whole_run, arguments):
+        assert stage.memory.total == pytest.approx(measured, rel=LIMIT)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_the_plan_of_any_run_is_within_5_percent(ranks: RankPools, case: Case) -> None:
+    test_the_plan_is_within_5_percent_of_a_run(ranks, case)
 
 
 @pytest.mark.parametrize(
