@@ -75,6 +75,9 @@ class TrainingConfig:
     of the cross-entropy of pretrain or sft."""
     loss_options: tuple[str, ...] = ()
     """NAME=VALUE ... for a loss of your own: its keyword-only arguments."""
+    label_smoothing_factor: Probability = 0.0
+    """pretrain, sft: share of each label's probability that is spread evenly over the vocabulary in the loss that is
+    trained. Validations measure the plain loss."""
     teacher: tuple[str, ...] = ()
     """Files of a teacher's likeliest tokens, as a run with teacher_top_k writes them, for a loss that takes a teacher.
     """

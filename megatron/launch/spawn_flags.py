@@ -353,7 +353,7 @@ SFT: tuple[SpawnFlag, ...] = (
     _idle("--log_level", "the log line is always printed"),
     _refused("--group_by_length", "samples are packed; leave it out", "switch"),
     _refused("--load_best_model_at_end", "use HL_KEEP_BEST=1, which exports it", "switch"),
-    _refused("--label_smoothing_factor", "the loss has no label smoothing; leave it out", accepts=("0", "0.0")),
+    _to("--label_smoothing_factor", "--label-smoothing-factor", "; validations measure the plain loss"),
     _refused("--auto_find_batch_size", "HL_DRY_RUN=1 prints the memory of a batch; leave it out", "switch"),
     _refused("--profiling_steps", "use HL_PROFILE and HL_PROFILE_STEPS", accepts=("0",)),
     _refused("--profiling_warmup_steps", "use HL_PROFILE and HL_PROFILE_STEPS", accepts=("0",)),

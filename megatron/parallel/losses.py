@@ -40,6 +40,10 @@ class Head:
     """Receives the gradient of the weight, which autograd then does not get; None: autograd gets it."""
     base: Tensor | None = None
     """With an adapter the frozen weight: `weight` is the adapter's B then, and hidden states end with its inputs."""
+    smoothing: float = 0.0
+    """Share of a label's probability that is spread evenly over the vocabulary, in the loss of one label a token."""
+    vocabulary: int = 1
+    """Tokens of all ranks."""
 
     @property
     def _products(self) -> list[tuple[Tensor, slice]]:
@@ -84,37 +88,50 @@ class Head:
     def log_probs(self, part: slice, logits: Tensor, *, to_softmax: bool) -> tuple[Tensor, RowSums]:
         """Return the log-probability of each label [C, K], -inf of one outside the vocabulary, and the rows' sums.
 
-        `to_softmax`: replace the logits by this rank's part of their softmax.
+        With smoothing the mean log-probability of the vocabulary is one more column. `to_softmax`: replace the logits
+        by this rank's part of their softmax.
         """
         local, elsewhere = self.local_labels(part)
         if self.num_rows:
             label_logits = logits.gather(-1, local).to(sum_dtype(logits.dtype)).masked_fill_(elsewhere, -torch.inf)
         else:
             label_logits = torch.full_like(local, -torch.inf, dtype=sum_dtype(logits.dtype))
+        if self.smoothing:
+            own_means = logits.sum(-1, keepdim=True, dtype=sum_dtype(logits.dtype)) / self.vocabulary
+            label_logits = torch.cat([label_logits, own_means], -1)
         if self.ctx.tensor_size == 1:
             sums = softmax_(logits) if to_softmax else row_sums(logits)
             return sums.log_probs(label_logits), sums
-        sums, label_logits = _over_ranks(row_sums(logits), label_logits, self.ctx)
+        sums, parts = join_rows(row_sums(logits), label_logits, self.ctx)
+        label_logits = parts.amax(0)
+        if self.smoothing:
+            label_logits[:, -1] = parts[:, :, -1].sum(0)
         if to_softmax:
             normalise_(logits, sums)
         return sums.log_probs(label_logits), sums
 
+    def smoothed(self, log_probs: Tensor) -> Tensor:
+        """Return the negative losses [C, 1] of labels from the result of `log_probs`."""
+        if not self.smoothing:
+            return log_probs
+        return (1 - self.smoothing) * log_probs[:, :1] + self.smoothing * log_probs[:, 1:]
+
     def subtract_labels_(self, part: slice, softmax: Tensor, log_probs: Tensor) -> None:
-        """Turn the softmax of a chunk into the gradient of -log_probs [C, 1] with respect to the logits, in place."""
+        """Turn the softmax of a chunk into the gradient of the loss with respect to the logits, in place.
+
+        `log_probs`: the result of that method for a label each.
+        """
         if not self.num_rows:
             return
+        uniform = self.smoothing / self.vocabulary
+        if uniform:
+            softmax -= uniform
         local, elsewhere = self.local_labels(part)
         # written rather than subtracted: 1 - the rounded softmax would lose the digits of a confident model
-        value = torch.expm1(log_probs).to(softmax.dtype)
+        value = (torch.expm1(log_probs[:, :1]) + (self.smoothing - uniform)).to(softmax.dtype)
         value = torch.where(elsewhere, softmax.gather(-1, local), value)
         # not scatter_, which takes 0.3 s for 1,024 x 131,072 numbers on a CPU
         softmax[torch.arange(len(local), device=local.device), local.squeeze(-1)] = value.squeeze(-1)
-
-
-def _over_ranks(own: RowSums, label_logits: Tensor, ctx: ParallelContext) -> tuple[RowSums, Tensor]:
-    """Join the parts of rows that the tensor-parallel ranks hold, and find each label's logit, in one collective."""
-    sums, parts = join_rows(own, label_logits, ctx)
-    return sums, parts.amax(0)
 
 
 def join_rows(own: RowSums, columns_CK: Tensor, ctx: ParallelContext) -> tuple[RowSums, Tensor]:
@@ -151,7 +168,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for part in slices:
             logits = head.logits(part, buffer)
             log_probs, _ = head.log_probs(part, logits, to_softmax=needs_hidden or needs_weight)
-            log_probs_N[part] = log_probs.squeeze(-1)
+            log_probs_N[part] = head.smoothed(log_probs).squeeze(-1)
             if needs_hidden or needs_weight:
                 head.subtract_labels_(part, logits, log_probs)
             if grad_hidden is not None:
@@ -198,16 +215,16 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 head.subtract_labels_(part, logits, results[-1][0])
                 head.hidden_gradient(logits, grad_hidden[part])
-        log_probs_N1 = torch.cat([log_probs for log_probs, _ in results])
+        log_probs_NK = torch.cat([log_probs for log_probs, _ in results])
         peak, total = (torch.cat(parts) for parts in zip(*(sums for _, sums in results), strict=True))
         if keeps:
-            head.subtract_labels_(slices[0], buffer, log_probs_N1)
+            head.subtract_labels_(slices[0], buffer, log_probs_NK)
         function.head, function.has_gradient = head, grad_hidden is not None
         if grad_hidden is not None:
             function.save_for_backward(grad_hidden)
         else:
-            function.save_for_backward(hidden_NH, weight, log_probs_N1, peak, total, buffer if keeps else None)
-        return log_probs_N1.squeeze(-1).clone()
+            function.save_for_backward(hidden_NH, weight, log_probs_NK, peak, total, buffer if keeps else None)
+        return head.smoothed(log_probs_NK).squeeze(-1).clone()
 
     @staticmethod
     @once_differentiable
@@ -215,7 +232,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if function.has_gradient:
             (grad_hidden,) = function.saved_tensors
             return (grad_hidden * -grad_N.unsqueeze(-1)).to(grad_hidden.dtype), None, None, None
-        hidden_NH, weight, log_probs_N1, peak, total, kept = function.saved_tensors
+        hidden_NH, weight, log_probs_NK, peak, total, kept = function.saved_tensors
         head: Head = function.head
         slices, token_weights_N = head.slices(), -grad_N
         needs_hidden, needs_weight = function.needs_input_grad[:2]
@@ -228,7 +245,7 @@ class _TokenLogProbs(torch.autograd.Function):
             logits = buffer[: part.stop - part.start]
             if kept is None:
                 normalise_(head.logits(part, buffer), RowSums(peak[part], total[part]))
-                head.subtract_labels_(part, logits, log_probs_N1[part])
+                head.subtract_labels_(part, logits, log_probs_NK[part])
             if grad_hidden is not None:
                 head.hidden_gradient(logits, grad_hidden[part]).mul_(token_weights_N[part].unsqueeze(-1))
             if grad_weight is not None:
@@ -254,6 +271,7 @@ def linear_cross_entropy(
     ctx: ParallelContext,
     *,
     is_total: bool = False,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Sum over tokens of token_weight x cross-entropy of hidden @ weight^T: a float32 scalar, equal on all ranks.
 
@@ -261,7 +279,9 @@ def linear_cross_entropy(
     parallelism) and this rank's rows of the vocabulary (with an adapter: `with_adapter`); labels [B, S] int64;
     token_weights [B, S] (the loss mask times whatever normalises the sum). A token of weight 0 may have any label; a
     label outside the vocabulary with another weight makes the sum infinite.
-    The weights take no gradient. Holds the logits of one chunk of tokens at a time (megatron/parallel/loss_chunks.py).
+    `label_smoothing`: this share of a label's probability is spread evenly over the vocabulary, as in torch's
+    cross_entropy. The weights take no gradient. Holds the logits of one chunk of tokens at a time
+    (megatron/parallel/loss_chunks.py).
 
     `is_total`: the loss of the microbatch that a task returns to the engine is this result, or this plus other terms.
     The gradient of the weight is then added to the optimizer's float32 sum, where there is one, and does not pass
@@ -272,7 +292,7 @@ def linear_cross_entropy(
     # not in float16, which could not hold hidden states times the weight of one token of a large batch
     adds = is_total and weight.dtype != torch.float16
     into = getattr(weight, "gradient_sum", None) if adds else None
-    head = head_of(hidden, weight, labels_BS.t().reshape(-1, 1), ctx, into)
+    head = head_of(hidden, weight, labels_BS.t().reshape(-1, 1), ctx, into, smoothing=label_smoothing)
     token_weights_N = token_weights_BS.t().flatten().to(sum_dtype(hidden.dtype))
     arguments = head, torch.is_grad_enabled()
     if len(head.slices()) == 1:
@@ -312,13 +332,15 @@ def head_of(
     ctx: ParallelContext,
     into: GradientSum | None = None,
     places_K: Tensor | None = None,
+    smoothing: float = 0.0,
 ) -> Head:
     """Return the inputs of a loss: what the output layer passes on, and K ids for each token (`places_K`: of these)."""
     hidden_NH = enter_tensor_region(hidden, ctx).flatten(0, 1)
     if places_K is not None:
         hidden_NH = hidden_NH.index_select(0, places_K)
     trained, base = (weight, None) if (up := _up(weight)) is None else (up, weight)
-    return Head(hidden_NH, trained, labels_NK, *own_vocabulary(weight, ctx), ctx, into, base)
+    rows, vocabulary = own_vocabulary(weight, ctx), shard_of(weight).shape[0]
+    return Head(hidden_NH, trained, labels_NK, *rows, ctx, into, base, smoothing, vocabulary)
 
 
 def own_vocabulary(weight: Tensor, ctx: ParallelContext) -> tuple[int, int]:

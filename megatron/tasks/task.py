@@ -168,6 +168,7 @@ class Task(ABC):
         yield from self._length_faults()
         yield from self._objective_faults()
         yield from self._teacher_faults()
+        yield from self._smoothing_faults()
         if self.counts_epochs:
             return
         size, (dp, per_pass) = training.global_batch_size, parallel_batch_size(config, world_size)
@@ -210,6 +211,19 @@ class Task(ABC):
         ]
         if self.objective.needs_reference and whole and not self.objective.stores_reference:
             yield f"{whole[0]} trains a part of the base, which is the reference of loss={loss}; leave it out"
+
+    def _smoothing_faults(self) -> Iterator[str]:
+        training = self.config.training
+        if not training.label_smoothing_factor:
+            return
+        if training.loss is not None:
+            own = f"loss={training.loss}"
+        elif type(self).loss is not Task.loss:
+            own = f"the loss of task={training.task}"
+        else:
+            return
+        more = "; its pairs have label_smoothing" if training.task == "preference" else ""
+        yield f"label_smoothing_factor={training.label_smoothing_factor} is not read by {own}; leave it out{more}"
 
     def _teacher_faults(self) -> Iterator[str]:
         training, top_k = self.config.training, self.config.training.teacher_top_k
@@ -426,4 +440,14 @@ class Task(ABC):
         labels, weights = targets
         # a subclass may scale, replace or merely report what it gets from here
         is_total = type(self).loss is Task.loss
-        return LossResult(linear_cross_entropy(*outputs, labels, weights * scale, ctx, is_total=is_total))
+        smoothing = self._label_smoothing()
+        total = linear_cross_entropy(
+            *outputs, labels, weights * scale, ctx, is_total=is_total, label_smoothing=smoothing
+        )
+        return LossResult(total)
+
+    def _label_smoothing(self) -> float:
+        """Return the label smoothing of a training step; 0 without gradients, so that a perplexity is one of labels."""
+        import torch
+
+        return self.config.training.label_smoothing_factor if torch.is_grad_enabled() else 0.0

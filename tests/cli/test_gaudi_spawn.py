@@ -209,6 +209,7 @@ def test_dpo_py_trains_what_its_flags_and_defaults_say(trl: Path) -> None:
     assert unmatched == ["out_proj", "fc_in", "fc_out", "wte"]
     assert plan.fine_tuning is not None
     assert plan.fine_tuning.files[0].startswith(f"{PAIRED}/data/rl/")
+    assert planned(f"{SFT} --label_smoothing_factor 0.1").config.training.label_smoothing_factor == 0.1
     by_epochs = planned("dpo.py --model_name_or_path stack-llama-2 --max_steps -1").config.training
     assert (by_epochs.train_iters, by_epochs.num_epochs) == (None, 3)
 

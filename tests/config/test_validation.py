@@ -29,6 +29,18 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "2 x pipeline_model",
         "multiple of 4",
     ),
+    "label smoothing of a loss of one's own": (
+        "--loss tests.tasks.test_task_page:with_gamma --label-smoothing-factor 0.1",
+        1,
+        "label_smoothing_factor=0.1 is not read by loss=tests.tasks.test_task_page:with_gamma",
+        "leave it out",
+    ),
+    "label smoothing of pairs": (
+        "--task preference --label-smoothing-factor 0.1",
+        1,
+        "label_smoothing_factor=0.1 is not read by the loss of task=preference",
+        "leave it out; its pairs have label_smoothing",
+    ),
     "paged decay": (
         "--optimizer paged_adamw_32bit --no-decoupled-weight-decay",
         1,

@@ -157,17 +157,23 @@ def cross_entropy(
     chunk_tokens: int,
     scale: float,
     dtype: str = "float32",
+    smoothing: float = 0.0,
 ) -> dict[str, Any]:
-    """Loss, log-probabilities, gathered logits, and the gradients of scale x loss computed both ways."""
+    """Loss, log-probabilities, gathered logits, and the gradients of scale x loss computed both ways.
+
+    With smoothing the second way is the loss again: log-probabilities have none.
+    """
     ctx = context(tp, sequence_parallel)
     rows, own = own_rows(hidden, ctx), vocabulary_weight(weight, padded_size, ctx)
     rows.data, own.data = rows.data.to(getattr(torch, dtype)), own.data.to(getattr(torch, dtype))
     labels, token_weights = torch.from_numpy(labels_BS), torch.from_numpy(token_weights_BS)
     with mock.patch.object(loss_chunks, "least_tokens", return_value=chunk_tokens):
-        loss = losses.linear_cross_entropy(rows, own, labels, token_weights, ctx)
+        loss = losses.linear_cross_entropy(rows, own, labels, token_weights, ctx, label_smoothing=smoothing)
         gradients = torch.autograd.grad(loss * scale, (rows, own))
         log_probs = losses.token_log_probs(rows, own, labels, ctx)
-        again = torch.autograd.grad(-(log_probs * token_weights).sum() * scale, (rows, own))
+        again = gradients
+        if not smoothing:
+            again = torch.autograd.grad(-(log_probs * token_weights).sum() * scale, (rows, own))
     return {
         "loss": float(loss.detach()),
         "log_probs": log_probs.detach().numpy(),

@@ -44,7 +44,10 @@ def near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("least", [1000, 2], ids=["whole", "chunks"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_equals_float64(monkeypatch: pytest.MonkeyPatch, name: str, least: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.3], ids=["", "smoothed"])
+def test_equals_float64(
+    monkeypatch: pytest.MonkeyPatch, name: str, least: int, dtype: torch.dtype, smoothing: float
+) -> None:
     monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
     hidden, rows = (x.to(dtype, copy=True) for x in INPUTS[name])
     labels = torch.arange(len(hidden)) * 7919 % len(rows)
@@ -53,8 +56,10 @@ def test_equals_float64(monkeypatch: pytest.MonkeyPatch, name: str, least: int, 
     token_weights[1:2] = 0.0
 
     exact_hidden, exact_rows = (x.double().requires_grad_() for x in (hidden, rows))
-    token_losses = F.cross_entropy(exact_hidden[:, 0] @ exact_rows.t(), labels, reduction="none")
-    expected = (token_losses * token_weights).sum()
+    logits = exact_hidden[:, 0] @ exact_rows.t()
+    token_losses = F.cross_entropy(logits, labels, reduction="none")
+    smoothed = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    expected = (smoothed * token_weights).sum()
     expected_grads = torch.autograd.grad(expected, (exact_hidden, exact_rows))
 
     padded = len(rows) + 47  # such as 50,304
@@ -62,10 +67,10 @@ def test_equals_float64(monkeypatch: pytest.MonkeyPatch, name: str, least: int, 
     weight.data = weight.data.to(dtype)
     weight.data[len(rows) :] = 1e3  # would drown every token
     hidden.requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, labels[None], token_weights[None], SINGLE)
+    loss = linear_cross_entropy(hidden, weight, labels[None], token_weights[None], SINGLE, label_smoothing=smoothing)
     log_probs = token_log_probs(hidden, weight, labels[None], SINGLE)[0]
     grads = torch.autograd.grad(loss, (hidden, weight))
-    single = torch.autograd.grad(log_probs, (hidden, weight), -token_weights)
+    single = grads if smoothing else torch.autograd.grad(log_probs, (hidden, weight), -token_weights)
 
     assert near(log_probs, -token_losses.detach(), dtype)
     assert near(loss, expected.detach(), dtype)

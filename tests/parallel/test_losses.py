@@ -35,8 +35,10 @@ class Batch:
         seq_length: int = S,
         scale: float = 1.0,
         dtype: torch.dtype = torch.float32,
+        smoothing: float = 0.0,
     ) -> None:
         """The numbers of hidden states and weight are those that `dtype` holds."""
+        self.smoothing = smoothing
         generator = np.random.default_rng(0)
         self.hidden = generator.standard_normal((seq_length, B, H)).astype(np.float32)
         self.weight = generator.standard_normal((vocabulary, H)).astype(np.float32)
@@ -49,8 +51,9 @@ class Batch:
             setattr(self, name, torch.from_numpy(getattr(self, name)).to(dtype).float().numpy())
         hidden, weight = (torch.from_numpy(x).double().requires_grad_() for x in (self.hidden, self.weight))
         self.logits = hidden @ weight.t()
-        token_losses = F.cross_entropy(self.logits.flatten(0, 1), self._sequence_first(self.labels), reduction="none")
-        self.log_probs = -token_losses.view(seq_length, B).t()
+        flat = self.logits.flatten(0, 1), self._sequence_first(self.labels)
+        self.log_probs = -F.cross_entropy(*flat, reduction="none").view(seq_length, B).t()
+        token_losses = F.cross_entropy(*flat, reduction="none", label_smoothing=smoothing)
         self.loss = (token_losses * self._sequence_first(self.token_weights)).sum()
         self.grad_hidden, self.grad_weight = torch.autograd.grad(self.loss * scale, (hidden, weight))
 
@@ -84,14 +87,18 @@ def on_all_ranks(
     # 32 rows for 10 tokens: of four ranks the second holds padding too, the last two nothing else
     arguments = (tp, sequence_parallel, batch.weight, 32, batch.hidden, batch.labels, batch.token_weights)
     function = on_ranks.cross_entropy
-    options = (chunk_tokens, 3.0, dtype)
+    options = (chunk_tokens, 3.0, dtype, batch.smoothing)
     return [function(*arguments, *options)] if tp == 1 else ranks(tp)(function, *arguments, *options)
 
 
 @pytest.mark.parametrize("chunk_tokens", [24, 5, 1], ids=["whole", "chunks", "one_token_a_chunk"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), RANKS)
-def test_loss_and_gradients_equal_dense(ranks: RankPools, tp: int, sequence_parallel: bool, chunk_tokens: int) -> None:
-    batch = Batch(scale=3.0)
+@pytest.mark.parametrize("smoothing", [0.0, 0.3], ids=["", "smoothed"])
+def test_loss_and_gradients_equal_dense(
+    ranks: RankPools, tp: int, sequence_parallel: bool, chunk_tokens: int, smoothing: float
+) -> None:
+    """Padding is no part of the vocabulary over which a label is smoothed."""
+    batch = Batch(scale=3.0, smoothing=smoothing)
     parts = on_all_ranks(ranks, tp, sequence_parallel, batch, chunk_tokens, "float32")
     for part in parts:
         assert_near(part["loss"], batch.loss)
@@ -111,8 +118,8 @@ def test_loss_and_gradients_equal_dense(ranks: RankPools, tp: int, sequence_para
 def test_16_bit_gradients_are_near_dense(
     ranks: RankPools, tp: int, sequence_parallel: bool, dtype: str, tolerance: float
 ) -> None:
-    batch = Batch(scale=3.0, dtype=getattr(torch, dtype))
-    for chunk_tokens in (24, 5):
+    for chunk_tokens, smoothing in ((24, 0.0), (5, 0.0), (24, 0.3)):
+        batch = Batch(scale=3.0, dtype=getattr(torch, dtype), smoothing=smoothing)
         parts = on_all_ranks(ranks, tp, sequence_parallel, batch, chunk_tokens, dtype)
         for part in parts:
             assert_near(part["loss"], batch.loss, tolerance)

@@ -104,8 +104,10 @@ def dense_gradient(
     arguments: str, alpha: float | None = None
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Loss, weights before, and gradient of the first global batch: each chat alone, without padding or packing, in
-    float64, with torch's own cross-entropy, and divided once by the number of all loss tokens. `alpha`: with NEFTune's
-    noise of this size."""
+    float64, with torch's own cross-entropy, or transformers' LabelSmoother, and divided once by the number of all loss
+    tokens. `alpha`: with NEFTune's noise of this size."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
     engine, task, dataset = build(f"{arguments} --no-pipeline-parallel")
     module = engine.module.double()
 
@@ -128,7 +130,11 @@ def dense_gradient(
 
         hidden, weight = module(ids[None, :-1], project)
         logits = (hidden[:, 0] @ weight.t())[:, :VOCABULARY]
-        total = total + (F.cross_entropy(logits, ids[1:], reduction="none") * mask[1:]).sum()
+        if smoothing := engine.config.training.label_smoothing_factor:
+            labels = ids[1:].masked_fill(mask[1:] == 0, -100)
+            total = total + LabelSmoother(smoothing)({"logits": logits}, labels) * mask[1:].sum()
+        else:
+            total = total + (F.cross_entropy(logits, ids[1:], reduction="none") * mask[1:]).sum()
         count += int(mask[1:].sum())
     loss = total / count
     names, parameters = zip(*named_parameters(module), strict=True)

@@ -22,7 +22,7 @@ from megatron.tasks.sft import SFTTask
 from tests import runs
 from tests.ranks import RankPools
 from tests.tasks import chats
-from tests.training.layouts import MODELS
+from tests.training.layouts import MODELS, train
 
 LAYOUTS = {
     "dp2": (2, ""),
@@ -86,6 +86,27 @@ def test_neftune_draws_alike_on_every_layout_and_packing(
     ranks: RankPools, data: Path, tmp_path: Path, model: str, layout: str, packing: str
 ) -> None:
     check_gradients(ranks, data, tmp_path, MODELS[model], LAYOUTS[layout], PACKINGS[packing], alpha=5.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "packing"),
+    [
+        ("llama_gqa", "tp2 sp", "step"),
+        ("bloom_alibi", "pp2 dp2", "none"),
+        pytest.param("llama_gqa_tied", "zero3", "edges", marks=pytest.mark.slow),
+    ],
+)
+def test_smoothed_labels_have_the_loss_and_gradients_of_transformers(
+    ranks: RankPools, data: Path, tmp_path: Path, model: str, layout: str, packing: str
+) -> None:
+    flags = f"{MODELS[model]} --label-smoothing-factor 0.2"
+    check_gradients(ranks, data, tmp_path, flags, LAYOUTS[layout], PACKINGS[packing])
+
+
+def test_a_validation_measures_the_loss_of_the_labels_themselves(ranks: RankPools) -> None:
+    flags = f"{MODELS['llama_gqa']} {LAYOUTS['tp2'][1]}"
+    plain, smoothed = (ranks(2)(train, f"{flags}{more}", 0)[0] for more in ("", " --label-smoothing-factor 0.3"))
+    assert smoothed["validation"] == plain["validation"]
 
 
 def check_gradients(
