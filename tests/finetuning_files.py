@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
@@ -23,6 +26,15 @@ REQUIRED: dict[str, Any] = {
     "learning_rate": 1e-5,
 }
 """The TrainingArgs that have no default; the files need not be there."""
+
+
+def write_tokens(prefix: Path) -> str:
+    """A dataset of two documents of four tokens, for launches that do not come to train."""
+    with IndexedDatasetBuilder(prefix, np.int32) as builder:
+        builder.add_document(np.arange(4, dtype=np.int32))
+        builder.add_document(np.arange(4, dtype=np.int32))
+        builder.finalize()
+    return str(prefix)
 
 
 def write_config(folder: Path) -> Path:

@@ -27,13 +27,14 @@ from megatron.command_names import command_name
 from megatron.data.checksums import read_checksums
 from megatron.data.indexed import DataError, IndexedDataset
 from megatron.data.statistics import measure, read_document
-from megatron.data.verification import Expected, num_bytes_to_verify, verify
+from megatron.data.verification import Expected, Findings, num_bytes_to_verify, verify, verify_index
 from megatron.exit_codes import DONE, FAILED
 
 if TYPE_CHECKING:
     from megatron.data.tokenizers.base import Tokenizer
 
 SHOWN_IDS = 100
+SHOWN_DAMAGES = 3
 SHOWN_CHARACTERS = 2000
 BAR_WIDTH = 40
 
@@ -177,12 +178,18 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
     data = IndexedDataset(prefix)
     checksums = read_checksums(prefix)
     expected = expectation(arguments, tokenizer, checksums.notes if checksums else {})
-    verified = None
-    if arguments.verify:
+    verified, of_index = None, Findings()
+    if not arguments.verify:
+        verify_index(data, of_index)
+    else:
         total = num_bytes_to_verify(data, checksums)
         with tqdm(total=total, unit="B", unit_scale=True, desc=Path(prefix).name, leave=False, disable=None) as bar:
             verified = verify(data, expected, checksums, bar.update)
     damage = None
+    for messages in of_index.shown.values():
+        raise DataError(
+            f"{prefix}.idx is damaged: {'; '.join(messages[:SHOWN_DAMAGES])}; copy it again, or see --verify"
+        )
     found: dict[str, Any] = {"prefix": prefix}
     try:
         found = measure(data, checksums)

@@ -18,7 +18,7 @@ from megatron.config.dependents import ADAPTERS
 from megatron.config.flags import dashed, flag, sequence, unset
 from megatron.config.options import Config, ConfigError, options, sections
 from megatron.config.parser import PRESETS_DIR, build_parser, help_text, help_topic
-from megatron.config.plugins import with_loaded_adapters
+from megatron.config.plugins import with_loaded_adapters, with_loaded_model
 from megatron.config.stand_ins import with_stand_ins
 from megatron.config.validation import check
 from megatron.files import show
@@ -268,6 +268,11 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
         missing |= set(empty)
         flags[section] = {name: unset(hints[name], value) for name, value in given.items() if name not in empty}
     tree = merged(tree, flags, notes)
+    try:
+        tree = with_loaded_model(tree, notes)
+    except ConfigError as error:
+        faults += error.faults
+        missing.add("config")
     known, wrong, unusable = _known_values(tree)
     named = {name for values in known.values() for name in values}
     missing |= unusable

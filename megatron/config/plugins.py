@@ -138,6 +138,28 @@ def filled_options(declared: Any, words: Sequence[str], option: str, owner: str)
     return options
 
 
+DESCRIBING = ("architecture", "num_layers", "hidden_size", "num_attention_heads")
+"""Options of which one at least is given wherever a model is described."""
+
+
+def with_loaded_model(tree: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the values of a command line with the model of the Hugging Face folder in `load`, if they describe none.
+
+    Where the folder has gone, it is that of the run in `save`. Raises ConfigError for a folder that cannot be computed.
+    """
+    sections = [tree.get(name) or {} for name in ("model", "checkpoint", "lora")]
+    if not all(isinstance(section, dict) for section in sections):  # a fault of its own
+        return tree
+    model, checkpoint, lora = sections
+    if not model.keys().isdisjoint(DESCRIBING) or not isinstance(checkpoint.get("load"), str):
+        return tree
+    reader = importlib.import_module("megatron.interop.loaded_model")
+    place, found = reader.model_options(checkpoint["load"], checkpoint.get("save"), lora.get("lora_base"))
+    if found:
+        notes.append(f"the options describe no model; it is that of {place}")
+    return {**tree, "model": {**found, **model}}
+
+
 def with_loaded_adapters(config: Config, given: Collection[str]) -> Config:
     """Return the config with the options of the adapters in `load`, where that is a folder of PEFT.
 

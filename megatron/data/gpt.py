@@ -27,7 +27,7 @@ from megatron.config.options import Config, DataConfig
 from megatron.data.blend import TokenDataset, blend_by_size, blend_by_weight, digest
 from megatron.data.extension import helpers
 from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
-from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.indexed import DataError, IndexedDataset, check_vocabulary
 from megatron.data.separate_sets import SeparateSets, sets_of
 from megatron.planning.schedule import Schedule
 
@@ -38,9 +38,6 @@ Datasets = tuple[TokenDataset | None, HeldOut, HeldOut]
 """Training, validation and test samples."""
 SPLITS = ("train", "valid", "test")
 SPLIT_WORDS = ("training", "validation", "test")
-VOCABULARY_PARTS = 16
-VOCABULARY_PART = 1 << 18
-"""Parts of a dataset, and tokens in each, whose ids are compared with the vocabulary when it is opened."""
 SEPARATE_BELOW = 0.80
 """A last epoch of which less than this is needed is shuffled separately, so that no document repeats too early."""
 UINT32_MAX = 2**32 - 1
@@ -361,31 +358,6 @@ def said_split(data: DataConfig) -> str:
 
 def cache_folder(data: DataConfig, prefix: str) -> Path:
     return Path(data.data_cache_path) if data.data_cache_path else Path(prefix).parent / "cache"
-
-
-def check_vocabulary(data: IndexedDataset, vocab_size: int) -> None:
-    """Raise DataError if the file's type cannot hold every id of the vocabulary, or the file has an id beyond it.
-
-    Of a large file, parts are read that lie evenly in it; every id is compared when it is read.
-    """
-    if data.dtype.kind not in "iu":
-        raise DataError(f"{data.prefix} holds {data.dtype}, not token ids; preprocess the text again")
-    largest = int(np.iinfo(data.dtype).max)
-    if vocab_size - 1 > largest:
-        raise DataError(
-            f"{data.prefix} stores ids as {data.dtype}, up to {largest}, but vocab_size={vocab_size}: it was made with "
-            "another tokenizer; preprocess the text with this model's tokenizer, or set vocab_size to the data's"
-        )
-    data.files.check()
-    count = len(data.tokens)
-    for begin in np.unique(np.linspace(0, max(0, count - VOCABULARY_PART), VOCABULARY_PARTS, dtype=np.int64)):
-        part = data.tokens[begin : begin + VOCABULARY_PART]
-        if len(part) and (int(part.max()) >= vocab_size or int(part.min()) < 0):
-            place = int(begin) + int(((part >= vocab_size) | (part < 0)).argmax())
-            raise DataError(
-                f"{data.prefix}: token {place} is {data.tokens[place]}, outside vocab_size={vocab_size}; preprocess it "
-                "with this model's tokenizer, or set vocab_size to the data's"
-            )
 
 
 def warn_of_sentences(data: IndexedDataset) -> None:

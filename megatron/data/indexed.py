@@ -57,6 +57,10 @@ SIZE_CHECK_INTERVAL_S = 0.01
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK_BYTES = 4096
 
+VOCABULARY_PARTS = 16
+VOCABULARY_PART = 1 << 18
+"""Parts of a dataset, and tokens in each, whose ids are compared with the vocabulary when it is opened."""
+
 
 class DataError(ValueError):
     """Unusable data. The message names the file, what was found, the rule and the remedy."""
@@ -245,6 +249,31 @@ class IndexedDataset:
                 f"outside the {len(self._bin)} bytes of {self._bin_path}; the file is damaged, copy it again"
             )
         return self.tokens[start + offset : start + offset + count]
+
+
+def check_vocabulary(data: IndexedDataset, vocab_size: int) -> None:
+    """Raise DataError if the file's type cannot hold every id of the vocabulary, or the file has an id beyond it.
+
+    Of a large file, parts are read that lie evenly in it; every id is compared when it is read.
+    """
+    if data.dtype.kind not in "iu":
+        raise DataError(f"{data.prefix} holds {data.dtype}, not token ids; preprocess the text again")
+    largest = int(np.iinfo(data.dtype).max)
+    if vocab_size - 1 > largest:
+        raise DataError(
+            f"{data.prefix} stores ids as {data.dtype}, up to {largest}, but vocab_size={vocab_size}: it was made with "
+            "another tokenizer; preprocess the text with this model's tokenizer, or set vocab_size to the data's"
+        )
+    data.files.check()
+    count = len(data.tokens)
+    for begin in np.unique(np.linspace(0, max(0, count - VOCABULARY_PART), VOCABULARY_PARTS, dtype=np.int64)):
+        part = data.tokens[begin : begin + VOCABULARY_PART]
+        if len(part) and (int(part.max()) >= vocab_size or int(part.min()) < 0):
+            place = int(begin) + int(((part >= vocab_size) | (part < 0)).argmax())
+            raise DataError(
+                f"{data.prefix}: token {place} is {data.tokens[place]}, outside vocab_size={vocab_size}; preprocess it "
+                "with this model's tokenizer, or set vocab_size to the data's"
+            )
 
 
 def _map(path: Path, prefix: str) -> mmap.mmap:

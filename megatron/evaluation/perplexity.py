@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.gpt import check_vocabulary
-from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset
+from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, check_vocabulary
 from megatron.data.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.generation.model import InferenceModel

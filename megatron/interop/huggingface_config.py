@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import math
 import os
 import re
@@ -22,8 +21,6 @@ from megatron.config.options import Config, ConfigError, ModelConfig, TrainingCo
 from megatron.config.plugins import known_plugins, load_plugin
 from megatron.interop.folder_files import Precision, missing_base, own_file, read_json
 from megatron.models.family import Family, HuggingFaceForm
-
-log = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -68,7 +65,31 @@ _HARMLESS = {
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
     "problem_type", "finetuning_task", *SPECIAL_TOKENS,
+    # of generation
+    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
+    "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "temperature", "top_k",
+    "top_p", "typical_p",
+    # of a person, an implementation, a tool or another kind of model
+    "author", "datasets", "description", "language", "license", "license_link", "license_name", "tags",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
+    "_flash_attn_2_enabled", "_num_labels", "attn_implementation", "classifier_dropout", "is_decoder",
+    "model_max_length", "name_or_path", "num_labels", "prefix", "prune_heads", "tf_legacy_loss", "tie_encoder_decoder",
+    "tokenizer_class", "torchscript", "transformers.js_config", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+    "use_flash_attention", "use_flash_attention_2", "use_flash_attn",
 }  # fmt: skip
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values of a key that no option here stands for, by which it changes nothing."""
+_NEUTRAL = {
+    **dict.fromkeys(("attn_scale", "embedding_multiplier", "logit_scale", "logits_scaling"), 1),
+    **dict.fromkeys(("lm_head_multiplier", "partial_rotary_factor", "residual_multiplier", "rotary_pct"), 1),
+    **dict.fromkeys(("routed_scaling_factor", "scale_depth", "scale_emb", "attention_factor", "mscale"), 1),
+}
+"""Factors that change nothing at 1."""
+_WINDOWED = ("sliding_window", "max_window_layers")
+"""Keys without effect where use_sliding_window is false."""
 
 
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -93,8 +114,12 @@ def _is_of(kind: type, value: object) -> bool:
 class _Fields:
     """A config.json being read: which keys were, and what is wrong with them."""
 
-    def __init__(self, values: Mapping[str, Any], where: Path | str, *, warns: bool = False) -> None:
-        self.values, self.where, self._warns = values, where, warns
+    def __init__(
+        self, values: Mapping[str, Any], where: Path | str, outer: _Fields | None = None, prefix: str = ""
+    ) -> None:
+        """`outer`: the fields that these lie in, which report all faults; each begins with `prefix` there."""
+        self.values, self.where = values, where
+        self._outer, self._prefix = outer, prefix
         self.faults: list[str] = []
         self._read = set(_HARMLESS)
 
@@ -126,6 +151,8 @@ class _Fields:
 
     def refuse(self, fault: str) -> None:
         self.faults.append(fault)
+        if self._outer is not None:
+            self._outer.refuse(f"{self._prefix}{fault}")
 
     def nested(self, *names: str, apart_from: str = "") -> _Fields:
         """Return the fields of the mapping under one of these names; none of them: an empty one.
@@ -141,7 +168,7 @@ class _Fields:
         if any(other != compared[0] for other in compared[1:]):
             self.refuse(f"{' and '.join(found)} differ (supported: one of them, or both alike)")
         name = next(iter(found), names[0])
-        return _Fields(found.get(name, {}), f"{self.where}: {name}", warns=self._warns)
+        return _Fields(found.get(name, {}), f"{self.where}: {name}", self, f"{name}: ")
 
     @property
     def taken(self) -> set[str]:
@@ -149,14 +176,28 @@ class _Fields:
         return self._read - _HARMLESS
 
     def finish(self) -> None:
-        """Raise CheckpointError with every unsupported value; warn of unknown keys."""
-        if self.faults:
+        """Raise CheckpointError with every unsupported value, and every key that may change what is computed."""
+        unknown = [f"{name}={shown(self.values[name])}" for name in sorted(self.values) if not self._is_idle(name)]
+        if unknown:
+            self.refuse(
+                f"{', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} not known here; if the model computes the "
+                "same without, remove from config.json"
+            )
+        if self.faults and self._outer is None:
             raise CheckpointError(
                 f"{self.where} describes a model that cannot be computed here: {'; '.join(self.faults)}"
             )
-        unknown = sorted(set(self.values) - self._read)
-        if unknown and self._warns:
-            log.warning("%s: unknown keys have no effect, and are kept for exports: %s", self.where, ", ".join(unknown))
+
+    def _is_idle(self, name: str) -> bool:
+        """Return True for a key that is read, or has a value by which it changes nothing."""
+        value = self.values[name]
+        if name in self._read or value in _OFF:
+            return True
+        if name in _WINDOWED and self.values.get("use_sliding_window") is False:
+            return True
+        if name == "layer_types":
+            return isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
+        return not isinstance(value, bool) and name in _NEUTRAL and value == _NEUTRAL[name]
 
 
 def config_of(
@@ -164,10 +205,9 @@ def config_of(
 ) -> Config:
     """Return the model that a config.json describes, as a config of ours; `architecture` as in `forms`.
 
-    Warns of unknown keys in a file. Raises CheckpointError naming every field whose value changes what is computed and
-    is not supported.
+    Raises CheckpointError naming every field whose value changes what is computed, or may, and is not supported.
     """
-    fields = _Fields(theirs, where, warns=isinstance(where, Path))
+    fields = _Fields(theirs, where)
     fields.demand("auto_map", None)  # code of its own: whatever it computes
     fields.demand("quantization_config", None)
     kind = theirs.get("model_type")
@@ -325,8 +365,8 @@ def other_model(folder: Path, config: Config, theirs: Config) -> str | None:
     if not found:
         return None
     return (
-        f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: "
-        f"{command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
+        f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: leave "
+        f"all of them out, or {command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
     )
 
 

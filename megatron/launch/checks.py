@@ -21,10 +21,13 @@ from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.cores import CoresError, own_sockets, rank_cores
 from megatron.launch.host_environment import deepspeed_env_lines
 from megatron.launch.modules import check_modules
-from megatron.launch.plan import LaunchRequest
+from megatron.launch.plan import FineTuning, LaunchRequest
 from megatron.parallel.shards import declared_shards
 from megatron.planning.sizes import declared_layers
 from megatron.training.deepspeed_config import check_deepspeed
+
+CHECKED_SEQUENCES = 1 << 24
+"""Sequences up to which the launch reads the whole index; the ranks do of larger ones."""
 
 
 def warn_of_new_tokens(config: Config, vocab_size: int) -> Iterator[str]:
@@ -134,7 +137,8 @@ def check_data_files(config: Config) -> Iterator[str]:
         tool = load_task(config).preprocessor
     with contextlib.suppress(ValueError):  # and paths
         for prefix in data.prefixes:
-            yield from _check_dataset(prefix, command_name(tool))
+            missing = list(_check_dataset(prefix, command_name(tool)))
+            yield from missing or _check_content(prefix, config.model.vocab_size)
     for option in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(data, option)
         if path is not None and not Path(path).exists():
@@ -158,6 +162,36 @@ def _check_dataset(prefix: str, tool: str) -> Iterator[str]:
         yield f"dataset {prefix}: {' and '.join(empty)} is empty; preprocess it again"
     if unreadable:
         yield f"dataset {prefix}: {' and '.join(unreadable)} may not be read; change its permissions"
+
+
+def _check_content(prefix: str, vocab_size: int) -> Iterator[str]:
+    """Yield damage of a dataset's index, and ids outside the vocabulary in parts of it, as each rank would."""
+    from megatron.data.indexed import DataError, IndexedDataset, check_vocabulary  # late: numpy is not needed else
+    from megatron.data.verification import Findings, verify_index
+
+    try:
+        data = IndexedDataset(prefix)
+        findings = Findings()
+        if len(data) <= CHECKED_SEQUENCES:
+            verify_index(data, findings)
+        for messages in findings.shown.values():
+            yield f"{prefix}.idx is damaged: {messages[0]}; copy it again"
+        check_vocabulary(data, vocab_size)
+    except DataError as error:
+        yield str(error)
+
+
+def check_template(given: FineTuning) -> Iterator[str]:
+    """Yield why a chat template that was named cannot be read."""
+    if given.data is None or given.chat_template is None:
+        return
+    from megatron.data.chat.template import find_template  # late: it needs numpy
+    from megatron.data.indexed import DataError
+
+    try:
+        find_template(given.chat_template, Path(given.model))
+    except DataError as error:
+        yield str(error)
 
 
 def check_outputs(config: Config) -> Iterator[str]:

@@ -298,6 +298,7 @@ def _check_folders(request: LaunchRequest, config: Config) -> Iterator[str]:
     given, path = request.fine_tuning, " ".join(config.data.data_path)
     if given is None:
         return
+    yield from checks.check_template(given)
     try:
         prefixes = parse_data_path(config.data.data_path)[0]
     except ValueError:  # reported with the other options

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.config.options import DataConfig
-from megatron.data import gpt
+from megatron.data import indexed
 from megatron.data.blend import content_of
 from megatron.data.gpt import GPTDataset, build_datasets, plan_epochs, split_documents
 from megatron.data.indexed import DataError
@@ -174,7 +174,7 @@ def test_an_id_outside_the_vocabulary_is_refused_when_built(tmp_path: Path) -> N
 def test_an_id_outside_the_vocabulary_is_named_with_its_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpt, "VOCABULARY_PARTS", 0)  # as of an id in a part that opening leaves out
+    monkeypatch.setattr(indexed, "VOCABULARY_PARTS", 0)  # as of an id in a part that opening leaves out
     write_dataset(tmp_path / "d", [10] * 10)
     train = build_train(config(tmp_path / "d", split="1"), vocab_size=73)
     everything = range(len(train))

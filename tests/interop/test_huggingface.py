@@ -500,11 +500,47 @@ def test_fields_that_change_what_is_computed_are_refused(
         import_huggingface(tmp_path)
 
 
-def test_unknown_fields_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+DERIVATIVES = (
+    *("Cohere", "DeepseekV3", "Gemma2", "GPTNeoX", "Granite", "MiniCPM3", "Mistral", "Mixtral", "Nemotron"),
+    *("Seed_Oss", "SmolLM3", "StableLm", "Starcoder2", "Llama4Text"),
+)
+
+
+def test_keys_that_change_what_a_derivative_computes_are_refused_by_name(tmp_path: Path) -> None:
     save("llama_mha", tmp_path)
-    change_config(tmp_path, residual_scale=2.0)
-    import_huggingface(tmp_path)
-    assert "residual_scale" in caplog.text
+    path = tmp_path / "config.json"
+    own = json.loads(path.read_text())
+    own.pop("rope_parameters", None)
+    keys = {
+        "sliding_window": 128, "use_qk_norm": True, "logit_scale": 0.0625, "attn_logit_softcapping": 30.0,
+        "residual_multiplier": 0.2, "clip_qkv": 8.0, "num_local_experts": 4, "layer_types": ["sliding_attention"] * 4,
+        "no_rope_layers": [1, 0], "my_own": "x", "use_bias": True,
+    }  # fmt: skip
+    for name, value in keys.items():
+        with pytest.raises(CheckpointError, match=f"{name}=.* not known here; if the model computes the same without"):
+            config_of(own | {name: value}, path)
+    with pytest.raises(CheckpointError) as several:
+        config_of(own | keys | {"rope_scaling": {"rope_type": "yarn", "factor": 2}, "hidden_act": "gelu"}, path)
+    assert all(name in str(several.value) for name in [*keys, "yarn", "hidden_act"]), "all in one message"
+    for name in DERIVATIVES:
+        theirs = getattr(transformers, f"{name.replace('_', '')}Config")().to_dict()
+        with pytest.raises(CheckpointError):
+            config_of(own | {key: value for key, value in theirs.items() if key not in own}, path)
+
+
+def test_keys_that_change_nothing_are_kept(tmp_path: Path) -> None:
+    save("llama_mha", tmp_path)
+    idle = {
+        "sliding_window": None, "use_qk_norm": False, "logit_scale": 1.0, "num_local_experts": 0, "clip_qkv": None,
+        "layer_types": ["full_attention"] * 4, "temperature": 0.6, "unsloth_version": "2026.1", "_num_labels": 1,
+    }  # fmt: skip
+    change_config(tmp_path, **idle)
+    assert import_huggingface(tmp_path).config
+    change_config(tmp_path, sliding_window=4096, use_sliding_window=False, max_window_layers=28)
+    assert import_huggingface(tmp_path).source["config"]["sliding_window"] == 4096
+    for name, described in (("Llama", "llama"), ("GPT2", "gpt2"), ("Bloom", "bloom")):
+        theirs = getattr(transformers, f"{name}Config")().to_dict()
+        assert config_of(theirs, tmp_path).model, described
 
 
 @pytest.mark.parametrize(

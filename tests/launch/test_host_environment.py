@@ -11,6 +11,7 @@ import pytest
 from megatron.launch import hosts
 from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
+from tests.finetuning_files import write_tokens
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -26,8 +27,7 @@ def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(tmp_path: Path, device: str = "hpu") -> LaunchPlan:
-    for ending in (".bin", ".idx"):
-        (tmp_path / f"text{ending}").write_bytes(b"some")
+    write_tokens(tmp_path / "text")
     (tmp_path / "hosts").write_text("10.0.0.1 slots=8\n10.0.0.2 slots=8\n")
     flags = ["--config", "tiny_bloom", "--global-batch-size", "64", "--data-path", str(tmp_path / "text")]
     layout = LaunchRequest(

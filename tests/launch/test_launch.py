@@ -29,7 +29,7 @@ from megatron.launch.hostsfile import parse_hostsfile
 from megatron.launch.plan import FineTuning, Host, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.planning.sizes import declared_layers
-from tests.finetuning_files import write_config
+from tests.finetuning_files import write_config, write_tokens
 from tests.launch.test_agent import wait_until_gone
 from tests.ranks import free_port
 
@@ -47,9 +47,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> str:
-    for ending in (".bin", ".idx"):
-        (tmp_path / f"corpus{ending}").write_bytes(b"some")
-    return str(tmp_path / "corpus")
+    return write_tokens(tmp_path / "corpus")
 
 
 def hosts_of(tmp_path: Path, *lines: str) -> str:

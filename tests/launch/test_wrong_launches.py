@@ -12,6 +12,7 @@ import pytest
 
 from megatron.cli import launch
 from megatron.files import IMPORT_ROOT
+from tests.finetuning_files import write_tokens
 
 TINY = "HL_CONFIG=tiny_bloom HL_DEVICE=cpu HL_DP=1 HL_TP=1 HL_PP=1 "
 # (launcher, variables, arguments) -> a part of each fault, in order
@@ -392,8 +393,7 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for ending in (".bin", ".idx"):
-        Path(f"corpus{ending}").write_bytes(b"some")
+    write_tokens(Path("corpus"))
     Path("hosts").write_text("node0 slots=8\nnode1\nnode2 slots=none\n")
     Path("wrong.yaml").write_text("model: {num_layers: 2, num_layers: 3}\n")
     Path("section.yaml").write_text("model: {num_layer: 4}\ntraning: {seed: 1}\ntraining: {train_iters: 5}\n")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import from_dict
-from megatron.data import gpt
+from megatron.data import indexed
 from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError
 from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
@@ -382,7 +382,7 @@ def test_an_id_outside_the_vocabulary_is_named_when_it_is_opened_or_read(
     task = task_of(tmp_path / "d")
     with pytest.raises(DataError, match="d: token 1 is 250, outside vocab_size=250; preprocess it with this model's"):
         open_data(task)
-    monkeypatch.setattr(gpt, "VOCABULARY_PARTS", 0)
+    monkeypatch.setattr(indexed, "VOCABULARY_PARTS", 0)
     dataset: Any = open_data(task)[0]
     with pytest.raises(DataError, match="chat 0 holds token 250, but vocab_size=250"):
         task.read(dataset, [np.array([0])])

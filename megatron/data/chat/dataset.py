@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from megatron.command_names import command_name
 from megatron.config.options import Config
-from megatron.data.gpt import SPLITS, check_vocabulary
-from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, Tokens
+from megatron.data.gpt import SPLITS
+from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, Tokens, check_vocabulary
 from megatron.data.samples import SampleDataset, Splits, open_splits, rows_of_split
 
 logger = logging.getLogger(__name__)

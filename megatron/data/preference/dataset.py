@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from megatron.command_names import command_name
 from megatron.config.options import Config
 from megatron.data.blend import digest
-from megatron.data.gpt import SPLITS, check_vocabulary
-from megatron.data.indexed import DataError, IndexedDataset, Tokens
+from megatron.data.gpt import SPLITS
+from megatron.data.indexed import DataError, IndexedDataset, Tokens, check_vocabulary
 from megatron.data.preference.preprocessing import SEQUENCES
 from megatron.data.samples import SampleDataset, Splits, open_splits, rows_of_split
 
