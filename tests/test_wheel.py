@@ -137,7 +137,8 @@ def test_both_wheels_hold_every_module_and_preset(builds: Builds) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*.py")}
     presets = {f"megatron/presets/{path.name}" for path in PRESETS_DIR.glob("*.yaml")}
     assert len(presets) > 20
-    expected = modules | presets | {f"{extension}.pyi" for extension in EXTENSIONS}
+    tables = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*.tsv")}
+    expected = modules | presets | tables | {f"{extension}.pyi" for extension in EXTENSIONS}
     for wheel in builds.wheels.values():
         with zipfile.ZipFile(wheel) as archive:
             names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -173,7 +174,8 @@ def test_help_names_the_command_and_imports_no_torch(installed: Environment, com
 
 
 def test_every_tool_of_a_checkout_is_an_installed_command() -> None:
-    modules = {target.partition(":")[0] for target in PROJECT["scripts"].values()}
+    targets = [target.split(":") for target in PROJECT["scripts"].values()]
+    modules = {f"megatron.cli.{name}" if module == "megatron.cli.entry" else module for module, name in targets}
     names = {path.stem for path in (ROOT / "tools").glob("*.py")}
     tools = {f"megatron.cli.{name}" for name in names if not name.startswith("document_")}
     assert modules == tools | {"megatron.train"}

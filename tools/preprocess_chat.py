@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.cli.preprocess_chat import main
+from megatron.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry.preprocess_chat())

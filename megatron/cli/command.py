@@ -5,21 +5,34 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from megatron.devices import defer_backends
 from megatron.exit_codes import DONE, FAILED
 from megatron.files import READER_LEFT, discard_output
 
-INTERRUPTED = 130
+STOPPING = (signal.SIGTERM, signal.SIGHUP)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended the command. As after Ctrl-C, what was begun is removed on the way out."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__()
+        self.signum = signum
+
 
 Main = Callable[[Sequence[str] | None], int]
 
 
 def command(main: Main) -> Callable[..., int]:
-    """Decorate the main function of a command: it ends without a traceback where its output cannot be written.
+    """Decorate the main function of a command: it ends without a traceback after Ctrl-C, SIGTERM or SIGHUP, and where
+    its output cannot be written.
 
     Its reader has left, as `| head` does, or the disk is full. Letters that stdout's encoding lacks are escaped.
     """
@@ -30,11 +43,15 @@ def command(main: Main) -> Callable[..., int]:
             sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's; a path may have any letter
         if argv is None:  # a process of its own, which computes on the CPU; ranks load their device's themselves
             defer_backends()
+            _raise_at_signals()
         try:
             try:
                 return main(argv)
             finally:
                 sys.stdout.flush()  # here, where it can be caught; --help ends by SystemExit
+        except KeyboardInterrupt as stop:
+            print("interrupted", file=sys.stderr)
+            return interrupted(stop)
         except BrokenPipeError:
             discard_output()
             return READER_LEFT
@@ -48,13 +65,33 @@ def command(main: Main) -> Callable[..., int]:
     return run
 
 
+def interrupted(stop: KeyboardInterrupt) -> int:
+    """Return the exit status after a signal, as shells write it: 130 after Ctrl-C, 143 after SIGTERM."""
+    return 128 + (stop.signum if isinstance(stop, Stopped) else signal.SIGINT)
+
+
+def _raise_at_signals() -> None:
+    """Raise Stopped in this process at the signals that would end it at once; in its forks they still do."""
+    process = os.getpid()
+
+    def stop(signum: int, _: FrameType | None) -> None:
+        if os.getpid() == process:
+            raise Stopped(signum)
+        signal.signal(signum, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+    for signum in STOPPING:
+        if signal.getsignal(signum) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(signum, stop)
+
+
 def run_command(
     work: Callable[[], None],
     errors: tuple[type[Exception], ...],
     output: str,
     kept: Callable[[], str] = lambda: "",
 ) -> int:
-    """Run `work` and return the exit status: 0, 1 after an error, 130 after Ctrl-C.
+    """Run `work` and return the exit status: 0, 1 after an error, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
         errors: the types whose message is enough for the user; other errors keep their traceback.
@@ -71,7 +108,7 @@ def run_command(
     except OSError as error:
         print(f"error: {error.filename or output}: {error.strerror or error}{kept()}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(f"interrupted{kept() or '; nothing was written'}", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted(stop)
     return DONE

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.cli.command import INTERRUPTED, command
+from megatron.cli.command import command
 from megatron.command_names import command_name
 from megatron.exit_codes import DONE, FAILED
 
@@ -249,6 +249,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED

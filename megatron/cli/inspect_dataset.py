@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.cli.command import INTERRUPTED, command
+from megatron.cli.command import command
 from megatron.cli.text_flags import add_tokenizer_flags, tokenizer_of
 from megatron.command_names import command_name
 from megatron.data.checksums import read_checksums
@@ -234,7 +234,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             print(f"error: {error.filename or prefix}: {error.strerror or error}", file=sys.stderr)
             all_well = False
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return INTERRUPTED
     return DONE if all_well else FAILED

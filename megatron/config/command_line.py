@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron.config.dependents import ADAPTERS
 from megatron.config.flags import dashed, flag, sequence, unset
+from megatron.config.foreign_flags import answer_to
 from megatron.config.options import Config, ConfigError, options, sections
 from megatron.config.parser import PRESETS_DIR, build_parser, help_text, help_topic
 from megatron.config.plugins import with_loaded_adapters, with_loaded_model
@@ -176,6 +177,8 @@ def read_preset(name: str, *, translated: bool = False) -> dict[str, Any]:
         tree = _PresetLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"config {path} is not valid YAML: {' '.join(str(error).split())}"]) from None
+    except RecursionError:
+        raise ConfigError([f"config {path} is nested too deeply; it holds sections, and options in them"]) from None
     except OSError as error:
         raise ConfigError([f"config {path} cannot be read: {error.strerror}"]) from None
     if not isinstance(tree, dict):
@@ -322,6 +325,8 @@ def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
 
 def _unknown_flag(word: str) -> str:
     name = word.split("=", 1)[0]
+    if (answer := answer_to(name)) is not None:
+        return f"{name} of Megatron {answer}"
     near = _nearest(_option_name(word), options())
     return f"unknown flag {name}" + (f"; did you mean {flag(near[0])}?" if near else "; see --help")
 

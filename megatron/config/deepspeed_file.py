@@ -39,12 +39,14 @@ def _parse(text: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         import hjson  # late: DeepSpeed's own parser, for comments and trailing commas
 
         try:
             return hjson.loads(text, object_pairs_hook=unique)
-        except hjson.HjsonDecodeError:
+        except (hjson.HjsonDecodeError, RecursionError):
             raise error from None
 
 

@@ -7,4 +7,4 @@ try:
 except ImportError as error:
     raise ImportError(
         f"the C++ extension megatron.data.helpers cannot be loaded ({error}); build it with `pip install -e .`"
-    ) from error
+    ) from None

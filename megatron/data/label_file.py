@@ -67,7 +67,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         size = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(size)) if size <= LARGEST_HEADER_BYTES else None
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
         raise DataError(f"{path} has no header of safetensors; remove it, and it is computed again")

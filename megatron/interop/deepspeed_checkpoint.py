@@ -288,7 +288,7 @@ def _progress(folder: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again from its source") from None
     return content if isinstance(content, dict) else {}
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,9 @@ class ForeignFiles:
         """Return the content of a .pt or .bin file, its tensors mapped, nothing executed."""
         opened, place = self._open(path), real_path(path)
         try:
-            with torch.serialization.safe_globals([(Inert, name) for name in ALLOWED]):
+            names: list[Any] = [(Inert, name) for name in ALLOWED]
+            with torch.serialization.safe_globals(names), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's about a pickle that this refuses
                 return torch.load(str(place), map_location="cpu", weights_only=True, mmap=opened.is_zip)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is not there; {REMEDY}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -46,18 +47,13 @@ def warn_of_new_tokens(config: Config, vocab_size: int) -> Iterator[str]:
         )
 
 
-def check_restarts(request: LaunchRequest, config: Config, devices_per_node: int) -> Iterator[str]:
-    """Yield what prevents a restart, also with every smaller number of nodes that the run may be left with."""
-    fewest = request.min_nodes or request.nodes
+def check_restarts(request: LaunchRequest, config: Config) -> Iterator[str]:
+    """Yield what prevents a restart, and the rendezvous of nodes with which it begins."""
     if request.max_restarts and config.checkpoint.save is None:
         yield (
             f"max_restarts={request.max_restarts}: a restart resumes the newest checkpoint, but none are saved; "
             "give --save (HL_SAVE=1), or no HL_MAX_RESTARTS (--max-restarts)"
         )
-    if fewest > request.nodes:
-        yield f"min_nodes={fewest} is more than the {request.nodes} nodes of the run; set HL_MIN_NODES lower"
-    if fewest < request.nodes and not request.max_restarts:
-        yield f"min_nodes={fewest}: continuing with fewer nodes is a restart; set HL_MAX_RESTARTS (--max-restarts) too"
     yield from _check_spare_hosts(request)
     if request.rendezvous is not None:
         if fault := endpoint_fault(request.rendezvous):
@@ -67,6 +63,15 @@ def check_restarts(request: LaunchRequest, config: Config, devices_per_node: int
                 run_secret()
             except MissingSecretError as error:
                 yield str(error)
+
+
+def check_fewer_nodes(request: LaunchRequest, config: Config, devices_per_node: int) -> Iterator[str]:
+    """Yield what prevents the run from continuing with every smaller number of nodes that it may be left with."""
+    fewest = request.min_nodes or request.nodes
+    if fewest > request.nodes:
+        yield f"min_nodes={fewest} is more than the {request.nodes} nodes of the run; set HL_MIN_NODES lower"
+    if fewest < request.nodes and not request.max_restarts:
+        yield f"min_nodes={fewest}: continuing with fewer nodes is a restart; set HL_MAX_RESTARTS (--max-restarts) too"
     known = set(check(config, request.nodes * devices_per_node))
     for nodes in range(request.nodes - 1, fewest - 1, -1):
         world_size = nodes * devices_per_node
@@ -199,6 +204,7 @@ def check_outputs(config: Config) -> Iterator[str]:
     folders = {
         "results_dir": config.logging.results_dir,
         "tensorboard_dir": config.logging.tensorboard_dir,
+        "wandb_save_dir": config.logging.wandb_save_dir,
         "save": config.checkpoint.save,
         "save_hf": config.checkpoint.save_hf,
     }
@@ -214,9 +220,18 @@ def check_outputs(config: Config) -> Iterator[str]:
             existing = existing.parent
         if existing not in checked and not existing.is_dir():
             yield f"{option}={folder} cannot be created: {existing} is not a folder; choose another, or remove it"
-        elif existing not in checked and not os.access(existing, os.W_OK | os.X_OK):
-            yield f"{option}={folder} cannot be written: no permission in {existing}; choose another, or change it"
+        elif existing not in checked and (why := _refuses_files(existing)):
+            yield f"{option}={folder} cannot be written: {existing}: {why}; choose another, or change that"
         checked.add(existing)
+
+
+def _refuses_files(folder: Path) -> str | None:
+    """Return why no file can be made in a folder; None: one can. Permissions are no proof in /proc, nor for root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # without a name where the file system can
+            return None
+    except OSError as error:
+        return os.strerror(error.errno or 0)
 
 
 def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:

@@ -23,6 +23,11 @@ NEEDLESS = {
     "gaudi_config_name": "fused operators are chosen by the device",
 }
 WHOLE_FILE = ("full", "train")
+DEFAULTS = (
+    *("--lr-decay-style", "linear", "--lr-warmup-fraction", "none", "--lr-warmup-iters", "0"),
+    *("--adam-beta2", "0.999"),
+)
+"""As transformers' TrainingArguments, of which the file's finetune.py changes nothing else; the recipes differ."""
 
 
 @dataclass
@@ -77,7 +82,7 @@ def read_finetune_file(name: str) -> FinetuneFile | None:
         return None
     if not is_finetune_file(tree):
         return None
-    found = FinetuneFile()
+    found = FinetuneFile(flags=[*DEFAULTS])
     values = _flat(tree, found)
     unknown = [key for key in values if key not in KEYS]
     for key in unknown:

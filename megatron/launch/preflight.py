@@ -202,7 +202,8 @@ def _check_layout(request: LaunchRequest, layout: Layout) -> Iterator[str]:
     if not request.unread & SIZES:
         if request.data_parallel_size is not None:
             yield from checks.check_layout(request, config.parallel, layout.devices_per_node)
-        yield from checks.check_restarts(request, config, layout.devices_per_node)
+        yield from checks.check_fewer_nodes(request, config, layout.devices_per_node)
+    yield from checks.check_restarts(request, config)
     yield from check(config, world_size)
     yield from check_deepspeed(config, world_size)
     yield from _check_folders(request, config)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import tomllib
 
 from megatron.cli.command import command, run_command
 from megatron.config.command_line import load_config
@@ -84,3 +87,64 @@ def test_the_help_fits_100_columns(
     with contextlib.suppress(SystemExit):
         importlib.import_module(f"megatron.cli.{tool}").main(["--help"])
     assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 100] == []
+
+
+COMMANDS = {
+    "slow_to_import": "import time\nprint('begun', flush=True)\ntime.sleep(100)\n",
+    "not_built": "raise ImportError('the extension is not built; build it')\n",
+    "at_work": (
+        "import pathlib, time\nfrom megatron.cli.command import command, run_command\n"
+        "def work():\n    pathlib.Path('part').touch()\n"
+        "    try:\n        print('begun', flush=True)\n        time.sleep(100)\n"
+        "    finally:\n        pathlib.Path('part').unlink()\n"
+        "@command\ndef main(argv=None):\n    return run_command(work, (), 'out')\n"
+    ),
+    "before_work": (
+        "import time\nfrom megatron.cli.command import command\n"
+        "@command\ndef main(argv=None):\n    print('begun', flush=True)\n    time.sleep(100)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "signum", "status", "said"),
+    [
+        ("slow_to_import", signal.SIGINT, -signal.SIGINT, ""),
+        ("slow_to_import", signal.SIGTERM, -signal.SIGTERM, ""),
+        ("not_built", None, 1, "error: the extension is not built; build it\n"),
+        ("at_work", signal.SIGINT, 130, "interrupted; nothing was written\n"),
+        ("at_work", signal.SIGTERM, 143, "interrupted; nothing was written\n"),
+        ("at_work", signal.SIGHUP, 129, "interrupted; nothing was written\n"),
+        ("before_work", signal.SIGINT, 130, "interrupted\n"),
+        ("before_work", signal.SIGTERM, 143, "interrupted\n"),
+    ],
+)
+def test_a_command_that_is_stopped_says_so_in_a_line(
+    name: str, signum: signal.Signals | None, status: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{name}.py").write_text(COMMANDS[name])
+    program = f"import megatron.cli as c; c.__path__.append('.'); from megatron.cli import entry; exit(entry.{name}())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(IMPORT_ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    if signum is not None:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signum)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (status, said)
+    assert not (tmp_path / "part").exists()
+
+
+def test_every_tool_and_installed_command_begins_at_the_entry() -> None:
+    scripts = tomllib.loads((IMPORT_ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {target for target in scripts.values() if "cli" in target} == {
+        f"megatron.cli.entry:{tool}" for tool in TOOLS
+    }
+    for tool in TOOLS:
+        assert f"sys.exit(entry.{tool}())" in (IMPORT_ROOT / "tools" / f"{tool}.py").read_text()

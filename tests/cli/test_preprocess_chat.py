@@ -137,7 +137,7 @@ def test_wrong_flags_are_reported(flags: tuple[str, ...], said: str, capsys: pyt
 
 def test_help_answers_without_loading_anything_heavy() -> None:
     code = (
-        "import sys\nfrom tools import preprocess_chat\ntry:\n    preprocess_chat.main(['--help'])\n"
+        "import sys\nfrom megatron.cli import preprocess_chat\ntry:\n    preprocess_chat.main(['--help'])\n"
         "except SystemExit:\n    print({'numpy', 'torch', 'tokenizers', 'jinja2'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)

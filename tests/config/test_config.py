@@ -388,6 +388,7 @@ def test_wrong_words_are_named(words: str, expected: str) -> None:
         ("model: {num_layers: null}", "model.num_layers=None: input should be a valid integer"),
         ("model: {hidden_size: !!python/object/apply:os.getcwd []}", "is not valid YAML"),
         ("num_layers: 3", "unknown section 'num_layers'"),
+        (f"model: {'[' * 3000}{']' * 3000}", "is nested too deeply"),
     ],
 )
 def test_wrong_yaml_is_named(tmp_path: Path, text: str, expected: str) -> None:

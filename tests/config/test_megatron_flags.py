@@ -12,9 +12,12 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from megatron.config.command_line import parse_arguments
 from megatron.config.flags import flag, shown
-from megatron.config.options import Config, options, sections
+from megatron.config.foreign_flags import ANSWERS
+from megatron.config.options import Config, ConfigError, options, sections
 from megatron.config.parser import build_parser
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_flags.md"
@@ -61,6 +64,16 @@ def tables_of(body: str) -> list[tuple[tuple[str, ...], list[Row]]]:
 
 def rows(section: str) -> list[Row]:
     return [row for _, body in tables_of(sections_of(PAGE.read_text("utf-8"))[section]) for row in body]
+
+
+def answers() -> str:
+    """The lines of megatron/config/megatron_flags.tsv, from the page."""
+    lines = []
+    for theirs_, *ours, note in rows("Renamed") + rows("Not supported"):
+        here = "".join(ours).strip("`—")
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", note).replace("`", "")
+        lines += [f"{name}\t{here}\t{plain}\n" for name in flags_in(theirs_)]
+    return "".join(lines)
 
 
 def accepted(name: str) -> bool:
@@ -177,3 +190,16 @@ def test_values_named_in_a_row_are_values_of_its_flag() -> None:
     assert ("--attention-backend", "sdpa") in named
     for name, value in named:
         assert parsed(f"{name} {value}")
+
+
+def test_the_command_line_gives_the_answers_of_the_page() -> None:
+    assert ANSWERS.read_text("utf-8") == answers(), f"run: python -m tests.config.test_megatron_flags > {ANSWERS}"
+    for name in theirs(renamed) + theirs(missing):
+        with pytest.raises(ConfigError) as refused:
+            parse_arguments([name.replace("*", "any")])
+        (fault,) = [fault for fault in refused.value.faults if "of Megatron" in fault]
+        assert name.rstrip("*") in fault
+
+
+if __name__ == "__main__":
+    print(answers(), end="")

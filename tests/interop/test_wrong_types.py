@@ -167,7 +167,7 @@ class Hostile:
         return os.mkdir, ("hostile",)
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.filterwarnings("error")  # nothing is printed beside the refusal
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_torchs_advice_to_open_a_hostile_file_without_a_check_is_not_repeated(
     protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

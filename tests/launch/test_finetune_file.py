@@ -81,6 +81,11 @@ def test_the_published_file_is_a_plan_for_seven_devices(folder: Path, monkeypatc
     training, optimizer = config.training, config.optimizer
     assert (training.num_epochs, training.seed, training.global_batch_size) == (10, 42, 7 * 4)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.zero_stage) == (1e-4, 0, 1)
+    theirs = pytest.importorskip("transformers").TrainingArguments(output_dir=str(folder / "theirs"), use_cpu=True)
+    assert (optimizer.lr_decay_style, optimizer.lr_warmup_fraction) == (theirs.lr_scheduler_type, None)
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, theirs.warmup_steps) == (0, 0, 0)
+    ours = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps, optimizer.clip_grad)
+    assert ours == (theirs.adam_beta1, theirs.adam_beta2, theirs.adam_epsilon, theirs.max_grad_norm)
     assert (config.checkpoint.load, config.logging.results_dir) == ("base", "save_dir")
     assert training.deepspeed_config == "config/ds_config.json"
     assert found.fine_tuning is not None
@@ -101,7 +106,7 @@ def test_variables_and_flags_override_the_file(folder: Path, monkeypatch: pytest
     found = plan(CONFIG, "--lora-rank", "4", "--global-batch-size", "6", "--seed=1", "--config", "sft_llama")
     config = found.config
     assert (config.lora.lora_rank, config.training.global_batch_size, config.training.seed) == (4, 6, 1)
-    assert (config.optimizer.lr, config.optimizer.lr_warmup_iters) == (3e-4, 25)
+    assert config.optimizer.lr == 3e-4
     assert found.fine_tuning is not None
     assert found.fine_tuning.data == "data/other.jsonl"
 

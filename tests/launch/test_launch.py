@@ -228,10 +228,11 @@ def test_a_folder_that_cannot_be_made_is_refused(option: str, dataset: str, tmp_
     assert option.replace("-", "_") in fault
 
 
-def test_a_folder_without_permission_is_refused(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK and allowed(path, mode))
-    assert "no permission in" in "".join(faults(tiny("--data-path", dataset, "--save", str(tmp_path / "new" / "deep"))))
+@pytest.mark.parametrize("option", ["results-dir", "tensorboard-dir", "save", "data-cache-path", "wandb-save-dir"])
+def test_a_folder_in_which_no_file_can_be_made_is_refused(option: str, dataset: str) -> None:
+    """Also where permissions allow it, as in /proc, and for root everywhere."""
+    (fault,) = faults(tiny("--data-path", dataset, f"--{option}", "/proc/runs/deep"))
+    assert f"{option.replace('-', '_')}=/proc/runs/deep cannot be written: /proc: " in fault
 
 
 def test_load_must_be_a_checkpoint_folder_or_the_empty_one_of_the_run(dataset: str, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_help_explains_a_variable(tmp_path: Path) -> None:
 
 def test_a_dry_run_loads_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.argv = ['launch.py']; from tools import launch; "
+        "import sys; sys.argv = ['launch.py']; from megatron.cli import launch; "
         "status = launch.main(['--variables', 'bloom13b', '--']); "
         "print(status, sorted({'torch', 'deepspeed'} & set(sys.modules)))"
     )

@@ -149,6 +149,17 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
     ),
     (
         "bloom13b",
+        TINY + "HL_RENDEZVOUS=node0 HL_DP=two HL_MAX_RESTARTS=1 HL_SAVE=0",
+        "--data-path corpus",
+        [
+            "HL_DP='two'",
+            "rendezvous=node0: it is not HOST:PORT",
+            "would name the results folder",
+            "max_restarts=1: a restart resumes",
+        ],
+    ),
+    (
+        "bloom13b",
         TINY + "HL_TRAIN_ITERS=5 HL_QNPU_DIR=none",
         "--data-path corpus --train-samples 90 --train-iters 5",
         [

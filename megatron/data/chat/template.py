@@ -156,7 +156,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise DataError(f"{path} is not a readable JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
         raise DataError(f"{path} is not a JSON object; copy it again")
