@@ -12,7 +12,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # The recipe is megatron/presets/sft_llama.yaml: HL_NUM_EPOCHS 3, HL_GBS 128, HL_SEQ_LEN 4096 (longer chats are dropped and
-# counted), HL_MAX_BATCH_LEN 16384, HL_LR 2e-5. The model's options come from HL_MODEL.
+# counted; HL_TOO_LONG=split or truncate keeps them), HL_MAX_BATCH_LEN 16384, HL_LR 2e-5. The model's options come from
+# HL_MODEL.
 
 # Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
 export HL_NUM_NODES="${HL_NUM_NODES:-1}"

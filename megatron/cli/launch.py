@@ -18,7 +18,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from megatron.launch.hl_requests import from_environment, legend
 from megatron.launch.hl_values import one_of
 from megatron.launch.hl_variables import ALL, Script
 from megatron.launch.hosts import launch
-from megatron.launch.plan import LAUNCHERS, TRAIN_ON, FineTuning, LaunchPlan, LaunchRequest, RefusedError
+from megatron.launch.plan import LAUNCHERS, TOO_LONG, TRAIN_ON, FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.planning.describe import describe
 from megatron.planning.fit import memory_warning
@@ -61,9 +60,13 @@ VARIABLES_OF = {
     "--chats": "HL_DATA",
     "--chat-template": "HL_CHAT_TEMPLATE",
     "--train-on": "HL_TRAIN_ON",
+    "--too-long": "HL_TOO_LONG",
+    "--ignore-columns": "HL_IGNORE_COLUMNS",
     "--dry-run": "HL_DRY_RUN=1",
 }
 """Variable that stands for a flag of the launcher where a script is used."""
+CHAT_OPTIONS = ("chat_template", "train_on", "too_long", "ignore_columns")
+"""Options of the launcher that decide how the rows of --chats are read."""
 
 
 def plan_text(plan: LaunchPlan, title: str) -> str:
@@ -131,10 +134,13 @@ def launch_command(plan: LaunchPlan) -> list[str]:
         "--activate": plan.activate_dir,
         "--chats": data and (data.data or data.folder),
         "--chat-template": data and data.chat_template,
-        "--train-on": data.train_on if data and data.train_on != "assistant" else None,
+        "--train-on": data.train_on if data and data.train_on != TRAIN_ON[0] else None,
+        "--too-long": data.too_long if data and data.too_long != TOO_LONG[0] else None,
     }
     for name, setting in values.items():
         command += [name, str(setting)] if setting is not None else []
+    if data and data.ignore_columns:
+        command += ["--ignore-columns", *data.ignore_columns]
     threads = threads_per_rank(plan.devices_per_node)
     derived = {"DS_ACCELERATOR": plan.config.parallel.device, "OMP_NUM_THREADS": threads}
     for name, value in sorted(plan.environment.items()):
@@ -166,24 +172,48 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script 
             if value != default[name]
         ]
         return request, script
-    chats, template, train_on = (options.pop(name) for name in ("chats", "chat_template", "train_on"))
+    chats, given = options.pop("chats"), {name: options.pop(name) for name in CHAT_OPTIONS}
     request = LaunchRequest(**options | {"environment": dict(options["environment"])}, train_flags=train_flags)
     request.faults, request.unread = faults, unread
     if chats is not None:
-        model = read_command_line(train_flags).config.checkpoint.load
-        if model is None:
-            request.faults.append(f"--chats {chats} needs the model to fine-tune; give --load FOLDER after --")
-        is_folder = Path(chats).is_dir()
-        folder, file = (chats, None) if is_folder else (None, chats)
-        request.fine_tuning = FineTuning(model or "", file, template, folder, train_on)
-        try:
-            _ = request.fine_tuning.files
-        except ValueError as why:
-            request.faults.append(f"--chats {chats!r} {why}")
-            request.fine_tuning = None
-    if train_on != TRAIN_ON[0] and (chats is None or Path(chats).is_dir()):
-        request.faults.append(f"--train-on {train_on} needs --chats with a file, which is processed; leave it out")
+        _add_chats(request, chats, given)
+    if chats is None or Path(chats).is_dir():
+        request.faults += [
+            f"{flag_given} needs --chats with a file, which is processed; leave it out"
+            for flag_given in _flags_given(given)
+        ]
     return request, None
+
+
+def _add_chats(request: LaunchRequest, chats: str, given: Mapping[str, Any]) -> None:
+    """Set the data of a fine-tuning run. `given`: the options of CHAT_OPTIONS."""
+    config = read_command_line(request.train_flags).config
+    model = config.checkpoint.load
+    if model is None:
+        request.faults.append(f"--chats {chats} needs the model to fine-tune; give --load FOLDER after --")
+    if config.training.task == "preference":
+        request.faults += [
+            f"{flag_given} has no effect on pairs of answers; leave it out"
+            for flag_given in _flags_given({name: given[name] for name in ("train_on", "too_long")})
+        ]
+    folder, file = (chats, None) if Path(chats).is_dir() else (None, chats)
+    columns = tuple(given["ignore_columns"])
+    request.fine_tuning = FineTuning(
+        model or "", file, given["chat_template"], folder, given["train_on"], given["too_long"], columns
+    )
+    try:
+        _ = request.fine_tuning.files
+    except ValueError as why:
+        request.faults.append(f"--chats {chats!r} {why}")
+        request.fine_tuning = None
+
+
+def _flags_given(options: Mapping[str, Any]) -> list[str]:
+    """Return the flags of rows, with values, that are not at their defaults."""
+    parser = build_launch_parser()
+    changed = {name: value for name, value in options.items() if value != parser.get_default(name)}
+    changed.pop("chat_template", None)
+    return [f"{_flag(name)} {value if isinstance(value, str) else ' '.join(value)}" for name, value in changed.items()]
 
 
 def _read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str], set[str]]:
@@ -304,6 +334,20 @@ def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
         metavar=f"{{{','.join(TRAIN_ON)}}}",
         help=f"with --chats: the tokens to train (default: {TRAIN_ON[0]})",
     )
+    parser.add_argument(
+        "--too-long",
+        type=_too_long,
+        default=TOO_LONG[0],
+        metavar=f"{{{','.join(TOO_LONG)}}}",
+        help=f"with --chats: what becomes of chats of more than seq_length tokens (default: {TOO_LONG[0]})",
+    )
+    parser.add_argument(
+        "--ignore-columns",
+        nargs="+",
+        default=[],
+        metavar="COLUMN",
+        help="with --chats: leave these columns of the rows out",
+    )
 
 
 def _add_launcher_flags(parser: argparse.ArgumentParser) -> None:
@@ -343,6 +387,10 @@ def _launcher(text: str) -> str | _Wrong:
 
 def _trained(text: str) -> str | _Wrong:
     return text if text in TRAIN_ON else _Wrong(text, f"must be {one_of(TRAIN_ON)}")
+
+
+def _too_long(text: str) -> str | _Wrong:
+    return text if text in TOO_LONG else _Wrong(text, f"must be {one_of(TOO_LONG)}")
 
 
 def _whole(text: str, lowest: int, highest: int | None = None) -> int | _Wrong:
@@ -414,7 +462,8 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
         try:
             plan = with_processed_data(plan, plan.fine_tuning)
         except ValueError as error:  # DataError, whose message is complete
-            print(error, file=sys.stderr)
+            names = names_in([str(error)])
+            print(f"{error} ({names})" if names else error, file=sys.stderr)
             return REFUSED
     return launch(plan)
 
@@ -424,25 +473,12 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
 
     Raises DataError.
     """
-    from megatron.instructlab.data_process import open_samples, process_data, process_pairs  # they import torch
+    from megatron.instructlab.data_process import process_files  # it imports torch
 
+    folders = [Path(prefix).parent for prefix in plan.config.data.prefixes]
     has_pairs = load_task(plan.config).preprocessor == "preprocess_preferences"
     found = []
-    for prefix, file in zip_longest(plan.config.data.prefixes, given.files):
-        folder = Path(prefix).parent
-        if file is None:
-            samples = open_samples(folder, has_pairs=has_pairs)
-        elif has_pairs:
-            samples = process_pairs(file, str(folder), given.model, chat_tmpl_path=given.chat_template)
-        else:
-            samples = process_data(
-                data_path=file,
-                data_output_path=str(folder),
-                max_seq_len=plan.config.training.seq_length,
-                model_path=given.model,
-                chat_tmpl_path=given.chat_template,
-                train_on=given.train_on,
-            )
+    for samples in process_files(given, folders, plan.config.training.seq_length, has_pairs=has_pairs):
         print(samples.describe())
         found.append(samples)
     added, vocab_size = [], max(samples.vocab_size or 0 for samples in found)

@@ -18,13 +18,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.config.data import parse_data_path
-from megatron.data.chat.encoder import TrainOn
+from megatron.data.chat.encoder import TooLong, TrainOn
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
 from megatron.data.chat.template import find_template
@@ -105,6 +106,30 @@ def set_up_logging(level: str) -> None:
         logger.addHandler(handler)
 
 
+def process_files(given: FineTuning, folders: Sequence[Path], max_length: int, *, has_pairs: bool) -> Iterator[Samples]:
+    """Tokenize each file of a run's data into its folder, and yield its dataset, or that of a folder without a file.
+
+    Chats of more than `max_length` tokens become what `given` says; no chat is too short. Raises DataError.
+    """
+    for folder, file in zip_longest(folders, given.files):
+        if file is None:
+            yield open_samples(folder, has_pairs=has_pairs)
+        elif has_pairs:
+            yield process_pairs(file, str(folder), given.model, given.chat_template, given.ignore_columns)
+        else:
+            yield process_data(
+                data_path=file,
+                data_output_path=str(folder),
+                max_seq_len=max_length,
+                model_path=given.model,
+                chat_tmpl_path=given.chat_template,
+                train_on=given.train_on,
+                too_long=given.too_long,
+                min_length=1,
+                ignore_columns=given.ignore_columns,
+            )
+
+
 def process_data(
     data_path: str,
     data_output_path: str,
@@ -113,8 +138,11 @@ def process_data(
     num_cpu_procs: int = 16,
     chat_tmpl_path: str | None = None,
     train_on: TrainOn = "assistant",
+    too_long: TooLong = "drop",
+    min_length: int = SHORTEST_SAMPLE,
+    ignore_columns: tuple[str, ...] = (),
 ) -> Samples:
-    """Tokenize the chats of a file as `main` does, and return the dataset."""
+    """Tokenize the chats of a file and return the dataset. The defaults leave out what InstructLab does."""
     folder, model = Path(data_output_path), Path(model_path)
     job = ChatJob(
         inputs=(data_path,),
@@ -122,10 +150,11 @@ def process_data(
         tokenizer=model_path,
         chat_template=chat_tmpl_path,
         max_length=max_seq_len,
-        too_long="drop",
-        min_length=min(SHORTEST_SAMPLE, max_seq_len),
+        too_long=too_long,
+        min_length=min(min_length, max_seq_len),
         bad_rows="error",
         train_on=train_on,
+        ignore_columns=ignore_columns,
         append_eos=True,
         add_special_tokens=chat_tmpl_path is not None,
         tokenizer_output=str(folder / "tokenizer"),
@@ -135,8 +164,13 @@ def process_data(
     made_of = _made_of(data_path, model, chats=True, max_seq_len=max_seq_len, min_length=job.min_length)
     if chat_tmpl_path is not None:
         made_of["chat_template"] = _content(Path(chat_tmpl_path)) or chat_tmpl_path
+    # a default adds nothing, so that data of earlier releases is used again
     if train_on != "assistant":
         made_of["train_on"] = train_on
+    if too_long != "drop":
+        made_of["too_long"] = too_long
+    if ignore_columns:
+        made_of["ignore_columns"] = sorted(ignore_columns)
 
     def make() -> dict[str, Any]:
         totals = preprocess_chats(job)
@@ -158,7 +192,13 @@ def _summary(totals: ChatTotals) -> str:
     return text + (f"; left out: {', '.join(left_out)}" if left_out else "")
 
 
-def process_pairs(data_path: str, data_output_path: str, model_path: str, chat_tmpl_path: str | None = None) -> Samples:
+def process_pairs(
+    data_path: str,
+    data_output_path: str,
+    model_path: str,
+    chat_tmpl_path: str | None = None,
+    ignore_columns: tuple[str, ...] = (),
+) -> Samples:
     """Tokenize a file of preferences, uncut. Raises DataError."""
     folder, model = Path(data_output_path), Path(model_path)
     job = PreferenceJob(
@@ -166,10 +206,13 @@ def process_pairs(data_path: str, data_output_path: str, model_path: str, chat_t
         output_prefix=str(folder / NAME),
         tokenizer=model_path,
         chat_template=chat_tmpl_path,
+        ignore_columns=ignore_columns,
         workers=len(os.sched_getaffinity(0)),
         overwrite=True,
     )
     made_of = _made_of(data_path, model, pairs=True)
+    if ignore_columns:
+        made_of["ignore_columns"] = sorted(ignore_columns)
     if chat_tmpl_path is not None:
         made_of["chat_template"] = _content(Path(chat_tmpl_path)) or chat_tmpl_path
 
@@ -279,7 +322,7 @@ def _once(
             with contextlib.suppress(OSError, ValueError):
                 if json.loads(record.read_text(encoding="utf-8"))["made_of"] == made_of:
                     samples = open_samples(folder, has_pairs=has_pairs)
-                    logger.info("data_output_dir %s holds these %d samples already", folder, samples.num_samples)
+                    logger.info("data_output_dir %s holds these samples already: %s", folder, samples.describe())
                     return samples
             record.unlink(missing_ok=True)
             found = make()

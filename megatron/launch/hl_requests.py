@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.command_line import ALTERNATIVES, UNSET, read_preset
@@ -19,7 +19,7 @@ from megatron.interop.huggingface_config import find_model, preset_of
 from megatron.launch.finetune_file import read_finetune_file
 from megatron.launch.hl_fp8 import fp8_request
 from megatron.launch.hl_refused import REFUSED, covers
-from megatron.launch.hl_values import WrongValueError, is_on, one_of, whole_number
+from megatron.launch.hl_values import Choice, WrongValueError, chosen, is_on, one_of, whole_number, words
 from megatron.launch.hl_variables import (
     FINE_TUNING,
     LLAMA_PRESETS,
@@ -29,10 +29,7 @@ from megatron.launch.hl_variables import (
     Variable,
     path_of,
 )
-from megatron.launch.plan import LAUNCHERS, TRAIN_ON, FineTuning, LaunchRequest
-
-if TYPE_CHECKING:
-    from megatron.data.chat.encoder import TrainOn
+from megatron.launch.plan import LAUNCHERS, TOO_LONG, TRAIN_ON, FineTuning, LaunchRequest
 
 KNOWN = {variable.name: variable for variable in VARIABLES}
 
@@ -194,6 +191,18 @@ class _VariableReader:
             with self.faults_of(name):
                 return is_on(self.given[name])
         return None
+
+    def chosen(self, name: str, choices: tuple[Choice, ...]) -> Choice:
+        """Return the first choice if it is unset or wrong."""
+        with self.faults_of(name):
+            return chosen(self.given.get(name, choices[0]), choices)
+        return choices[0]
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """Return none if it is unset or wrong."""
+        with self.faults_of(name):
+            return words(self.given.get(name, ""))
+        return ()
 
     def same(self, name: str, other: str) -> None:
         if name in self.given and other in self.given and self.given[name] != self.given[other]:
@@ -376,7 +385,16 @@ def _fine_tuning(given: Mapping[str, str], script: Script, reader: _VariableRead
     request = reader.request
     model, data, folder = given.get("HL_MODEL"), given.get("HL_DATA"), given.get("HL_DATA_OUTPUT_DIR")
     rows = "pairs of answers" if script == "dpo" else "chats"
-    request.fine_tuning = FineTuning(model or "", data, given.get("HL_CHAT_TEMPLATE"), folder, _trained(given, reader))
+    request.fine_tuning = FineTuning(
+        model or "",
+        data,
+        given.get("HL_CHAT_TEMPLATE"),
+        folder,
+        reader.chosen("HL_TRAIN_ON", TRAIN_ON),
+        reader.chosen("HL_TOO_LONG", TOO_LONG),
+        reader.words("HL_IGNORE_COLUMNS"),
+    )
+    _check_processed(given, reader)
     if data is None and folder is None and not reader.switch("HL_DRY_RUN"):
         reader.fault(
             f"HL_DATA is not set; set it to a JSONL file of {rows}, or HL_DATA_OUTPUT_DIR to the folder of processed "
@@ -403,19 +421,16 @@ def _fine_tuning(given: Mapping[str, str], script: Script, reader: _VariableRead
     request.train_flags += ["--load", model, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", model]
 
 
-def _trained(given: Mapping[str, str], reader: _VariableReader) -> TrainOn:
-    """Return the tokens of the chats to train, by HL_TRAIN_ON."""
-    value = given.get("HL_TRAIN_ON", "assistant")
-    for known in TRAIN_ON:
-        if value == known:
-            if "HL_TRAIN_ON" in given and "HL_DATA_OUTPUT_DIR" in given and "HL_DATA" not in given:
-                reader.fault(
-                    f"HL_TRAIN_ON={value} has no effect on the data in HL_DATA_OUTPUT_DIR, which was processed before; "
-                    "leave it out, or set HL_DATA"
-                )
-            return known
-    reader.fault(f"HL_TRAIN_ON={value!r} must be {one_of(TRAIN_ON)}")
-    return "assistant"
+def _check_processed(given: Mapping[str, str], reader: _VariableReader) -> None:
+    """Add a fault for each variable of rows beside data whose rows were read before."""
+    if "HL_DATA_OUTPUT_DIR" not in given or "HL_DATA" in given:
+        return
+    for name in ("HL_TRAIN_ON", "HL_TOO_LONG", "HL_IGNORE_COLUMNS"):
+        if name in given:
+            reader.fault(
+                f"{name}={given[name]} has no effect on the data in HL_DATA_OUTPUT_DIR, which was processed before; "
+                "leave it out, or set HL_DATA"
+            )
 
 
 def _check_files(given: FineTuning, rows: str, reader: _VariableReader) -> None:
@@ -470,6 +485,8 @@ def legend(faults: list[str], script: Script) -> str:
     words = set(re.findall(r"\w+(?==)|\w+_\w+", " ".join(faults)))
     taken = [variable for variable in reversed(VARIABLES) if variable.flags and script in variable.scripts]
     named = {_option(variable.flags[0]): variable.name for variable in taken}
+    if any("--ignore-columns" in fault for fault in faults):
+        return "HL_IGNORE_COLUMNS sets --ignore-columns"
     return "; ".join(
         f"{variable} sets {option}" for option, variable in named.items() if option in words and variable not in words
     )

@@ -149,6 +149,8 @@ _VARIABLES: tuple[Variable, ...] = (
         "HL_CHAT_TEMPLATE", "chat template: a preset, or a .jinja or .py file; unset: the tokenizer's own", *FINE_TUNING
     ),
     _launch("HL_TRAIN_ON", "trained tokens of the chats: assistant (its turns), all_but_system, or all", "sft"),
+    _launch("HL_TOO_LONG", "chats of more than HL_SEQ_LEN tokens: drop, truncate (keep the beginning) or split", "sft"),
+    _launch("HL_IGNORE_COLUMNS", "columns of the rows that are left out", *FINE_TUNING),
     _number("HL_NUM_LAYERS", "--num-layers", "transformer layers", scripts=PRETRAINING),
     _number("HL_HIDDEN_SIZE", "--hidden-size", "width of the residual stream", scripts=PRETRAINING),
     _number("HL_FFN_HIDDEN_SIZE", "--ffn-hidden-size", "intermediate width of the MLP", scripts=PRETRAINING),

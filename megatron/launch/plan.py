@@ -13,12 +13,14 @@ from megatron.config.options import Config
 from megatron.launch.addresses import address_of
 
 if TYPE_CHECKING:  # the encoder takes time to import, which a plan does not need
-    from megatron.data.chat.encoder import TrainOn
+    from megatron.data.chat.encoder import TooLong, TrainOn
 
 LAUNCHERS = ("pdsh", "mpirun")
 """Programs that start an agent on each host."""
 TRAIN_ON: tuple[TrainOn, ...] = ("assistant", "all_but_system", "all")
 """Tokens of chats that can be trained."""
+TOO_LONG: tuple[TooLong, ...] = ("drop", "truncate", "split")
+"""Treatments of chats that are longer than a sample."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class FineTuning:
     """Folder of the processed data. None: `data` in the results folder."""
     train_on: TrainOn = "assistant"
     """Tokens of the chats to train."""
+    too_long: TooLong = "drop"
+    """Treatment of chats of more than seq_length tokens."""
+    ignore_columns: tuple[str, ...] = ()
+    """Columns of the rows that are left out, though they look like a part of the prompt."""
 
     @classmethod
     def of(cls, model: str, files: str | Sequence[str | float], folder: str) -> FineTuning:

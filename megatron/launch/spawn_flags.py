@@ -276,11 +276,17 @@ SFT: tuple[SpawnFlag, ...] = (
         "switch",
         lambda text: [("use_peft", str(is_true(text)))],
     ),
-    _to("--max_seq_length", "HL_SEQ_LEN", "; longer samples are left out and counted", default="1024"),
+    _to(
+        "--max_seq_length",
+        "HL_SEQ_LEN",
+        ", the tokens of a sample; longer ones are treated by `--packing`",
+        default="1024",
+    ),
     SpawnFlag(
         "--packing",
         "honoured",
-        "samples are packed, and none attends to another; a step has as many samples either way",
+        "True: long samples are split (`HL_TOO_LONG=split`), False: cut (`truncate`). Either way samples are packed, "
+        "none attends to another, and a step has as many",
         "switch",
         lambda text: [("packing", "1" if is_true(text) else "0")],
         "True",

@@ -284,6 +284,7 @@ def _name_data(kind: Kind, command: SpawnCommand, hl_variables: Mapping[str, str
         command.defaults["HL_MAX_BATCH_LEN"] = str(int(batch) * int(length) * answers)
     if kind == "sft" and ("HL_DATA" in hl_variables or "HL_DATA_OUTPUT_DIR" not in hl_variables):
         command.defaults["HL_TRAIN_ON"] = "all"
+        command.defaults["HL_TOO_LONG"] = "split" if command.get("packing") == "1" else "truncate"
     if "HL_DATA" in hl_variables or "HL_DATA_OUTPUT_DIR" in hl_variables:
         if "dataset" in command.settings:
             command.faults.append(f"{command.sources['dataset']} and HL_DATA both name the data; give one of them")

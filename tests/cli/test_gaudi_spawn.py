@@ -173,6 +173,20 @@ def test_sft_py_trains_questions_too_unless_a_variable_says_otherwise(trl: Path)
     assert trained(without, HL_DATA_OUTPUT_DIR="processed") == "assistant"  # which has no effect: they are processed
 
 
+def test_sft_py_loses_no_long_row(trl: Path) -> None:
+    def too_long(command: str, **variables: str) -> str:
+        plan = planned(command, **variables)
+        assert plan.fine_tuning is not None
+        return plan.fine_tuning.too_long
+
+    assert too_long(SFT) == too_long(f"{SFT} --packing True") == "split"
+    assert too_long(f"{SFT} --packing False") == too_long(f"{SFT} --no_packing") == "truncate"
+    assert too_long(SFT, HL_TOO_LONG="drop") == too_long(f"{SFT} --packing True", HL_TOO_LONG="drop") == "drop"
+    without = SFT.replace("--dataset_name chats.jsonl", "")
+    assert too_long(without, HL_DATA="chats.jsonl") == "split"
+    assert too_long(without, HL_DATA_OUTPUT_DIR="processed") == "drop"  # which has no effect: they are processed
+
+
 @pytest.mark.parametrize(
     # TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING of PEFT
     ("kind", "modules"),

@@ -13,6 +13,7 @@ from megatron import api
 from megatron.api import DataProcessArgs
 from megatron.data.indexed import DataError, IndexedDataset
 from megatron.instructlab import data_process
+from megatron.launch.plan import FineTuning
 from tests.finetuning_files import write_chats, write_tokenizer
 
 
@@ -63,6 +64,90 @@ def test_other_trained_tokens_make_the_data_anew(tmp_path: Path) -> None:
         trained.append(sum(int(mask.read(number).sum()) for number in range(samples.num_samples)))
     assert trained[1] == tokens.num_tokens - 40  # nothing precedes the first token of a sample
     assert trained[0] == trained[2] < trained[1]
+
+
+def row_of(*lengths: int) -> str:
+    """A chat of so many exchanges, whose answers have these numbers of characters."""
+    turns = [
+        {"role": role, "content": content}
+        for length in lengths
+        for role, content in (("user", "Go on"), ("assistant", "x" * length))
+    ]
+    return json.dumps({"messages": turns, "history": []}) + "\n"
+
+
+def test_each_switch_of_rows_makes_the_data_anew(tmp_path: Path) -> None:
+    given = data_args(tmp_path).model_dump()
+    # one that fits, one of exchanges that fit, one with an exchange that does not, and one of 24 tokens
+    (tmp_path / "chats.jsonl").write_text(row_of(60) + row_of(60, 60) + row_of(300) + row_of(1))
+    lengths, outcomes = [], []
+    for rows in (
+        *(
+            {"min_length": 30},
+            {"min_length": 1},
+            {"min_length": 1, "too_long": "truncate"},
+            {"min_length": 1, "too_long": "split"},
+        ),
+        {"min_length": 90, "too_long": "split"},
+    ):
+        samples = data_process.process_data(**given, **rows)
+        assert samples.longest <= 128
+        lengths.append(IndexedDataset(samples.prefix).lengths.tolist())
+        outcomes.append(samples.outcomes)
+        again = data_process.process_data(**given, **rows)
+        assert (again, IndexedDataset(samples.prefix).lengths.tolist()) == (samples, lengths[-1])
+    one = 24 - 1 + 60
+    assert lengths[0] == [one]
+    short = 24
+    assert lengths[1] == [one, short]
+    whole = one - 60 + 300
+    assert lengths[2] == [one, 128, 128, short]
+    # no token of the long answer is lost
+    assert lengths[3] == [one, one, one, 128, 128, whole - 256, short]
+    assert lengths[4] == [128, 128]
+    assert outcomes[0] == {"dropped, longer than 128 tokens": 2, "dropped, shorter than 30 tokens": 1}
+    assert outcomes[1] == {"dropped, longer than 128 tokens": 2}
+    assert outcomes[2] == {"truncated": 2}
+    assert outcomes[3] == {"split": 2}
+    assert outcomes[4] == {
+        "split": 2,
+        "dropped, shorter than 90 tokens": 2,
+        "dropped, pieces shorter than 90 tokens": 3,
+    }
+
+
+def test_columns_that_are_left_out_make_the_data_anew(tmp_path: Path) -> None:
+    given = data_args(tmp_path).model_dump()
+    row = json.loads(row_of(30)) | {"context": "Only the reader of this text can answer."}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="--ignore-columns context"):
+        data_process.process_data(**given)
+    assert data_process.process_data(**given, ignore_columns=("context",)).num_samples == 1
+    with pytest.raises(DataError, match="--ignore-columns context"):
+        data_process.process_data(**given)
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]], "context": "f"}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(pair) + "\n")
+    files = (given["data_path"], given["data_output_path"], given["model_path"])
+    with pytest.raises(DataError, match="'history'"):
+        data_process.process_pairs(*files)
+    assert data_process.process_pairs(*files, ignore_columns=("context", "history")).num_samples == 1
+
+
+def test_a_run_loses_no_real_chat_that_is_split(tmp_path: Path, test_data: Path) -> None:
+    given = data_args(tmp_path).model_dump() | {"max_seq_len": 1024}
+    rows = (test_data / "sft_messages.jsonl").read_text().splitlines(keepends=True)[:200]
+    Path(given["data_path"]).write_text("".join(rows))
+    found = FineTuning(given["model_path"], given["data_path"], None, None, "all", "split")
+    (samples,) = data_process.process_files(found, [tmp_path / "data"], 1024, has_pairs=False)
+    assert samples.outcomes["split"] > 50
+    # a piece of one token, which nothing precedes, trains nothing
+    left_out = samples.outcomes.get("dropped, pieces of a split row without anything trained", 0)
+    assert not [name for name in samples.outcomes if name.startswith(("dropped, longer", "dropped, short", "trunc"))]
+    split = sum(IndexedDataset(samples.prefix).lengths.tolist())
+    whole = data_process.process_data(**given | {"max_seq_len": 1 << 20}, train_on="all", min_length=1)
+    # no exchange is repeated, but a system message is, before each piece
+    assert left_out < 10
+    assert split + left_out >= sum(IndexedDataset(whole.prefix).lengths.tolist())
 
 
 def test_the_legacy_template_adds_its_tokens(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.cli.launch import launch_command, parse_command_line
 from megatron.config.adapters import LoraConfig
 from megatron.config.command_line import read_command_line
 from megatron.config.options import Config
@@ -116,6 +119,73 @@ def test_the_trained_tokens_are_chosen_by_name(folder: Path) -> None:
     assert "HL_TRAIN_ON=all has no effect on the data in HL_DATA_OUTPUT_DIR" in refused(
         folder, HL_TRAIN_ON="all", HL_DATA_OUTPUT_DIR="data", **TINY
     )
+
+
+def test_how_rows_are_read_is_in_the_plan_and_its_command_makes_the_same_plan(folder: Path) -> None:
+    given = TINY | {"HL_MODEL": str(folder / "base"), "HL_DATA": str(folder / "chats.jsonl"), "HL_RESULTS_DIR": "r"}
+    rows = {"HL_TOO_LONG": "split", "HL_TRAIN_ON": "all", "HL_IGNORE_COLUMNS": "history, 'my context'"}
+    plan = preflight(from_environment(given | rows, "sft", []))
+    assert plan.fine_tuning is not None
+    assert plan.fine_tuning.too_long == "split"
+    assert plan.fine_tuning.ignore_columns == ("history", "my context")
+    words = launch_command(plan)
+    request, _ = parse_command_line(words[words.index("--devices-per-node") :])
+    assert not request.faults
+    assert request.fine_tuning == dataclasses.replace(plan.fine_tuning, folder=None)
+    plain = preflight(from_environment(given, "sft", []))
+    assert {"--too-long", "--ignore-columns", "--train-on"}.isdisjoint(launch_command(plain))
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "fault"),
+    [
+        ("sft", {"HL_TOO_LONG": "cut"}, "HL_TOO_LONG='cut' must be drop, truncate or split"),
+        ("sft", {"HL_IGNORE_COLUMNS": "'a"}, "cannot be read (No closing quotation); put a name with spaces in quotes"),
+        ("dpo", {"HL_TOO_LONG": "split"}, "HL_TOO_LONG=split does not apply to this script"),
+        (
+            "sft",
+            {"HL_TOO_LONG": "split", "HL_DATA": "", "HL_DATA_OUTPUT_DIR": "data"},
+            "HL_TOO_LONG=split has no effect on the data in HL_DATA_OUTPUT_DIR",
+        ),
+        (
+            "dpo",
+            {"HL_IGNORE_COLUMNS": "history", "HL_DATA": "", "HL_DATA_OUTPUT_DIR": "data"},
+            "HL_IGNORE_COLUMNS=history has no effect on the data in HL_DATA_OUTPUT_DIR",
+        ),
+    ],
+)
+def test_how_rows_are_read_is_refused_by_name_where_it_cannot_be(
+    folder: Path, script: Any, variables: dict[str, str], fault: str
+) -> None:
+    given = TINY | {"HL_MODEL": str(folder / "base"), "HL_DATA": str(folder / "chats.jsonl")}
+    assert fault in " ".join(from_environment(given | variables, script, []).faults)
+
+
+def test_a_column_that_must_be_left_out_is_refused_under_the_variables_name(folder: Path) -> None:
+    row = {"question": "What is it?", "answer": "A sum.", "context": "Two and two are to be added to a sum."}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    done = run("run_sft.sh", folder, **TINY, HL_DATA="rows.jsonl")
+    assert done.returncode == 2
+    assert "leave it out with --ignore-columns context" in done.stderr
+    assert "(HL_IGNORE_COLUMNS sets --ignore-columns)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ("--too-long cut", "--too-long='cut' must be drop, truncate or split"),
+        ("--too-long split", "--too-long split needs --chats with a file"),
+        ("--chats {chats} --too-long split -- --task preference", "--too-long split has no effect on pairs of answers"),
+        ("--chats {chats} --train-on all -- --task preference", "--train-on all has no effect on pairs of answers"),
+        ("--chats {folder} --ignore-columns a b", "--ignore-columns a b needs --chats with a file"),
+    ],
+)
+def test_the_launchers_flags_for_rows_are_refused_where_they_have_no_effect(
+    folder: Path, flags: str, fault: str
+) -> None:
+    words = flags.format(chats=folder / "chats.jsonl", folder=folder).split()
+    request, _ = parse_command_line(words)
+    assert fault in " ".join(request.faults)
 
 
 def test_a_run_tokenizes_trains_on_a_layout_and_exports(folder: Path) -> None:

@@ -262,10 +262,13 @@ class ChatEncoder:
         else:
             pieces = self._split(chat, sample, limit)
             counts.num_split += 1
-        kept = [piece for piece in pieces if piece.mask.any() and piece.length >= rules.min_length]
-        if len(kept) < len(pieces):
+        trained = [piece for piece in pieces if piece.mask.any()]
+        if len(trained) < len(pieces):
             what = "truncated before" if rules.too_long == "truncate" else "pieces of a split row without"
-            counts.dropped[f"{what} anything trained"] += len(pieces) - len(kept)
+            counts.dropped[f"{what} anything trained"] += len(pieces) - len(trained)
+        kept = [piece for piece in trained if piece.length >= rules.min_length]
+        if len(kept) < len(trained):
+            counts.dropped[f"pieces shorter than {rules.min_length} tokens"] += len(trained) - len(kept)
         return kept
 
     def _split(self, chat: Chat, sample: Sample, limit: int) -> list[Sample]:
