@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.accelerator import processor
+from megatron.parallel.product_blocks import COLUMNS, FEW_COLUMNS, FEW_ROWS, ROWS, SUMMED
 
 WIDENED = frozenset(
     dtype
@@ -24,10 +25,6 @@ WIDENED = frozenset(
     if precision not in processor().products
 )
 """Dtypes whose products a CPU computes in float32. Known at the import: torch.compile could not trace the question."""
-ROWS, SUMMED, COLUMNS = 2048, 1024, 1024
-"""Largest block of each dimension: two copies of 8 MiB and one of 4 MiB at once."""
-FEW_ROWS, FEW_COLUMNS = 64, 128
-"""With so few rows a converted block of the weight is read as often as it is written, so it is to stay in the cache."""
 
 
 def widens(x: Tensor) -> bool:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 from megatron.config.options import Config
 from megatron.config.plugins import load_task
-from megatron.devices import BLOCKWISE_LENGTHS, attends_blockwise
+from megatron.devices import BLOCKWISE_LENGTHS, attends_blockwise, missing_products
 from megatron.parallel.loss_chunks import BLOCK_LOGITS, BLOCK_NUMBERS, chunk_size
 from megatron.parallel.nf4_layout import dequantized_bytes
+from megatron.parallel.product_blocks import block_bytes
 from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.planning.sizes import is_matrix, number_size
 
@@ -69,8 +70,13 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     """
     memory = _other_layer(layer, config) if layer.number is None else _transformer_layer(layer, config)
     t, number = config.parallel.tensor_model_parallel_size, number_size(config)
-    dense = [dequantized_bytes(shard, t, number) for shard in layer.shards.values() if shard.quantized]
-    backward = memory.backward + max(dense, default=0)
+    work = [
+        max(dequantized_bytes(shard, t, number), math.prod(shard.local_shape(t)) * number + _widened(config, shard))
+        if shard.quantized
+        else _widened(config, shard)
+        for shard in (_columns(layer) + _rows(layer) if layer.number is not None else [])
+    ]
+    backward = memory.backward + max(work, default=0)
     own_moment = {numel for _, numel in memory.products}
     sizes = [math.prod(shard.local_shape(t)) for shard in layer.shards.values() if shard.trained]
     other = max((numel for numel in sizes if numel not in own_moment), default=0)
@@ -104,7 +110,11 @@ def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     ]
     # on CUDA measured at the peak of the whole layer (docs/benchmarks.md)
     on_cpu = config.parallel.device == "cpu"
-    trained = [(size, math.prod(shard.local_shape(t))) for size, shard in products if shard.trained and on_cpu]
+    trained = [
+        (size + _widened(config, shard, of_weight=True), math.prod(shard.local_shape(t)))
+        for size, shard in products
+        if shard.trained and on_cpu
+    ]
     if config.training.recompute_granularity == "full":
         again = whole - _kept_input(layer, config)
         return LayerMemory(stream, again + max(work, attention_work), _after(again, trained))
@@ -116,6 +126,27 @@ def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     # what is dropped is back during its own backward pass; the norms' outputs after its peak
     backward = no_mlp + max(work, no_core + attention_work)
     return LayerMemory(whole - no_core - no_mlp - no_norms, backward, _after(no_mlp, trained))
+
+
+@functools.cache
+def _missing_products() -> frozenset[str]:
+    return missing_products()
+
+
+def widens(config: Config) -> bool:
+    """Return True if this machine's CPU computes the run's products in float32, block by block."""
+    return config.parallel.device == "cpu" and config.training.precision in _missing_products()
+
+
+def _widened(config: Config, shard: Shard, *, of_weight: bool = False) -> int:
+    """Bytes in float32 of a block of the products with a weight, or of that for its gradient."""
+    if not widens(config):
+        return 0
+    tokens = num_tokens(config)
+    outputs, inputs = shard.local_shape(config.parallel.tensor_model_parallel_size)
+    if of_weight:
+        return block_bytes(outputs, tokens, inputs)
+    return max(block_bytes(tokens, inputs, outputs), block_bytes(tokens, outputs, inputs))
 
 
 def _after(recomputed: int, products: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -171,7 +202,7 @@ def mask_bytes(config: Config) -> int:
     packed = load_task(config).packs_documents and not on_cpu  # the CPU attends document by document
     batch = config.training.micro_batch_size if packed else 1
     if alibi:
-        return batch * heads * length**2 * number_size(config)
+        return batch * heads * length**2 * (4 if widens(config) else number_size(config))
     return batch * length**2 if packed else 0
 
 
@@ -200,6 +231,9 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     block = min(chunk, max(1, BLOCK_LOGITS // rows)) * rows * (8 if number == 2 else 4) if on_cpu else 0
     # the product of a block, and its copy in the dtype of the sum that it is added to
     product = min(rows * hidden, BLOCK_NUMBERS) * (number + wide) if on_cpu and wide != number else 0
+    if widens(config):
+        block = max(block, block_bytes(chunk, hidden, rows))
+        product = max(block_bytes(chunk, rows, hidden), block_bytes(rows, chunk, hidden, adds=wide == 4))
     work = max(weighted, chunk * hidden * number + product)
     result = rows * hidden * number if is_separate else 0
     if chunk == tokens:
