@@ -17,10 +17,16 @@ from benchmarks.live_bytes import LiveBytes
 from megatron import accelerator, devices
 from megatron.models.attention import Packing, SDPAttention, alibi_slopes
 from megatron.parallel import products
+from tests.ranks import HANG_S
 
 SIXTEEN = (torch.bfloat16, torch.float16)
-SIMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-"""A processor with AVX2 alone, for torch's own operators and for oneDNN's."""
+SIMULATED = {
+    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "AVX512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+}
+"""Processors without bfloat16 products, by what torch uses: limits of its operators, of oneDNN and of MKL."""
+ROOMS = ("parallel", "models", "planning", "generation", "tasks", "interop", "checkpoint", "training")
+"""Tests of what is computed from 16-bit numbers."""
 
 
 @pytest.fixture
@@ -253,15 +259,28 @@ print(blockwise_attention.is_faster(torch.bfloat16), accelerator.widened_line("c
 """
 
 
-def test_a_simulated_processor_computes_in_float32_and_says_so() -> None:
+@pytest.mark.skipif("avx512f" not in devices._cpu_flags(), reason="has no AVX-512 to simulate other processors by")
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_simulated_processor_computes_in_float32_and_says_so(name: str) -> None:
     said = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=os.environ | SIMULATED, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM], env=os.environ | SIMULATED[name], capture_output=True, text=True, check=True
     ).stdout
     assert said.splitlines() == [
-        "AVX2",
+        name,
         "['torch.bfloat16', 'torch.float16'] None",
-        "False this CPU has no bf16 products; they are computed in float32 and rounded once (AVX2)",
+        f"False this CPU has no bf16 products; they are computed in float32 and rounded once ({name})",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("name", SIMULATED)
+def test_the_suite_passes_on_a_simulated_processor(name: str, room: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{room}"]
+    ended = subprocess.run(
+        command, env=os.environ | SIMULATED[name], capture_output=True, text=True, timeout=3 * HANG_S
+    )
+    assert ended.returncode == 0, ended.stdout
 
 
 def test_where_there_are_products_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
