@@ -232,8 +232,11 @@ def _crc32(descriptor: int, at: StoredFragment, buffer: memoryview, progress: Re
 
 
 def open_checkpoint(folder: Path) -> Checkpoint | None:
-    """Open the checkpoint in `folder` itself, or the newest one in a folder of them. Raises CheckpointError."""
-    return Checkpoint(folder) if os.path.lexists(folder / MANIFEST) else newest_checkpoint(folder)
+    """Open the checkpoint in `folder` itself, or the newest one in a folder of them, never an older one instead.
+
+    Raises CheckpointError.
+    """
+    return Checkpoint(folder) if os.path.lexists(folder / MANIFEST) else newest_checkpoint(folder, fall_back=False)
 
 
 def newest_checkpoint(

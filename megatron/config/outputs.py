@@ -60,7 +60,8 @@ class CheckpointConfig:
     ckpt_step: NonNegative | None = None
     """Iteration of the checkpoint to load. Unset: the newest."""
     load_fallback: bool = True
-    """If the newest checkpoint is damaged, load the newest one that is intact."""
+    """If the newest checkpoint is damaged, load the newest one that is intact. Never with --skip-train, which would
+    measure another model."""
     universal_checkpoint: bool = False
     """Read `load` as a folder in DeepSpeed's universal format, or as a checkpoint of DeepSpeed or Megatron-DeepSpeed;
     its `latest_universal` or `latest` file may name the folder."""

@@ -18,6 +18,9 @@ class LoadOptions:
     adapters in PEFT's format. Options of the model are read from it."""
     ckpt_step: NonNegative | None = None
     """Checkpoint of this iteration. Unset: the newest one."""
+    load_fallback: bool = False
+    """If the newest checkpoint is damaged, use the newest one that is intact, with a warning. Off: it is an error, as
+    the results would be those of another model."""
     lora_base: str | None = None
     """Folder of the base model of adapters: a Hugging Face model, or checkpoints of a run. Unset: the one that they
     name."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.accelerator import check_precision, is_lazy, widened_line
 from megatron.checkpoint.format import MANIFEST, CheckpointError, iteration_of
-from megatron.checkpoint.reader import Checkpoint, newest_checkpoint, open_checkpoint
+from megatron.checkpoint.reader import Checkpoint, checkpoint_folders, newest_checkpoint, open_checkpoint
 from megatron.config.options import Config, ConfigError
 from megatron.config.validation import check_layout
 from megatron.data.indexed import DataError
@@ -131,6 +131,7 @@ def _kind(folder: Path, options: LoadOptions) -> str:
 def _open_checkpoint(folder: Path, options: LoadOptions, ctx: ParallelContext) -> Checkpoint:
     """Open a run's checkpoint: the folder itself, the one of `ckpt_step`, or the newest that is whole. Collective."""
     step, alone = options.ckpt_step, ctx.broadcast_object((folder / MANIFEST).exists())
+    fall_back = options.load_fallback and step is None and not alone
     if alone and step is not None:
         raise CheckpointError(f"load={folder} is one checkpoint; leave ckpt_step out, or give {folder.parent}")
 
@@ -138,11 +139,16 @@ def _open_checkpoint(folder: Path, options: LoadOptions, ctx: ParallelContext) -
         if alone:
             return folder
         tag = None if step is None else f"{TAG}{step}"
-        found = newest_checkpoint(folder, tag=tag, excluding=[path.name for path in damaged])
+        found = newest_checkpoint(folder, tag=tag, fall_back=fall_back, excluding=[path.name for path in damaged])
         return None if found is None else found.folder
 
-    may_fall_back = step is None and not alone
-    found = first_whole(ctx, choose, load=folder, may_fall_back=may_fall_back, kinds=WEIGHTS)
+    try:
+        found = first_whole(ctx, choose, load=folder, may_fall_back=fall_back, kinds=WEIGHTS)
+    except CheckpointError as error:
+        if alone or step is not None or fall_back or len(checkpoint_folders(folder)) < 2:
+            raise
+        remedy = "Here, name another by ckpt_step, or set load_fallback for the newest one that is intact"
+        raise CheckpointError(f"the newest checkpoint of load={folder} cannot be used: {error}\n{remedy}") from None
     if found is None:
         raise CheckpointError(f"load={folder} is empty; give the folder of a run's checkpoints, or of a model")
     return found

@@ -61,11 +61,13 @@ def _open_start(folder: Path, config: Config, ctx: ParallelContext, own: Run | N
         check_same_start(ctx, folder, folder)
         return raise_on_all_ranks(ctx, lambda: _opened_peft(folder, config, ctx))
     tag = None if options.ckpt_step is None else f"{TAG}{options.ckpt_step}"
-    may_fall_back = tag is None and options.load_fallback
+    # a measurement of an older model would pass for one of the newest
+    fall_back = options.load_fallback and not config.training.skip_train
+    may_fall_back = tag is None and fall_back
 
     def choose(damaged: set[Path]) -> Path | None:
         names = [path.name for path in damaged]
-        found = newest_checkpoint(folder, tag=tag, fall_back=options.load_fallback, excluding=names, run=own)
+        found = newest_checkpoint(folder, tag=tag, fall_back=fall_back, excluding=names, run=own)
         return None if found is None else found.folder
 
     return first_whole(ctx, choose, load=folder, may_fall_back=may_fall_back)

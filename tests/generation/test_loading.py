@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.reader import newest_checkpoint
+from megatron.checkpoint.reader import newest_checkpoint, open_checkpoint
 from megatron.config.adapters import LoraConfig
 from megatron.config.options import ConfigError
 from megatron.interop.huggingface import export_huggingface
 from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.interop.native import native_model
 from megatron.interop.peft_export import AdaptedModel, export_adapter
-from tests.generation.stages import Array, loaded_logits, logits_in_training
+from megatron.parallel.context import ParallelContext
+from megatron.weights.opening import find_checkpoint
+from tests.generation.stages import Array, loaded, loaded_logits, logits_in_training
 from tests.generation.theirs import CASES, LAYOUTS, VOCABULARY, their_logits, write_folder
 from tests.ranks import RankPools
 from tests.training import layouts
@@ -89,6 +92,53 @@ def test_a_checkpoint_of_any_layout_has_the_logits_of_its_export(
     world_size, options = LAYOUTS[layout]
     found = ranks(world_size)(loaded_logits, {"load": str(run[0]), **options}, TOKENS)
     assert_near(found[-1], their_logits(run[1], TOKENS))
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 1 and 2, of which a weight of the newer one has a flipped bit."""
+    folder = tmp_path_factory.mktemp("damaged")
+    for steps in (1, 2):
+        layouts.train_then_save(f"{layouts.MODELS['llama_gqa_tied']} {arguments('111')[1]}", steps, str(folder))
+    newest = newest_checkpoint(folder)
+    assert newest is not None
+    at = next(each for each in newest.fragments if each.kind == "weight")
+    path = newest.folder / at.file
+    content = bytearray(path.read_bytes())
+    content[at.offset] ^= 1
+    path.write_bytes(content)
+    return folder
+
+
+def test_a_damaged_newest_checkpoint_is_not_replaced_by_an_older_one_unasked(
+    damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remedy = "name another by ckpt_step, or set load_fallback for the newest one that is intact"
+    with pytest.raises(CheckpointError, match=f"(?s)newest checkpoint .*cannot be used: .*global_step2.*{remedy}"):
+        loaded({"load": str(damaged)})
+    assert loaded({"load": str(damaged), "load_fallback": True}).origin.ckpt_step == 1  # type: ignore[union-attr]
+    assert "global_step2 is passed over" in caplog.text
+    assert loaded({"load": str(damaged), "ckpt_step": 1}).origin.ckpt_step == 1  # type: ignore[union-attr]
+    missing = tmp_path / "missing"
+    shutil.copytree(damaged, missing)
+    (missing / "global_step2" / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match="global_step2"):
+        loaded({"load": str(missing)})
+    with pytest.raises(CheckpointError, match="global_step2"):  # conversion, inspection, and bases of adapters
+        open_checkpoint(missing)
+    assert loaded({"load": str(missing), "load_fallback": True}).origin.ckpt_step == 1  # type: ignore[union-attr]
+
+
+def test_a_damaged_newest_checkpoint_is_not_validated_by_an_older_one(damaged: Path) -> None:
+    flags = f"{layouts.MODELS['llama_gqa_tied']} {arguments('111')[1]} --load {damaged}"
+    config = layouts.build(flags)[0].config
+    ctx = ParallelContext.single()
+    resumed = find_checkpoint(config, ctx)
+    assert resumed is not None
+    assert resumed.folder.name == "global_step1"
+    training = dataclasses.replace(config.training, skip_train=True)
+    with pytest.raises(CheckpointError, match="global_step2"):
+        find_checkpoint(dataclasses.replace(config, training=training), ctx)
 
 
 @pytest.mark.parametrize(
