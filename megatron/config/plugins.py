@@ -132,7 +132,9 @@ def filled_options(declared: Any, words: Sequence[str], option: str, owner: str)
             else:
                 faults.append(f"{option} {name}={fault['input']!r}: {fault['msg']}")
     except PydanticUserError as error:
-        faults.append(f"{owner} has an option of a type that no text is read as; use a plain type: {error}")
+        faults.append(
+            f"{owner} has an option of a type that no text is read as; use a plain type: {str(error).splitlines()[0]}"
+        )
     if faults:
         raise ConfigError(faults)
     return options

@@ -3,7 +3,7 @@
 Tensor-parallel ranks hold the same residual stream, so its dropout must be the same on all of them; what they
 hold different parts of (heads, rows of the sequence under sequence parallelism) must be dropped independently.
 The device's default generator is the *replicated* stream; the *sharded* one is swapped in where it is needed. Adapters
-have two of their own, so that the model below them draws what it would draw without them.
+have two of their own, and a user's loss function one, so that the model draws what it would draw without them.
 
 All are seeded again at each step from the run's seed and the samples consumed, so a resumed run draws what the
 uninterrupted one would have drawn, and no generator state needs saving.
@@ -39,7 +39,7 @@ class RandomStreams:
         """Start the streams for one step. Stages and data-parallel ranks always draw apart."""
         self.step_key = derive_seed(seed, consumed_samples, "step")
         generator = _accelerator()
-        own = {"sharded": (tensor_rank,), "adapters": (), "adapters sharded": (tensor_rank,)}
+        own = {"sharded": (tensor_rank,), "adapters": (), "adapters sharded": (tensor_rank,), "loss": ()}
         for name, ranks in own.items():
             generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, name, *ranks))
             self._states[name] = generator.get_rng_state()
@@ -52,6 +52,10 @@ class RandomStreams:
     def adapters(self, *, sharded: bool) -> AbstractContextManager[None]:
         """Draw from the adapters' stream inside: `sharded`, this tensor-parallel rank's own."""
         return self._drawing("adapters sharded" if sharded else "adapters")
+
+    def loss(self) -> AbstractContextManager[None]:
+        """Draw from the stream of a user's loss function inside, which tensor-parallel ranks share."""
+        return self._drawing("loss")
 
     @contextmanager
     def _drawing(self, stream: str) -> Iterator[None]:

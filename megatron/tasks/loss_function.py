@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import traceback
 import typing
 from collections.abc import Callable, Mapping
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +52,13 @@ class LossFunction:
 
     @property
     def file(self) -> str:
-        return inspect.getsourcefile(self.call) or "a built-in"
+        call = self.call
+        while isinstance(call, functools.partial):
+            call = call.func
+        try:
+            return inspect.getsourcefile(call if inspect.isroutine(call) else type(call)) or "a built-in"
+        except TypeError:
+            return "a built-in"
 
     @property
     def label(self) -> str:
@@ -73,7 +79,7 @@ def loss_function(config: Config) -> LossFunction:
     return LossFunction(name, function, _options(config, function), _metrics(name, function))
 
 
-@cache
+@functools.cache
 def _load(name: str) -> Callable[..., Any]:
     function = import_attribute("loss", name)
     if not callable(function):

@@ -6,8 +6,9 @@ functions.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.config.data import parse_data_path
@@ -101,6 +102,8 @@ class Objective:
         if self.function.takes != "hidden":
             self._own_metrics = ("nll", *(f"nll/{source}" for source in range(self._num_sources)))
         self._is_checked = False
+        self._is_in_backward = False
+        """The gradient of the function's losses is known, that of its first argument not yet."""
 
     @property
     def metrics(self) -> dict[str, str]:
@@ -135,6 +138,8 @@ class Objective:
         returned = self._call(values, ctx)
         losses, metrics = self._split(returned, left_out)
         self._check(losses, left_out, first)
+        if losses.requires_grad:
+            losses.register_hook(self._enter_backward)
         total = torch.where(left_out, 0.0, losses * factors).sum()
         ctx.checks.whole(total, LOSS_FUNCTION)
         return LossResult(total, {**nll, **self._metrics(metrics, values.kept, left_out)})
@@ -145,7 +150,10 @@ class Objective:
         # a comparison of contents would wait for a device
         seen = values.seen(contents=ctx.device.type == "cpu" or not self._is_checked, weight=not self._is_checked)
         try:
-            returned = self.function.call(values.first, values.batch, **values.extras, **self.function.options)
+            with ctx.streams.loss(), _settings_kept(label):
+                returned = self.function.call(values.first, values.batch, **values.extras, **self.function.options)
+        except LossError:
+            raise
         except Exception as error:  # a user's function may raise anything
             line = self.function.line_of(error)
             raise LossError(f"{label} raised {type(error).__name__}: {error}{line}") from error
@@ -156,6 +164,23 @@ class Objective:
             )
         self._is_checked = True
         return returned
+
+    @contextlib.contextmanager
+    def naming_faults(self) -> Iterator[None]:
+        """Within it raise LossError for an error of the function's backward pass, which autograd runs."""
+        self._is_in_backward = False
+        try:
+            yield
+        except Exception as error:
+            if not self._is_in_backward:
+                raise
+            line = self.function.line_of(error)
+            raise LossError(
+                f"{self.function.label} raised {type(error).__name__} in its backward pass: {error}{line}"
+            ) from error
+
+    def _enter_backward(self, _: Tensor) -> None:
+        self._is_in_backward = True
 
     def _targets(self, targets: Any) -> _Targets:
         labels, weights, *rest = targets
@@ -211,13 +236,16 @@ class Objective:
         labels = tokens.masked_fill(weights == 0, IGNORED)
         return LossBatch(labels, weights, sources, begins, output_weight, ctx, tokens)
 
-    @staticmethod
-    def _watched(x: Tensor, ctx: ParallelContext) -> Tensor:
+    def _watched(self, x: Tensor, ctx: ParallelContext) -> Tensor:
         """Return `x`, whose gradient, which the function makes, is checked for numbers that are not finite."""
         from megatron.parallel.finite_checks import LOSS_GRADIENT
 
+        def leave_backward(grad: Tensor) -> None:
+            self._is_in_backward = False
+            ctx.checks.whole(grad, LOSS_GRADIENT)
+
         if x.requires_grad:
-            x.register_hook(lambda grad: ctx.checks.whole(grad, LOSS_GRADIENT))
+            x.register_hook(leave_backward)
         return x
 
     @staticmethod
@@ -360,6 +388,23 @@ class _Values:
             return contents is not None and not torch.equal(contents.nan_to_num(), self._contents(tensor).nan_to_num())
 
         return [name for name, tensor in self._tensors().items() if is_written(name, tensor)]
+
+
+@contextlib.contextmanager
+def _settings_kept(label: str) -> Iterator[None]:
+    """Raise LossError if a function leaves gradients switched off, or another dtype of new tensors, for the process."""
+    import torch
+
+    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+        if torch.is_grad_enabled() != gradients:
+            raise LossError(f"{label} switched gradients for the whole process; use `with torch.no_grad():`")
+        if torch.get_default_dtype() != dtype:
+            raise LossError(f"{label} set the default dtype of the whole process; give new tensors their own dtype")
+    finally:
+        torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(dtype)
 
 
 def reduced(values: Tensor, weights: Tensor, reduction: str) -> Metric:

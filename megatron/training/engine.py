@@ -85,7 +85,7 @@ class Engine(ABC):
         self._passes = 0
         """Microbatches of the step or evaluation under way."""
         dropouts = config.model.hidden_dropout, config.model.attention_dropout, config.lora.lora_dropout
-        self._draws = max(dropouts) > 0 or config.training.neftune_noise_alpha is not None
+        self._draws = max(dropouts) > 0 or config.training.neftune_noise_alpha is not None or task.objective is not None
         self.dropout_seed = config.training.seed
         """Seed of the random streams. A resumed run keeps that of its checkpoint."""
         self.base: dict[str, Any] | None = None
@@ -159,7 +159,8 @@ class Engine(ABC):
         skipped_before = self.deepspeed.skipped_steps
         self.passes.begin_step()
         ctx.fp8.begin_step()
-        with ctx.checks.step():
+        objective = self._task.objective
+        with ctx.checks.step(), objective.naming_faults() if objective is not None else contextlib.nullcontext():
             self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
         refused = observation is not None and not observation.is_applied

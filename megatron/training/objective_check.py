@@ -65,6 +65,7 @@ def _checked_total(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx
     with torch.enable_grad():
         try:
             total = task.loss((hidden, outputs[1]), targets, 1.0, ctx).total
+            _call_without_gradients(task, outputs, targets, ctx)
         except LossError as error:
             fault = error
     # the gradient is a collective: no rank begins it while another has failed
@@ -77,12 +78,26 @@ def _checked_total(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx
     if failed.item() or not math.isfinite(total.item()) or not total.requires_grad:
         return total.detach()
     try:
-        (gradient,) = torch.autograd.grad(total, hidden)
+        with task.objective.naming_faults():
+            (gradient,) = torch.autograd.grad(total, hidden, allow_unused=True)
+    except LossError:
+        raise
     except RuntimeError as error:
         raise LossError(f"{label} has no gradient that can be computed: {error}") from error
+    if gradient is None:
+        raise LossError(f"{label} returned losses that do not depend on its first argument; compute them of it")
     if not bool(gradient.isfinite().all()):
         raise LossError(
             f"{label} is finite in a first microbatch, its gradient is not; keep it away from log(0), sqrt(0) and 0/0, "
             "also where torch.where() drops the result"
         )
     return total.detach()
+
+
+def _call_without_gradients(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> None:
+    """Call the function as a validation does, which may come hours after the first step. Raises LossError."""
+    try:
+        with torch.no_grad():
+            task.loss(outputs, targets, 1.0, ctx)
+    except LossError as error:
+        raise LossError(f"{error}. This call was without gradients, as those of validations are") from error

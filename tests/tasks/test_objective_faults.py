@@ -80,6 +80,72 @@ def steep(log_probs: Tensor, batch: LossBatch) -> Tensor:
     return -log_probs + (0 * log_probs).sqrt()
 
 
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor) -> Tensor:
+        return -x
+
+    @staticmethod
+    def backward(function: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        CALLS.append(1)
+        if len(CALLS) > FailsInBackward.calls:
+            raise ValueError("a wrong formula")
+        return -grad
+
+    calls = 0
+
+
+def fails_in_backward(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    return FailsInBackward.apply(log_probs)  # type: ignore[no-any-return]
+
+
+def writes_what_backward_needs(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    CALLS.append(1)
+    probabilities = log_probs.exp()
+    losses = probabilities * probabilities
+    return losses + 0 * (probabilities.add_(1) if len(CALLS) > 16 else probabilities)
+
+
+def differentiates(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    (slope,) = torch.autograd.grad(log_probs.sum(), log_probs, create_graph=True)
+    return -log_probs * slope
+
+
+def switches_gradients(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    torch.set_grad_enabled(False)
+    return -log_probs
+
+
+def sets_a_dtype(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    return -log_probs
+
+
+def not_of_its_argument(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    return torch.zeros_like(log_probs, requires_grad=True)
+
+
+def seeds(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    torch.manual_seed(3)
+    return -log_probs
+
+
+def plain(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    return -log_probs
+
+
+def drops(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    return torch.nn.functional.dropout(-log_probs, 0.5)
+
+
+class AnObject:
+    def __call__(self, log_probs: Tensor, batch: LossBatch) -> Tensor:
+        raise ValueError("an object")
+
+
+an_object = AnObject()
+
+
 def wrong_count(log_probs: Tensor, batch: LossBatch) -> Tensor:
     return -log_probs[:, 1:]
 
@@ -156,6 +222,11 @@ def test_what_is_left_out_has_no_label(tmp_path: Path) -> None:
         (steep, "is finite in a first microbatch, its gradient is not; keep it away from log(0)"),
         (wrong_count, "returned torch.float32 [2, 15]; return the loss of each label"),
         (fills_weights, "wrote into batch.weights, which is not its own"),
+        (fails_in_backward, "raised ValueError in its backward pass: a wrong formula (line 9"),
+        (differentiates, "raised RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"),
+        (switches_gradients, "switched gradients for the whole process; use `with torch.no_grad():`"),
+        (sets_a_dtype, "set the default dtype of the whole process; give new tensors their own dtype"),
+        (not_of_its_argument, "returned losses that do not depend on its first argument; compute them of it"),
     ],
 )
 def test_before_training_faults_name_function_and_file(
@@ -187,5 +258,60 @@ def test_a_step_that_the_function_spoils_is_not_blamed_on_data_or_device(
         assert f"loss function: {what.format(f'loss={__name__}:{function.__name__} ({FILE})')}" in row["reason"]
 
 
-def reset_calls() -> None:
+def reset_calls(backward_passes: int = 0) -> None:
     CALLS.clear()
+    FailsInBackward.calls = backward_passes
+
+
+@pytest.mark.parametrize(
+    ("function", "layout", "fault"),
+    [
+        (
+            fails_in_backward,
+            "--tensor-model-parallel-size 2",
+            "raised ValueError in its backward pass: a wrong formula",
+        ),
+        (
+            writes_what_backward_needs,
+            "--recompute-granularity full",
+            "raised RuntimeError in its backward pass: one of the variables needed for gradient computation has been",
+        ),
+        (fails_in_backward, "--zero-stage 3", "raised ValueError in its backward pass: a wrong formula"),
+    ],
+)
+def test_an_error_of_a_later_backward_pass_names_the_function(
+    ranks: RankPools, tmp_path: Path, function: Callable[..., Any], layout: str, fault: str
+) -> None:
+    data = runs.write_dataset(tmp_path / "data")
+    world_size = 2 if "tensor" in layout else 1
+    flags = f"--train-iters 8 --data-path {data} --loss {__name__}:{function.__name__} {layout}"
+    ranks(world_size)(reset_calls, 8)
+    found = ranks(world_size)(runs.train, flags)
+    assert f"LossError: loss={__name__}:{function.__name__} ({FILE}) {fault}" in found[-1]
+
+
+def test_an_object_is_named_by_the_file_of_its_class(ranks: RankPools, tmp_path: Path) -> None:
+    flags = f"--train-iters 2 --data-path {runs.write_dataset(tmp_path / 'data')} --loss {__name__}:an_object"
+    (found,) = ranks(1)(runs.train, flags)
+    assert f"loss={__name__}:an_object ({FILE}) raised ValueError: an object (line " in found
+
+
+def test_what_a_function_draws_changes_no_dropout_and_is_equal_on_tensor_parallel_ranks(
+    ranks: RankPools, tmp_path: Path
+) -> None:
+    data = runs.write_dataset(tmp_path / "data")
+
+    def losses(function: Callable[..., Any], layout: str, more: str = "") -> list[float]:
+        out = tmp_path / f"{function.__name__}{len(list(tmp_path.iterdir()))}"
+        flags = f"--train-iters 3 --data-path {data} --loss {__name__}:{function.__name__} --results-dir {out} {layout}"
+        world_size = 2 if layout else 1
+        assert ranks(world_size)(runs.train, f"{flags} {more}") == [""] * world_size
+        return [row["lm_loss"] for row in runs.rows(out)]
+
+    assert losses(seeds, "", "--hidden-dropout 0.3") == losses(plain, "", "--hidden-dropout 0.3")
+    still = "--hidden-dropout 0 --attention-dropout 0"
+    drawn = losses(drops, "", still)
+    assert drawn == losses(drops, "", still)
+    cut = losses(drops, "--tensor-model-parallel-size 2 --sequence-parallel", still)
+    assert cut == pytest.approx(drawn, rel=1e-4)
+    assert drawn != pytest.approx(losses(plain, "", still), rel=1e-2)
