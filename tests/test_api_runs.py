@@ -107,7 +107,7 @@ def test_the_readmes_separate_data_processing_works(examples: list[str], folder:
     separate = block_with(examples, "dp.main(data_process_args)").replace("num_epochs = 10", "num_epochs = 1")
     said = end(start(folder, separate.replace("\n...\n", "\ntorchrun_args = TorchrunArgs()\n")))
     assert said.count("processed path/to/dataset.jsonl") == 1
-    assert "data_output_dir data/outputs holds these 40 samples already" in said
+    assert "data_output_dir data/outputs holds these samples already: 40 chats" in said
     assert "Training is complete, iteration=1, 40 samples" in said
 
 

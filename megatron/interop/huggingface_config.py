@@ -219,6 +219,10 @@ def config_of(
         )
     name, form = known[kind]
     model, seq_length = form.options(fields)
+    # keys that every export has, which the form of a family of one's own need not read
+    fields.take("initializer_range", default=0.02)
+    if "tie_word_embeddings" not in fields.taken:
+        fields.demand("tie_word_embeddings", not model.get("untie_embeddings_and_output_weights", False))
     fields.finish()
     try:
         config = Config(
