@@ -55,7 +55,9 @@ def test_packed_pairs_are_trained_as_answers_alone(
     world_size, flags = LAYOUTS[layout] if layout else (1, "")
     common = f"{MODELS[model]} --data-path {data} {LORA} {packing} --lr {LR[model]}"
     (expected,) = ranks(1)(pairs.dense, common, STEPS)
+    expected[0].pop("rewards/accuracies", None)  # of margins of 0, which a processor may round up
     for found in ranks(world_size)(pairs.train, f"{common} {flags}", STEPS):
+        found[0].pop("rewards/accuracies", None)
         for step, there in zip(found, expected, strict=True):
             assert step == pytest.approx(there, rel=1e-6, abs=5e-6)
     assert expected[0]["rewards/margins"] == 0
