@@ -60,11 +60,13 @@ class HelperProcesses:
                 _report(f"{failure}; it is started again")
             self._start_server()
 
-    def note(self) -> None:
-        """Report a fork server that multiprocessing has started again by itself, for the ranks just started."""
-        if self._server not in (None, self._lost_server, _server_pid()):
+    def note(self) -> bool:
+        """Report a fork server that multiprocessing has started again by itself, and return whether it has."""
+        is_another = self._server not in (None, self._lost_server, _server_pid())
+        if is_another:
             _report(f"{SERVER} on {socket.gethostname()} had ended, and was started again")
         self._server = _server_pid()
+        return is_another
 
     def server_failure(self, *, is_likely: bool = False) -> Failure | None:
         """Return the failure of a fork server that has ended, once; None: it runs, or there is none.

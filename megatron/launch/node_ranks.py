@@ -25,7 +25,7 @@ from megatron.launch import rank
 from megatron.launch.agent_options import AgentOptions
 from megatron.launch.child_processes import blocked_signals
 from megatron.launch.cores import own_sockets, ranges, rank_cores
-from megatron.launch.helper_processes import OF_LOST_SERVER, HelperProcesses, quiet_main
+from megatron.launch.helper_processes import OF_LOST_SERVER, SERVER, HelperProcesses, quiet_main
 from megatron.launch.ownership import end_processes, processes_below
 from megatron.launch.rendezvous import Membership
 from megatron.launch.restart_policy import Failure
@@ -70,8 +70,17 @@ class NodeRanks:
 
     def start(self) -> None:
         """Start the processes, which wait for their place. Raises NotStartedError."""
-        self._processes, self._environments = [], []
         self._helpers.renew()
+        self._start_processes()
+        if self._helpers.note():  # those of the fork server before it are lost, and cannot say how they end
+            self.end()
+            self._start_processes()
+            if self._helpers.note():
+                why = "it ends whenever ranks are started"
+                raise NotStartedError(Failure.of_member(SERVER, socket.gethostname(), FAILED, fault=why))
+
+    def _start_processes(self) -> None:
+        self._processes, self._environments = [], []
         with blocked_signals(SIGNALS), quiet_main():
             for local_rank in range(self._options.ranks_per_node):
                 receiver, sender = self._context.Pipe()
@@ -86,7 +95,6 @@ class NodeRanks:
                 finally:
                     receiver.close()
                 self._processes.append(process)
-        self._helpers.note()
 
     def give_places(self, membership: Membership) -> None:
         """Give each process its environment, with which it runs."""

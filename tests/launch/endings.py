@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ from unittest.mock import patch
 import psutil
 
 from megatron.control.run_secret import SECRET
-from megatron.launch import agent, ownership, restart_policy
+from megatron.launch import agent, helper_processes, ownership, restart_policy
 from megatron.launch.agent_options import AgentOptions
 from megatron.launch.child_processes import end_with_parent
 from megatron.resilience.shutdown import Signals
@@ -76,6 +77,19 @@ def run(trial: dict[str, Any], node: int, folder: str) -> NoReturn:
         return end_processes(*arguments)
 
     patch.object(ownership, "end_processes", slow_end).start()
+    start = BaseProcess.start
+
+    def start_and_lose_server(process: BaseProcess) -> None:
+        start(process)
+        times = trial.get("lost_servers", 0)
+        if times and process.name == "rank 0":
+            trial["lost_servers"] = times - 1
+            server = psutil.Process(helper_processes._server_pid())
+            server.kill()
+            while server.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.001)
+
+    patch.object(BaseProcess, "start", start_and_lose_server).start()
 
     def work() -> int:
         say("owned")
@@ -190,12 +204,22 @@ class Trials:
         self._process.communicate()
 
     def __call__(
-        self, after: str, delay_s: float, what: str, number: int, *flags: str, slow_end: bool = False, **options: Any
+        self,
+        after: str,
+        delay_s: float,
+        what: str,
+        number: int,
+        *flags: str,
+        slow_end: bool = False,
+        lost_servers: int = 0,
+        **options: Any,
     ) -> SimpleNamespace:
+        """`lost_servers`: starts of ranks in which the fork server is killed once rank 0 has begun."""
         trial = {"after": after, "delay_s": delay_s, "what": what, "signal": int(number), "flags": flags}
+        trial |= {"options": options, "slow_end": slow_end, "lost_servers": lost_servers}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(trial | {"options": options, "slow_end": slow_end}) + "\n")
+        self._process.stdin.write(json.dumps(trial) + "\n")
         self._process.stdin.flush()
         return SimpleNamespace(**json.loads(self._process.stdout.readline()))
 

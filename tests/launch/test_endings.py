@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.exit_codes import FAILED
 from tests.launch.endings import Trials
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux adopts orphans")
@@ -85,3 +86,20 @@ def test_the_first_cause_fixes_the_status(
     came = trial(after, 0.0, what, number, *flags, slow_end=after == "cleans up", max_restarts=restarts)
     check(came, what=what, number=number, restarts=restarts, fails=fails)
     assert said.replace("HOST", socket.gethostname()) in came.output, came.output
+
+
+@pytest.mark.parametrize(("times", "restarts"), [(1, 0), (2, 0), (2, 1)])
+def test_ranks_of_a_fork_server_that_ends_between_two_starts_are_started_again(
+    trial: Trials, times: int, restarts: int
+) -> None:
+    came = trial("never said", 0.0, "owner", TERM, lost_servers=times, max_restarts=restarts)
+    server, out = f"{BLAME}{socket.gethostname()}", came.output
+    assert f"{server} had ended, and was started again" in out
+    assert "rank 0 on" not in out, out
+    assert (came.left, came.files) == (0, []), out
+    if times > restarts + 1:
+        assert came.statuses == [FAILED], out
+        assert "it ends whenever ranks are started" in out
+    else:
+        assert came.statuses == [0], out
+        assert out.count("done: ") == 2, out
