@@ -43,7 +43,8 @@ PROGRAMS = {
 """What hosts are made of, and the runs on them need: the program, and Debian's package of it."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# A host's own part of the machine. The fresh /run is where sshd wants a folder.
+# A host's own part of the machine. The fresh /run is where sshd wants a folder. A shell that ssh starts reads
+# ~/.bashrc: what this machine's runs may take a lock in the home folder, which a killed test leaves to later ones.
 SET_UP = """
 set -e
 hostname "$1"
@@ -52,6 +53,7 @@ mkdir -p /run/sshd
 mount --bind "$2/ssh" /etc/ssh
 mount --bind "$2/hosts.$1" /etc/hosts
 [ ! -d ~/.ssh ] || mount -t tmpfs none ~/.ssh
+[ ! -f ~/.bashrc ] || mount --bind /dev/null ~/.bashrc
 ip link set lo up
 """
 SSHD = """
