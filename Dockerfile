@@ -1,5 +1,5 @@
-# Image for Gaudi nodes: docker build -t megatron-gaudi .     docs/gaudi.md says how to run it.
-# The base holds the plugin and its build of torch; software, torch and the node's driver belong together (docs/gaudi.md).
+# Image for Gaudi nodes: docker build -t megatron-gaudi .     docs/start/gaudi.md says how to run it.
+# The base holds the plugin and its build of torch; software, torch and the node's driver belong together (docs/start/gaudi.md).
 ARG SOFTWARE=1.24.1
 ARG TORCH=2.11.0
 FROM vault.habana.ai/gaudi-docker/${SOFTWARE}/ubuntu24.04/habanalabs/pytorch-installer-${TORCH}:latest

@@ -10,9 +10,9 @@
 # The peers are found through variables; a benchmark without its peer or data is listed as skipped, with the reason:
 #   PYTHON                interpreter of this project; with transformers and litgpt for `step`, peft for `lora`,
 #                         lm-eval for `evaluate` (default: .venv/bin/python)
-#   PEER                  interpreter of an environment with megatron-core (docs/benchmarks.md)
-#   TUNING                interpreter of an environment with TRL and InstructLab (docs/benchmarks.md)
-#   PREFERENCE            interpreter of an environment with TRL and PEFT (docs/benchmarks.md)
+#   PEER                  interpreter of an environment with megatron-core (docs/internals/benchmarks.md)
+#   TUNING                interpreter of an environment with TRL and InstructLab (docs/internals/benchmarks.md)
+#   PREFERENCE            interpreter of an environment with TRL and PEFT (docs/internals/benchmarks.md)
 #   CHATS                 folder of processed chats for sft_throughput, and CHATS_VOCAB their vocabulary size
 #   MEGATRON_TEST_DATA    folder of the corpora and tokenizers of the tests
 set -uo pipefail

@@ -135,7 +135,7 @@ def _missing_hpu() -> str:
         return (
             f"habana_frameworks.torch {_plugin_version()} does not load beside torch {metadata.version('torch')}: "
             f"{error}; its release is built for one release of torch, and lazy mode needs Habana's build of it "
-            "(docs/gaudi.md)"
+            "(docs/start/gaudi.md)"
         )
     if not hpu.is_available() or hpu.device_count() == 0:
         return "habana_frameworks sees no Gaudi; hl-smi shows which are there and who holds them"

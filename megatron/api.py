@@ -4,8 +4,8 @@
 
     run_training(torch_args=TorchrunArgs(nproc_per_node=8), train_args=TrainingArgs(model_path=..., ...))
 
-Code written for instructlab.training needs a changed import, and nothing else. docs/finetuning.md describes each field,
-and which are refused.
+Code written for instructlab.training needs a changed import, and nothing else. docs/guides/finetuning.md
+describes each field, and which are refused.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
 
 NO_PLUGIN = (
     "habana_frameworks.torch is not installed; it comes with the image or the installer of the Gaudi software, never "
-    "by pip from the public index (docs/gaudi.md)"
+    "by pip from the public index (docs/start/gaudi.md)"
 )
 PRODUCTS = {
     "bf16": {"avx512_bf16", "amx_bf16", "avx_ne_convert"},

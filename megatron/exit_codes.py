@@ -1,4 +1,4 @@
-"""Exit statuses of a training process, read by the launcher and by restarts. docs/launching.md lists them for users."""
+"""Exit statuses of a training process, read by the launcher and by restarts (docs/guides/launching.md)."""
 
 DONE = 0
 """Trained to the end or stopped early, or stopped on request: by kill switch, signal, a limit of time or iterations."""

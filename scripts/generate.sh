@@ -5,7 +5,7 @@
 #   HL_MODEL=models/llama HL_TP=8 scripts/generate.sh --chat
 #   HL_MODEL=models/llama HL_DP=8 HL_PROMPTS=prompts.jsonl HL_OUTPUT=answers.jsonl scripts/generate.sh
 #
-# Arguments are flags of tools/generate.py, and override the variables; --help lists both. docs/generation.md has more.
+# Arguments are flags of tools/generate.py, and override the variables; --help lists both. docs/guides/generation.md has more.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

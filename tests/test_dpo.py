@@ -1,4 +1,4 @@
-"""Preference training from end to end: the walk-through of docs/preference.md as it is typed, on real data."""
+"""Preference training from end to end: the walk-through of docs/guides/preference.md as it is typed, on real data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ON_CPU = {"HL_DEVICE": "cpu", "HL_BF16": "0"}
 
 def commands() -> list[str]:
     """The bash blocks of the walk-through."""
-    page = (ROOT / "docs" / "preference.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "preference.md").read_text(encoding="utf-8")
     section = page.split("## From chats to preferences, step by step\n", 1)[1].split("\n## ", 1)[0]
     return re.findall(r"```bash\n(.*?)```", section, re.S)
 

@@ -1,4 +1,4 @@
-"""Run the examples of CONTRIBUTING.md and docs/extending.md."""
+"""Run the examples of CONTRIBUTING.md and docs/internals/extending.md."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_the_example_of_a_new_option_works(tmp_path: Path) -> None:
 
 @pytest.fixture
 def extensions(tmp_path: Path) -> Path:
-    """Return a folder with the examples of docs/extending.md as modules, and a dataset."""
+    """Return a folder with the examples of docs/internals/extending.md as modules, and a dataset."""
     for heading, module in [
         ("Add a model family", "my_family"),
         ("Add a task", "my_task"),
         ("A linear layer", "my_kernel"),
     ]:
-        (tmp_path / f"{module}.py").write_text(blocks("docs/extending.md", heading)[0])
+        (tmp_path / f"{module}.py").write_text(blocks("docs/internals/extending.md", heading)[0])
     runs.write_dataset(tmp_path / "text")
     return tmp_path
 
@@ -99,7 +99,7 @@ def test_the_example_of_a_family_refuses_what_it_does_not_support(extensions: Pa
 
 def test_the_example_of_a_device_is_found_if_it_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: dict[str, Any] = {}
-    compiled = compile(blocks("docs/extending.md", "Add a device")[0], "docs/extending.md", "exec")
+    compiled = compile(blocks("docs/internals/extending.md", "Add a device")[0], "docs/internals/extending.md", "exec")
     types.FunctionType(compiled, namespace)()
     monkeypatch.setitem(accelerator._MISSING, "xpu", namespace["missing_xpu"])
     monkeypatch.setattr(torch.xpu, "is_available", lambda: False)

@@ -120,7 +120,7 @@ def files() -> list[Path]:
     found = [
         path for name in ("megatron", "tools", "benchmarks", "examples", "scripts") for path in (ROOT / name).rglob("*")
     ]
-    found += [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "setup.py"]
+    found += [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "setup.py"]
     kinds = (".py", ".sh", ".sbatch", ".md", ".yaml", ".cpp", ".h", ".hpp")
     return sorted(path for path in found if path.is_file() and path.suffix in kinds)
 
@@ -136,7 +136,7 @@ def places() -> list[Place]:
 
 
 def room(path: Path) -> str:
-    """megatron/data/gpt.py -> data; docs/design.md -> docs; README.md -> README."""
+    """megatron/data/gpt.py -> data; docs/internals/design.md -> docs; README.md -> README."""
     parts = path.relative_to(ROOT).parts
     return (parts[1] if parts[0] == "megatron" and len(parts) > 1 else parts[0]).removesuffix(".py").removesuffix(".md")
 

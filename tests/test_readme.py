@@ -90,7 +90,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_link_of_the_documentation_leads_somewhere() -> None:
     broken = []
-    for page in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "examples").rglob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "examples").rglob("*.md")]:
         for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
             there = page.parent / target if target else page
             if "://" not in target and (not there.exists() or (anchor and anchor not in anchors(there))):

@@ -1,6 +1,6 @@
-"""Print docs/configuration.md from the dataclasses of megatron/config.
+"""Print docs/reference/configuration.md from the dataclasses of megatron/config.
 
-python tools/document_config.py > docs/configuration.md
+python tools/document_config.py > docs/reference/configuration.md
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ PRESETS = """
 ## Presets
 
 Parameters are counted with the vocabulary padded for one tensor-parallel rank. A recipe has no model section and is
-combined with a preset that has one: [`sft_llama`](../megatron/presets/sft_llama.yaml), for
-[fine-tuning](finetuning.md).
+combined with a preset that has one: [`sft_llama`](../../megatron/presets/sft_llama.yaml), for
+[fine-tuning](../guides/finetuning.md).
 """
 
 BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
@@ -88,7 +88,7 @@ def presets_table() -> str:
         model, seq_length = config.model, config.training.seq_length
         parameters = count_parameters(dataclasses.replace(config, parallel=ParallelConfig()))
         sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_kv_heads)
-        cells = [f"[`{path.stem}`](../megatron/presets/{path.name})", f"{parameters:,}", *map(str, sizes)]
+        cells = [f"[`{path.stem}`](../../megatron/presets/{path.name})", f"{parameters:,}", *map(str, sizes)]
         cells += [model.position_embedding_type, str(model.vocab_size), str(seq_length)]
         found.append((path.stem.split("_")[0], parameters, f"| {' | '.join(cells)} |"))
     rows = [row for _, _, row in sorted(found)]

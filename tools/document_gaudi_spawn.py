@@ -1,6 +1,6 @@
-"""Print docs/gaudi_spawn_flags.md from the tables of the flags of optimum-habana's scripts.
+"""Print docs/reference/gaudi_spawn_flags.md from the tables of the flags of optimum-habana's scripts.
 
-python tools/document_gaudi_spawn.py > docs/gaudi_spawn_flags.md
+python tools/document_gaudi_spawn.py > docs/reference/gaudi_spawn_flags.md
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ HEADER = """# Flags of optimum-habana's scripts
 
 <!-- Written by tools/document_gaudi_spawn.py from the tables of megatron/: change those, not this page. -->
 
-What becomes of each flag in `python -m megatron.gaudi_spawn`; [from optimum-habana to here](from_optimum_habana.md)
-begins with the commands.
+What becomes of each flag in `python -m megatron.gaudi_spawn`; [from optimum-habana to
+here](../guides/optimum_habana.md) begins with the commands.
 
 | outcome | meaning |
 |---|---|
-| sets | variables of [scripts](launching.md), or flags of [training](configuration.md), [generation](generation.md) |
+| sets | [variables](../guides/launching.md), flags of [training](configuration.md) or [generation][generation] |
 | honoured | what it requests always holds here |
 | no effect | it is accepted, and a note gives the reason |
 | refused | the command ends before anything starts, with the remedy |
 
 A default is the script's own, which counts here too where the flag is left out. Any other flag is refused, with the
 nearest name. `SCRIPT --help` prints the same in a terminal.
+
+[generation]: ../guides/generation.md
 """
 
 
@@ -62,7 +64,7 @@ def document() -> str:
         ("key=value", "refused", "write it into the file", ""),
     ]
     parts += ["## finetune.py", "", table(hydra), ""]
-    parts += ["Keys of the file: [fine-tuning](finetuning.md#run-a-finetune_lorayaml)."]
+    parts += ["Keys of the file: [fine-tuning](../guides/finetuning.md#run-a-finetune_lorayaml)."]
     return "\n".join(parts) + "\n"
 
 

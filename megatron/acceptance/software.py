@@ -74,7 +74,7 @@ def check_software(devices: int) -> Group:
     group.variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(REPORTED)}
     plugin, torch = (group.facts[name] for name in PACKAGES[:2])
     release = release_of(plugin)
-    detail = "" if release else f"docs/gaudi.md lists no release of habana-torch-plugin {plugin}"
+    detail = "" if release else f"docs/start/gaudi.md lists no release of habana-torch-plugin {plugin}"
     if release and torch.split("+")[0].split("a")[0] != release.torch:
         detail = f"Gaudi software {release.software} has torch {release.torch}, and torch {torch} is installed"
     group.checks.append(Check("torch is the one of the Gaudi software (0: yes)", float(bool(detail)), 0.0, detail))

@@ -90,7 +90,7 @@ def _faults(options: argparse.Namespace, found: int, folder: Path) -> Iterator[s
     if not has_gaudi_plugin():
         yield (
             f"habana_frameworks.torch is not installed in {sys.executable}; name the Python of the Gaudi software by "
-            "PYTHON (docs/gaudi.md)"
+            "PYTHON (docs/start/gaudi.md)"
         )
     if found == 0:
         yield "no Gaudi card is visible on this machine; hl-smi shows which are there"

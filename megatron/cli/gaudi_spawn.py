@@ -6,7 +6,7 @@
     python -m megatron.gaudi_spawn --world_size 7 --use_deepspeed finetune.py --config-name=finetune_lora.yaml
 
 The scripts need not be there: their names choose what runs. One with code of its own is refused.
-docs/gaudi_spawn_flags.md lists every flag.
+docs/reference/gaudi_spawn_flags.md lists every flag.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _count_slots(ranks: Ranks, hostfile: str, *, is_given: bool) -> None:
 def help_text(name: str | None) -> str:
     """Return the help of the launcher, or of a script's flags, in at most 100 columns."""
     if name in FLAGS:
-        lines = [f"flags of {name}.py, and what becomes of each (docs/gaudi_spawn_flags.md)", ""]
+        lines = [f"flags of {name}.py, and what becomes of each (docs/reference/gaudi_spawn_flags.md)", ""]
         for entry in FLAGS[name or ""]:
             default = f" (default: {entry.default})" if entry.default is not None else ""
             text = re.sub(r"\]\([^)]*\)", "", entry.text).replace("`", "").replace("[", "")
@@ -182,7 +182,7 @@ def help_text(name: str | None) -> str:
         "scripts, which need not be there (only finetune.py's folder counts, where its file is looked for):",
         *(_entry(f"{name}.py", text, 26) for name, text in SCRIPTS.items()),
         "",
-        "SCRIPT --help lists the flags of a script. docs/from_optimum_habana.md has examples.",
+        "SCRIPT --help lists the flags of a script. docs/guides/optimum_habana.md has examples.",
     ]
     return "\n".join(lines) + "\n"
 

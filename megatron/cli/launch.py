@@ -271,7 +271,7 @@ def build_launch_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=command_name("launch"),
         description="Validate a run of megatron.train, then launch it on this machine or on the hosts of a hostsfile.",
-        epilog="After --, the flags of megatron.train; `-- --help` shows them. See docs/launching.md.",
+        epilog="After --, the flags of megatron.train; `-- --help` shows them. See docs/guides/launching.md.",
         allow_abbrev=False,
     )
     parser.add_argument("--variables", choices=ALL, help="read HL_* variables, as this script does")

@@ -4,8 +4,8 @@
         --tokenizer-model tokenizer.json --chat-template chatml --max-length 4096 --workers 4 --show 3
 
 Each row is {"messages": [{"role": "user", "content": "..."}, ...]}, or of another form that people have: ShareGPT's,
-Alpaca's, prompt and completion, question and answer. The loss is on what the assistant writes; see docs/chats.md. All
-that is left out is counted, and the files get their names only when all of them are complete.
+Alpaca's, prompt and completion, question and answer. The loss is on what the assistant writes (docs/guides/chats.md).
+All that is left out is counted, and the files get their names only when all of them are complete.
 """
 
 from __future__ import annotations

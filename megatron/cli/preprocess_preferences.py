@@ -3,8 +3,8 @@
     python tools/preprocess_preferences.py --input pairs.jsonl --output-prefix data/pairs \\
         --tokenizer-model models/llama --workers 4 --show 2
 
-Each line is {"prompt": ..., "chosen": ..., "rejected": ...}, of texts or of lists of messages; docs/preference.md has
-all formats. All that is left out is counted, and the files get their names only when both are complete.
+Each line is {"prompt": ..., "chosen": ..., "rejected": ...}, of texts or lists of messages; docs/guides/preference.md
+has all formats. All that is left out is counted, and the files get their names only when both are complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers to flags of Megatron that are not ours, as docs/megatron_flags.md gives them."""
+"""Answers to flags of Megatron that are not ours, as docs/reference/megatron_flags.md gives them."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class ModelConfig:
     kernels: Literal["auto", "plain", "fused"] = "auto"
     """Form of rotary embedding, SwiGLU, RMSNorm and attention. `plain`: torch's operators, the
     reference. `fused`: compiled by torch.compile on CUDA and CPU, Habana's on HPU. `auto`: as fused, but on CPU
-    operators that need no compiler. docs/kernels.md has the table."""
+    operators that need no compiler. docs/reference/kernels.md has the table."""
     attention_backend: Literal["auto", "sdpa", "flex", "fused_hpu"] = "auto"
     """Attention kernel. `sdpa`: torch's. `flex`: flex_attention, CUDA only. `fused_hpu`: Habana's FusedSDPA. `auto`:
     fused_hpu on HPU, flex on CUDA for ALiBi or packed documents with heads of 16 channels or more, matrix products by

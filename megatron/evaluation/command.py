@@ -35,7 +35,7 @@ def build_evaluate_parser(prog: str = "megatron-evaluate") -> argparse.ArgumentP
         usage=f"{prog} --load FOLDER [--tasks TASK ...]\n    [--dataset PREFIX ...] [--flag VALUE ...]",
         description="Measure a checkpoint of a run, a Hugging Face model or adapters by lm-eval's tasks, and by the "
         "perplexity and bits per byte of datasets, on any layout.",
-        epilog="A BOOL flag alone means true; `none` unsets an option. docs/evaluation.md has examples.",
+        epilog="A BOOL flag alone means true; `none` unsets an option. docs/guides/evaluation.md has examples.",
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )

@@ -175,8 +175,8 @@ def build_generate_parser(prog: str = "megatron-generate") -> argparse.ArgumentP
         usage=f"{prog} --load FOLDER --prompt TEXT [--flag VALUE ...]",
         description="Continue texts and answer chats with a checkpoint of a run, a Hugging Face model or adapters, on "
         "any layout.",
-        epilog="A BOOL flag alone means true; `none` unsets an option. docs/generation.md has examples, and a table of "
-        "the flags of transformers and optimum-habana that are understood.",
+        epilog="A BOOL flag alone means true; `none` unsets an option. docs/guides/generation.md has examples, and a "
+        "table of the flags of transformers and optimum-habana that are understood.",
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )

@@ -264,5 +264,5 @@ class TrainingArgs(Arguments):
     """Objects of subclasses of TrainerCallback, whose hooks are called during the training."""
 
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    """Ours alone: options of docs/configuration.md, which win over all of the above. {"tensor_model_parallel_size": 2}
-    cuts each layer over two ranks."""
+    """Ours alone: options of docs/reference/configuration.md, which win over all of the above.
+    {"tensor_model_parallel_size": 2} cuts each layer over two ranks."""

@@ -90,7 +90,7 @@ def run_to_the_end(command: Sequence[str], environment: Mapping[str, str], log: 
 
 
 def meaning(status: int) -> str:
-    """Explain an exit status, as docs/launching.md lists them."""
+    """Explain an exit status, as docs/guides/launching.md lists them."""
     if status > 128:
         with contextlib.suppress(ValueError):
             name = signal.Signals(status - 128).name

@@ -1,4 +1,4 @@
-"""Translation of InstructLab's arguments into a config; docs/finetuning.md has the table."""
+"""Translation of InstructLab's arguments into a config; docs/guides/finetuning.md has the table."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def build_config(args: TrainingArgs, setting: Setting) -> Config:
     for name, value in args.engine_options.items():
         if name not in options():
             near = difflib.get_close_matches(name, options(), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "; docs/configuration.md lists them"
+            hint = f"; did you mean {near[0]!r}?" if near else "; docs/reference/configuration.md lists them"
             raise ConfigError([f"engine_options has no {name!r}{hint}"])
         tree.setdefault(options()[name][0], {})[name] = value
     config = from_dict(tree)

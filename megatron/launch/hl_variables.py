@@ -215,7 +215,7 @@ _VARIABLES: tuple[Variable, ...] = (
     _text(
         "HL_PREFERENCE_LOSS",
         "--preference-loss",
-        "objective: sigmoid (DPO), ipo, simpo, kto or another of docs/preference.md",
+        "objective: sigmoid (DPO), ipo, simpo, kto or another of docs/guides/preference.md",
         DPO,
     ),
     _text("HL_BETA", "--beta", "strength of the preference term; of DPO, how close to the reference", DPO),

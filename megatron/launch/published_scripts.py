@@ -98,8 +98,8 @@ def check_script(script: str) -> Iterator[str]:
         if file.is_file() and not _is_published(file, module):
             yield (
                 f"{file} has code of its own, which is not run here: this command does what the published {module}.py "
-                "does. Write a changed loss as --loss FILE.py:FUNCTION (docs/extending.md) and remove the file, or "
-                "run it with torchrun"
+                "does. Write a changed loss as --loss FILE.py:FUNCTION (docs/guides/own_loss.md) and remove the file, "
+                "or run it with torchrun"
             )
 
 

@@ -3,7 +3,7 @@
 One table for each script. A flag sets HL_* variables of run_sft.sh and run_dpo.sh or flags of megatron.train, is
 honoured because it always holds here, has no effect and is noted, or is refused with the reason. Where a flag is left
 out, the script's own default counts. spawn_requests.py reads command lines by these tables, and
-docs/gaudi_spawn_flags.md shows them.
+docs/reference/gaudi_spawn_flags.md shows them.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def _schedule_flags(*, rate: str, shape: str, warmup: str, decay: str, optimizer
         _choice(
             "--optimizer_type" if optimizer == "paged_adamw_32bit" else "--optim",
             _OPTIMIZERS,
-            "`HL_OPTIMIZER`; [paged AdamW](quantization.md#paged-adamw) on CUDA, AdamW elsewhere, with a warning",
+            "`HL_OPTIMIZER`; [paged AdamW](../guides/quantization.md#paged-adamw) on CUDA, AdamW elsewhere, with "
+            "a warning",
             default=optimizer,
         ),
         _to("--seed", "--seed", default=seed),

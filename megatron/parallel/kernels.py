@@ -243,7 +243,7 @@ def missing_compiler(device: str) -> str:
 
 
 def choose_kernels(config: Config, device: torch.device, *, trains: bool = True) -> Kernels:
-    """Return the operators that the option `kernels` means on a device; docs/kernels.md has the table.
+    """Return the operators that the option `kernels` means on a device; docs/reference/kernels.md has the table.
 
     A model that trains computes alike with and without gradients: layers are recomputed, and references compared.
 

@@ -1,7 +1,7 @@
 """A user's loss function: `--loss package.module:function`, in place of the cross-entropy of a task.
 
-B rows of a microbatch, S tokens of a row, H hidden size; N samples in it, of at most L tokens. docs/tasks.md shows
-functions.
+B rows of a microbatch, S tokens of a row, H hidden size; N samples in it, of at most L tokens. docs/guides/own_loss.md
+shows functions.
 """
 
 from __future__ import annotations

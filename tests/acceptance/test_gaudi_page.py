@@ -1,4 +1,4 @@
-"""docs/gaudi.md, the Dockerfile, the requirements and the table of releases agree, and what the page names exists."""
+"""docs/start/gaudi.md, the Dockerfile, the requirements and the table of releases agree; what the page names exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.launch.hl_variables import VARIABLES
 from megatron.launch.host_environment import sent_variables
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "gaudi.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "start" / "gaudi.md").read_text(encoding="utf-8")
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 

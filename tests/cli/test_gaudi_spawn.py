@@ -29,8 +29,8 @@ from tests.finetuning_files import write_chats, write_config
 from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "from_optimum_habana.md").read_text(encoding="utf-8")
-FLAGS_PAGE = (ROOT / "docs" / "gaudi_spawn_flags.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guides" / "optimum_habana.md").read_text(encoding="utf-8")
+FLAGS_PAGE = (ROOT / "docs" / "reference" / "gaudi_spawn_flags.md").read_text(encoding="utf-8")
 LLAMA, PAIRED = "meta-llama/Llama-2-70b-hf", "lvwerra/stack-exchange-paired"
 # llama2_ds_zero3_config.json of optimum-habana's examples
 ZERO3: dict[str, Any] = {
@@ -406,7 +406,7 @@ def test_a_wrong_command_is_refused_under_the_names_that_were_written(
 def test_the_page_of_flags_is_what_the_tool_prints() -> None:
     tool = [sys.executable, str(ROOT / "tools" / "document_gaudi_spawn.py")]
     printed = subprocess.run(tool, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
-    assert printed == FLAGS_PAGE, "run `python tools/document_gaudi_spawn.py > docs/gaudi_spawn_flags.md`"
+    assert printed == FLAGS_PAGE, "run `python tools/document_gaudi_spawn.py > docs/reference/gaudi_spawn_flags.md`"
 
 
 @pytest.mark.parametrize("script", TABLES)

@@ -1,4 +1,4 @@
-"""docs/preprocess_flags.md: each flag of Megatron's preprocess_data.py is accepted, or refused with a reason."""
+"""docs/reference/preprocess_flags.md: each flag of Megatron's preprocess_data.py is taken, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from megatron.cli import preprocess_data
 from megatron.cli.megatron_flags import REFUSED
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "preprocess_flags.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "preprocess_flags.md"
 MEGATRONS = {
     # tools/preprocess_data.py of Megatron-LM and Megatron-DeepSpeed
     *("input", "json-keys", "split-sentences", "keep-newlines", "append-eod", "lang", "output-prefix", "workers"),

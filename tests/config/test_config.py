@@ -305,8 +305,8 @@ def test_the_committed_page_of_options_is_up_to_date() -> None:
     run = subprocess.run(
         [sys.executable, "tools/document_config.py"], cwd=ROOT, capture_output=True, encoding="utf-8", check=True
     )
-    assert run.stdout == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"), (
-        "run python tools/document_config.py > docs/configuration.md"
+    assert run.stdout == (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8"), (
+        "run python tools/document_config.py > docs/reference/configuration.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""docs/megatron_flags.md: flags it lists as ours exist, flags it lists as missing do not, every option is listed.
+"""docs/reference/megatron_flags.md: flags listed as ours exist, as missing do not; all options are listed.
 
 The left columns of the page hold Megatron's flags, the other columns ours. A flag that ends in `*` stands for all flags
 with that prefix. megatron_flag_names.txt holds the names that Megatron-LM (August 2026), Megatron-DeepSpeed (July 2025)
@@ -20,7 +20,7 @@ from megatron.config.foreign_flags import ANSWERS
 from megatron.config.options import Config, ConfigError, options, sections
 from megatron.config.parser import build_parser
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_flags.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "megatron_flags.md"
 
 Row = list[str]
 
@@ -37,7 +37,7 @@ RENAMED, MISSING, ONLY_HERE = (
 )
 TABLES = {"Same name": SAME, "Renamed": RENAMED, "Not supported": MISSING, "Only in this project": ONLY_HERE}
 
-TESTS = PAGE.parents[1] / "tests"
+TESTS = PAGE.parents[2] / "tests"
 MEGATRONS = set((TESTS / "config" / "megatron_flag_names.txt").read_text(encoding="utf-8").split())
 
 

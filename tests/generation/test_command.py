@@ -70,7 +70,7 @@ def test_an_empty_prompt_is_refused(folder: str) -> None:
 
 
 def test_the_page_lists_every_flag_of_other_programs() -> None:
-    page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "generation.md").read_text(encoding="utf-8")
     for name in (*OTHER_NAMES, *WITHOUT_EFFECT, *REFUSED):
         assert f"`{name.replace('-', '_').replace('__', '--')}`" in page, name
 

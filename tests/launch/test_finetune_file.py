@@ -18,7 +18,7 @@ from megatron.launch.plan import LaunchPlan, RefusedError
 from megatron.launch.preflight import preflight
 from tests.finetuning_files import write_chats, write_config
 
-DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "finetuning.md"
+DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "guides" / "finetuning.md"
 # as published, but for the folders
 PUBLISHED = """
 model_id: base

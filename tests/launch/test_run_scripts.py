@@ -35,7 +35,7 @@ def run(script: str, folder: Path, *arguments: str, **variables: str) -> subproc
 
 
 def test_a_plan_for_a_named_device_needs_none_of_that_kind(tmp_path: Path) -> None:
-    """The command of docs/launching.md, on a machine that has a CPU alone: it was refused as of device=cpu."""
+    """The command of docs/guides/launching.md, on a machine that has a CPU alone: it was refused as of device=cpu."""
     plan = run("run_bloom13b.sh", tmp_path, "--device-memory", "gaudi2", HL_DRY_RUN="1", HL_TP="4", HL_DP="2")
     assert plan.returncode == 0, plan.stderr
     assert "1 node x 8 hpu devices = 8 ranks" in plan.stdout
@@ -196,7 +196,7 @@ def test_a_dry_run_loads_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
 
 
 def test_the_documentation_lists_every_variable() -> None:
-    documented = set(re.findall(r"HL_[A-Z0-9_]+\*?", (ROOT / "docs" / "launching.md").read_text()))
+    documented = set(re.findall(r"HL_[A-Z0-9_]+\*?", (ROOT / "docs" / "guides" / "launching.md").read_text()))
     known = {variable.name for variable in VARIABLES} | {name for refused in REFUSED for name in refused.names}
     assert known - documented == set()
     assert documented - known == set()

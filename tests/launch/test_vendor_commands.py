@@ -217,7 +217,7 @@ def test_every_variable_of_the_newest_script_is_known() -> None:
 
 
 def test_every_default_is_that_of_the_newest_script_or_is_named_on_the_page() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "launching.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "launching.md").read_text(encoding="utf-8")
     others = page.partition("### Other defaults")[2].partition("### ")[0]
     named = {row[1]: (row[2], row[3]) for row in map(cells, re.findall(r"^\| `HL_\w+` .*$", others, re.M))}
     ours = {row[1]: row[3] for row in map(cells, re.findall(r"^\| `HL_\w+` .*$", page.replace(others, ""), re.M))}

@@ -1,4 +1,4 @@
-"""Run the examples of docs/tasks.md."""
+"""Run the examples of docs/guides/own_loss.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def with_gamma(log_probs: Tensor, batch: LossBatch, *, gamma: float = 2.0) -> Te
 
 @pytest.mark.parametrize(("heading", "function"), EXAMPLES.items())
 def test_an_example_trains(ranks: RankPools, tmp_path: Path, heading: str, function: str) -> None:
-    (tmp_path / "my_loss.py").write_text(blocks("docs/tasks.md", heading)[0])
+    (tmp_path / "my_loss.py").write_text(blocks("docs/guides/own_loss.md", heading)[0])
     data = [str(runs.write_dataset(tmp_path / f"{seed}", seed=seed)) for seed in range(2)]
     flags = f"--train-iters 2 --data-path 1 {data[0]} 1 {data[1]}"
     if function == "teacher_cross_entropy":

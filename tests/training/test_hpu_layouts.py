@@ -79,7 +79,7 @@ def test_a_run_on_hpu_has_the_losses_of_the_cpu(
 
 
 def assert_documented(calls: Counter[str], model: str, *, is_last: bool, forwards: int, lazy: bool) -> None:
-    """The calls of a rank are those that docs/gaudi.md describes for its layers and microbatches.
+    """The calls of a rank are those that docs/start/gaudi.md describes for its layers and microbatches.
 
     `forwards`: forward passes of a microbatch; DPO has one of the reference.
     """

@@ -1,4 +1,4 @@
-"""Each fault of the table in docs/reliability.md, met by a rank of a real run: how it ends, and whom it names.
+"""Each fault of the table in docs/guides/reliability.md, met by a rank of a real run: how it ends, and whom it names.
 
 Faults that the watchdog must find run side by side, since they mostly wait.
 """
@@ -17,7 +17,7 @@ from megatron.exit_codes import DONE, FAILED, HUNG, REFUSED
 from tests import runs
 from tests.training.faulty_run import STEP, Ended, Zygote
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "reliability.md"
 TIMEOUT_S = 5
 IN_TIME_S = 300  # a fault that nobody notices ends with the collectives, after 30 minutes
 SAVE, SAVE_EVERY_STEP = "--save {folder}/saved", "--save {folder}/saved --save-interval 1 --no-async-save"

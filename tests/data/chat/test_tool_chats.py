@@ -42,7 +42,7 @@ def tokenizer_of(template: str) -> ChatTokenizer:
 
 
 def forms(messages: list[Row]) -> Iterator[list[Row]]:
-    """Yield the forms of messages that docs/chats.md lists, each without null."""
+    """Yield the forms of messages that docs/guides/chats.md lists, each without null."""
     conversions: tuple[Callable[[Any], Any], ...] = (lambda given: given, as_object, as_text)
     for fills, joins, convert in itertools.product((False, True), (False, True), conversions):
         found = []
