@@ -108,7 +108,7 @@ def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
         *((2 * stream + inner - mlp_bytes, shard) for shard in columns[1:]),
         *((stream + tokens * shard.shape[1] // t * number, shard) for shard in rows[1:]),
     ]
-    # on CUDA measured at the peak of the whole layer (docs/internals/benchmarks.md)
+    # on CUDA measured at the peak of the whole layer (benchmarks/plan_memory.py on an H100)
     on_cpu = config.parallel.device == "cpu"
     trained = [
         (size + _widened(config, shard, of_weight=True), math.prod(shard.local_shape(t)))
