@@ -37,6 +37,8 @@ except ImportError as error:
 
 MAX_NEW_TOKENS = 256
 """Longest answer of a task that says nothing else, as of lm-eval's own models."""
+NO_CACHED_DATASET = "Couldn't find cache for"
+"""What datasets says offline of a dataset that has not been downloaded."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams", "length_penalty")
 
 
@@ -211,8 +213,21 @@ def _named_faults(options: EvaluationOptions) -> Iterator[None]:
     except (DataError, ConfigError):
         raise
     except (KeyError, ValueError, OSError) as error:
-        downloads = "; nothing is downloaded unless HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0 are set"
-        raise DataError(f"lm-eval cannot run {' '.join(options.tasks)}: {error}{downloads}") from error
+        named = f"lm-eval cannot run {' '.join(options.tasks)}: {type(error).__name__}: {error}"
+        if _lacks_a_file(error):
+            named += "; nothing is downloaded unless HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0 are set"
+        raise DataError(named) from error
+
+
+def _lacks_a_file(error: BaseException | None) -> bool:
+    """Return True for an error whose cause is that a file is neither here nor may be downloaded."""
+    while error is not None:
+        if isinstance(error, FileNotFoundError | ConnectionError):
+            return True
+        if isinstance(error, ValueError) and str(error).startswith(NO_CACHED_DATASET):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def table(results: dict[str, Any]) -> str:

@@ -161,8 +161,23 @@ def test_results_in_a_run_are_those_of_lm_evals_own_model(
     assert all("lm-eval cannot run no_such_task" in each for each in unknown), unknown
 
 
-def test_a_task_whose_data_is_missing_is_named(ranks: RankPools, model: Path, tasks: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "elsewhere"), [("choice.jsonl", "lost.jsonl"), ("dataset_path: json", "dataset_path: nobody/nothing")]
+)
+def test_a_task_whose_data_is_missing_is_named(
+    ranks: RankPools, model: Path, tasks: list[str], tmp_path: Path, there: str, elsewhere: str
+) -> None:
     task = tmp_path / "lost.yaml"
-    task.write_text(Path(tasks[0]).read_text().replace("choice.jsonl", "lost.jsonl"))
+    task.write_text(Path(tasks[0]).read_text().replace(there, elsewhere))
     with pytest.raises(RankFailure, match=r"lm-eval cannot run .*lost.yaml.*HF_DATASETS_OFFLINE=0"):
         ranks(2)(runs.run, ["--load", str(model), "--tasks", str(task)])
+
+
+def test_what_is_wrong_in_a_task_is_named_without_advice_about_downloads(
+    ranks: RankPools, model: Path, tasks: list[str], tmp_path: Path
+) -> None:
+    task = tmp_path / "wrong.yaml"
+    task.write_text(Path(tasks[0]).read_text().replace("output_type: multiple_choice", "output_type: no_such_type"))
+    with pytest.raises(RankFailure, match=r"lm-eval cannot run .*wrong.yaml: ValueError: .*no_such_type") as failure:
+        ranks(1)(runs.run, ["--load", str(model), "--tasks", str(task)])
+    assert "OFFLINE" not in str(failure.value)
