@@ -106,7 +106,8 @@ class TerminalChat:
     def _request(self) -> Request | None:
         """Return the request of the messages; None after a message why the model cannot take it."""
         try:
-            request = Request(self._num_answers, self._session.encoder.chat(self._messages))
+            ids = self._session.encoder.chat(self._messages)
+            request = Request(self._num_answers, ids, is_chat=True)
         except DataError as error:
             print(error, flush=True)
             return None
@@ -121,6 +122,8 @@ class TerminalChat:
         if self._ctx.rank == 0:
             completion = done[0]
             reason = {"interrupted": " [stopped]", "length": " [max_new_tokens]"}.get(completion.reason, "")
+            if self._session.is_out_of_positions(completion):
+                reason = f" [the model's {self._session.model.max_positions:,} positions are full; /clear begins anew]"
             print(reason, flush=True)
             self._messages.append({"role": "assistant", "content": self._session.text_of(request, completion)})
 

@@ -58,7 +58,9 @@ class PromptSource:
                 row = read()
                 if taken := [key for key in self._result_keys if key in row]:
                     raise DataError(f"it has the key {taken[0]!r}, which the result needs; rename it")
-                request = Request(number, ids_of(row, self._encoder, as_chat=self._options.as_chat))
+                ids = ids_of(row, self._encoder, as_chat=self._options.as_chat)
+                is_chat = self._options.as_chat or row.get("messages") is not None
+                request = Request(number, ids, is_chat=is_chat)
                 if faults := self._faults(request):
                     raise DataError(faults[0])
             except DataError as error:

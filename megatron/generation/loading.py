@@ -256,8 +256,14 @@ def _origin(options: LoadOptions, source: Any, saved: Config) -> ModelOrigin:
     return ModelOrigin(
         folder=folder,
         tokenizer=next(iter(found), None),
-        generation_config=next((each.get("generation_config") for each in sources if each is not None), None),
+        generation_config=next((_generation_config(each) for each in sources if each is not None), None),
     )
+
+
+def _generation_config(source: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the generation config of a Hugging Face model: as transformers, that of config.json where it has none."""
+    found: dict[str, Any] | None = source.get("generation_config") or source.get("config")
+    return found
 
 
 def _tokenizer(options: LoadOptions, config: Config, origin: ModelOrigin) -> Tokenizer | None:

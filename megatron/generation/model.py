@@ -44,7 +44,7 @@ class ModelOrigin:
     tokenizer: Path | None = None
     """Folder with tokenizer files and chat templates."""
     generation_config: dict[str, Any] | None = None
-    """Content of Hugging Face's generation_config.json."""
+    """Content of Hugging Face's generation_config.json, or where there is none, of config.json."""
     ckpt_step: int | None = None
     """Iteration of the run's checkpoint."""
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.data.chat.template import ChatTemplate, find_template, named_tokens, read_config
+from megatron.data.chat.template import TEMPLATE_NAME, ChatTemplate, find_template, named_tokens, read_config
 from megatron.data.indexed import DataError
 from megatron.data.tokenizers.base import KNOWN_EOD_TOKENS, Tokenizer
 from megatron.data.tokenizers.library import LibraryTokenizer
-from megatron.generation.model import InferenceModel
+from megatron.generation.model import InferenceModel, ModelOrigin
 
 Messages = Sequence[Mapping[str, Any]]
+log = logging.getLogger(__name__)
+
 ANSWER = "\ufdd2"
 """Stands for an answer where a template shows how it ends one. It is not a character."""
 
@@ -85,31 +88,64 @@ class PromptEncoder:
         if "eos_token" not in tokens:
             known = [token for token in KNOWN_EOD_TOKENS if self.tokenizer.token_id(token) is not None]
             tokens |= {"eos_token": known[0]} if known else {}
-        lacking = [token for token in source.tokens_to_add() if self.tokenizer.token_id(token) is None]
-        if lacking:
+        template = ChatTemplate(source, tokens)
+        if self._template_name is not None:
+            self._check_markers(template)
+        return template
+
+    def _check_markers(self, template: ChatTemplate) -> None:
+        """Check a template that is not the model's own, whose markers this tokenizer may know as plain text alone."""
+        lacking = [token for token in template.source.tokens_to_add() if self.tokenizer.token_id(token) is None]
+        if not lacking:
+            return
+        writes = (
+            f"chat template {template.source.origin} writes {', '.join(lacking)}, of which this tokenizer has no ids"
+        )
+        if (end := _end_marker(template)) in lacking:
             raise DataError(
-                f"chat template {source.origin} writes {', '.join(lacking)}, of which this tokenizer has no ids: the "
-                "model was not trained with it; choose its own with --chat-template"
+                f"{writes}, and {end} ends its answers; choose the model's own with --chat-template. If it was trained "
+                f"with this one, its markers as plain text, write it as {TEMPLATE_NAME} into {self._folder}"
             )
-        return ChatTemplate(source, tokens)
+        if self._model.ctx.rank == 0:
+            log.warning("%s: they are read as plain text, as a model has to be trained to expect", writes)
 
     def final_ids(self, *, of_chats: bool) -> frozenset[int]:
         """Return the ids that end a text: those of generation_config.json and of the tokenizer, and of a turn."""
         found = set[int]()
         if self.tokenizer.eod is not None:
             found.add(self.tokenizer.eod)
-        configured = (self._model.origin.generation_config or {}).get("eos_token_id") if self._model.origin else None
-        found.update(configured if isinstance(configured, list) else [] if configured is None else [configured])
-        if of_chats and (turn := self._end_of_turn()) is not None:
+        if self._model.origin is not None:
+            found.update(_configured_ids(self._model.origin))
+        end = _end_marker(self.template) if of_chats else None
+        if end is not None and (turn := self.tokenizer.token_id(end)) is not None:
             found.add(turn)
         return frozenset(token for token in found if token < self._model.vocab_size)
 
-    def _end_of_turn(self) -> int | None:
-        """Return the id of the special token that the template writes behind an answer; None if there is none."""
-        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}]
-        _, _, behind = self.template.render(messages).partition(ANSWER)
-        mark = self.template.end_marker.match(behind.lstrip())
-        return None if mark is None else self.tokenizer.token_id(mark[0])
+    def final_strings(self) -> tuple[str, ...]:
+        """Return the text that ends an answer where the template's marker for it is not a token. Raises DataError."""
+        end = _end_marker(self.template)
+        return () if end is None or self.tokenizer.token_id(end) is not None else (end,)
+
+
+def _end_marker(template: ChatTemplate) -> str | None:
+    """Return the marker that a template writes behind an answer; None if there is none."""
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}]
+    _, _, behind = template.render(messages).partition(ANSWER)
+    mark = template.end_marker.match(behind.lstrip())
+    return None if mark is None else mark[0]
+
+
+def _configured_ids(origin: ModelOrigin) -> list[int]:
+    """Return the ids that the model's own files say end a text. Raises DataError."""
+    given = (origin.generation_config or {}).get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    wrong = [each for each in ids if not isinstance(each, int) or isinstance(each, bool) or each < 0]
+    if wrong:
+        raise DataError(
+            f"the model in {origin.folder} has eos_token_id={given!r} in its generation_config.json or config.json, "
+            f"and {wrong[0]!r} is not an id; write the number of the token that ends a text, or a list of such numbers"
+        )
+    return ids
 
 
 def _checked(messages: Any) -> list[Mapping[str, Any]]:

@@ -15,6 +15,8 @@ class Request:
     number: int
     """Place among all prompts of a run, a resumed one too: what is drawn depends on it."""
     prompt: tuple[int, ...]
+    is_chat: bool = False
+    """The text is an answer, which ends where the chat template ends a turn."""
 
 
 @dataclass(frozen=True)

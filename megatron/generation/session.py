@@ -5,6 +5,7 @@ Rank 0 reads the prompts and writes the results. The rank that decides when a te
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections import defaultdict
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.accelerator import MAX_ALLOCATED, memory_stats
 from megatron.config.options import ConfigError
@@ -33,6 +35,13 @@ PROMPTS_AT_ONCE = 64
 OnText = Callable[[str], object]
 
 
+class _Ends(NamedTuple):
+    """What ends a text."""
+
+    ids: frozenset[int]
+    strings: tuple[str, ...]
+
+
 class Session:
     """A loaded model with the options of a command. Raises ConfigError or DataError on all ranks alike."""
 
@@ -46,7 +55,10 @@ class Session:
             raise ConfigError(faults)
         self.settings = BatchSettings(batch_size=prompts.batch_size, use_graphs=prompts.use_graphs)
         self.statistics = GenerationStatistics()
-        self.eos_ids = self.encoder.final_ids(of_chats=prompts.chat or prompts.as_chat)
+        self._ends: dict[bool, _Ends] = {}
+        self._ends_of(is_chat=prompts.chat or prompts.as_chat)  # its faults come first
+        self.num_out_of_positions = 0
+        """Texts that ended at the last of the model's learned positions, before max_new_tokens. On rank 0."""
         self.is_interrupted = False
         """Set, on every rank, to end the texts under way after their next token."""
 
@@ -62,6 +74,23 @@ class Session:
 
         `on_text` receives the pieces of a single text while it grows. `kept`: what a chat keeps between its turns.
         """
+        kinds = {request.is_chat for request in requests}
+        if len(kinds) == 1:
+            yield from self._generate(requests, kinds.pop(), on_text, kept)
+            return
+        # a batch has one set of final ids, so texts and chats are generated one after the other
+        found: dict[int, list[Completion]] = defaultdict(list)
+        for is_chat in sorted(kinds):
+            of_kind = [request for request in requests if request.is_chat == is_chat]
+            for completion in self._generate(of_kind, is_chat, None, None):
+                found[completion.request].append(completion)
+        for request in requests:
+            yield from found[request.number]
+
+    def _generate(
+        self, requests: Sequence[Request], is_chat: bool, on_text: OnText | None, kept: KeptText | None
+    ) -> Iterator[Completion]:
+        ends = self._ends_of(is_chat=is_chat)
         begin = {request.number: partial(self._text, request) for request in requests}
         growing: dict[tuple[int, int], GeneratedText] = {}
         num_seen: dict[tuple[int, int], int] = defaultdict(int)
@@ -69,7 +98,7 @@ class Session:
         def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
             if self.is_interrupted:
                 return "interrupted"
-            if not self.options.stop:
+            if not ends.strings:
                 return None
             key = number, sample
             text = growing.setdefault(key, begin[number]())
@@ -84,28 +113,52 @@ class Session:
             if shown is not None and on_text is not None:
                 on_text(shown.add(token))
 
-        yield from generate(
+        for completion in generate(
             self.model,
             requests,
             self.options,
-            eos_ids=self.eos_ids,
+            eos_ids=ends.ids,
             settings=self.settings,
             is_finished=is_finished,
             on_token=on_token if self.model.ctx.rank == 0 else None,
             statistics=self.statistics,
             kept=kept,
-        )
+        ):
+            self.num_out_of_positions += self.is_out_of_positions(completion)
+            yield completion
         if shown is not None and on_text is not None:
             on_text(shown.finish())
 
     def _text(self, request: Request) -> GeneratedText:
         keep_special = self.command.prompts.keep_special_tokens
-        return GeneratedText(self.encoder.tokenizer, request.prompt, self.options, keep_special=keep_special)
+        options = dataclasses.replace(self.options, stop=self._ends_of(is_chat=request.is_chat).strings)
+        return GeneratedText(self.encoder.tokenizer, request.prompt, options, keep_special=keep_special)
+
+    def _ends_of(self, *, is_chat: bool) -> _Ends:
+        """Return what ends a text, or an answer of a chat. Raises DataError."""
+        if is_chat not in self._ends:
+            of_turns = self.encoder.final_strings() if is_chat else ()
+            self._ends[is_chat] = _Ends(self.encoder.final_ids(of_chats=is_chat), (*self.options.stop, *of_turns))
+        return self._ends[is_chat]
 
     def text_of(self, request: Request, completion: Completion) -> str:
         """Return the text of a completion, up to a stop string."""
         text = self._text(request)
         return "".join([text.add(token) for token in completion.ids]) + text.finish()
+
+    def is_out_of_positions(self, completion: Completion) -> bool:
+        """Return True for a text that ended where the model has no further learned position."""
+        return completion.reason == "length" and len(completion.ids) < self.options.max_new_tokens
+
+    def out_of_positions(self) -> str:
+        """Describe the texts that ended at the last learned position; "" if there are none."""
+        if not self.num_out_of_positions:
+            return ""
+        texts = "1 text" if self.num_out_of_positions == 1 else f"{self.num_out_of_positions:,} texts"
+        return (
+            f"{texts} ended before max_new_tokens={self.options.max_new_tokens}: the model has "
+            f"{self.model.max_positions:,} learned positions, for prompt and text together"
+        )
 
     def summary(self) -> str:
         """Describe what all copies of the model have generated, in what time, and the memory of rank 0. Collective."""
@@ -176,9 +229,9 @@ def run_prompts(session: Session) -> None:
         place = f" in {command.prompts.output}" if command.prompts.output else ""
         texts = "1 text" if num_texts == 1 else f"{num_texts:,} texts"
         print(f"{texts}{place}{present}{left_out}", file=sys.stderr)
-    line = session.summary()
-    if line and num_texts:
-        print(line, file=sys.stderr)
+    for line in (session.out_of_positions(), session.summary()):
+        if line and num_texts:
+            print(line, file=sys.stderr)
 
 
 def _run_block(

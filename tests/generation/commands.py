@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +22,8 @@ TEMPLATE = (
 SPECIAL = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE without merges: each id is a byte, and the special tokens of TEMPLATE."""
+def write_tokenizer(folder: Path, special: Sequence[str] = SPECIAL) -> None:
+    """A byte-level BPE without merges: each id is a byte, and these special tokens, the first of which ends a text."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -30,14 +31,16 @@ def write_tokenizer(folder: Path) -> None:
     inner = tokenizers.Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(list(SPECIAL))
+    inner.add_special_tokens(list(special))
     inner.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[0]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": special[0]}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def write_model(folder: Path, kind: Literal["llama", "bloom"] = "llama") -> Path:
-    """A model of two layers, written by transformers, that repeats nothing."""
+def write_model(
+    folder: Path, kind: Literal["llama", "bloom", "gpt2"] = "llama", special: Sequence[str] = SPECIAL
+) -> Path:
+    """A model of two layers, written by transformers, that repeats nothing. GPT-2 has 32 positions."""
     import torch
     import transformers
 
@@ -49,11 +52,13 @@ def write_model(folder: Path, kind: Literal["llama", "bloom"] = "llama") -> Path
             intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             max_position_embeddings=512, **shared,
         )  # fmt: skip
+    elif kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=2, n_head=4, n_positions=32, **shared)
     else:
         config = transformers.BloomConfig(n_layer=2, n_head=4, **shared)
     torch.manual_seed(2)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, special)
     return folder
 
 

@@ -14,8 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron.config.options import ConfigError
+from megatron.data.chat.template_presets import PRESETS
 from megatron.data.indexed import DataError
 from megatron.files import lock_file
 from megatron.generate import run
@@ -25,9 +27,11 @@ from megatron.generation.command import read_command
 from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel
 from megatron.generation.prompts import PromptEncoder
+from megatron.generation.requests import Request
+from megatron.generation.sampling import Choice
 from megatron.generation.session import Session
 from megatron.parallel.context import ParallelContext
-from tests.generation.commands import generate, write_model
+from tests.generation.commands import TEMPLATE, generate, write_model
 from tests.ranks import RankPools
 
 pytest.importorskip("transformers")
@@ -255,8 +259,83 @@ def test_the_end_of_a_turn_is_found_in_the_template(model: InferenceModel) -> No
     assert encoder.final_ids(of_chats=False) == {256}
     asked = encoder.chat([{"role": "user", "content": "Hi"}])
     assert encoder.tokenizer.decode(asked) == "<|user|>Hi<|end|><|assistant|>"
-    with pytest.raises(DataError, match="of which this tokenizer has no ids"):
+    with pytest.raises(DataError, match=r"of which this tokenizer has no ids, and <\|im_end\|> ends its answers"):
         _ = PromptEncoder(model, "chatml").template
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["its own", "given"])
+def test_a_template_whose_markers_are_plain_text_is_used(
+    tmp_path: Path, is_own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As TinyLlama's: <|user|> and <|assistant|> are text, and </s> ends a turn."""
+    from transformers import AutoTokenizer
+
+    write_model(tmp_path, special=("</s>",))
+    template = PRESETS["zephyr"].template
+    (tmp_path / "chat_template.jinja").write_text(template if is_own else TEMPLATE)
+    command, _ = read_command(["--load", str(tmp_path), "--prompt", "a", "--device", "cpu"])
+    encoder = PromptEncoder(load_model(command.load, ParallelContext.single()), None if is_own else "zephyr")
+    chat = [{"role": "user", "content": "Hi"}]
+    expected: Any = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        chat, chat_template=template, add_generation_prompt=True, return_dict=True
+    )
+    assert list(encoder.chat(chat)) == expected["input_ids"]
+    assert "<|user|>" in encoder.tokenizer.decode(encoder.chat(chat))
+    assert encoder.final_ids(of_chats=True) == {256}
+    assert encoder.final_strings() == ()
+    assert ("are read as plain text" in caplog.text) is not is_own
+
+
+def test_a_marker_of_plain_text_ends_an_answer(tmp_path: Path) -> None:
+    """A model whose own chatml is not in its tokenizer: an answer ends where the text of <|im_end|> begins."""
+    write_model(tmp_path, special=("</s>",))
+    (tmp_path / "chat_template.jinja").write_text(PRESETS["chatml"].template)
+    command, _ = read_command(["--load", str(tmp_path), "--prompt", "Hi", "--as-chat", "--device", "cpu"])
+    session = Session(load_model(command.load, ParallelContext.single()), command)
+    tokenizer = session.encoder.tokenizer
+    request = Request(0, session.encoder.chat([{"role": "user", "content": "Hi"}]), is_chat=True)
+    answer = tokenizer.encode("ok<|im_end|>\n<|im_start|>user")
+    bias = iter(answer)
+
+    def choose(self: Any, logits_BV: Any, rows: Any) -> Choice:
+        return Choice(torch.tensor([next(bias)] * len(rows)))
+
+    with patch("megatron.generation.sampling.TokenSampler.choose", choose):
+        (done,) = session.generate([request])
+    assert (session.text_of(request, done), done.reason) == ("ok", "stop")
+    assert len(done.ids) == len("ok<|im_end|>")
+
+
+def test_an_answer_to_messages_ends_with_its_turn_whatever_is_beside_it(model: InferenceModel, tmp_path: Path) -> None:
+    """Rows of messages without --as-chat, alone and among texts, which go on there."""
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+    end = PromptEncoder(model).tokenizer.token_id("<|end|>")  # type: ignore[attr-defined]
+    for rows in ([chat], [chat, {"prompt": "a"}, chat]):
+        source = write_rows(tmp_path / "prompts.jsonl", rows)
+        out, _ = printed(model, "--input", str(source), "--max-new-tokens", "4", "--logit-bias", f"{end}=1000")
+        found = [json.loads(line) for line in out.splitlines()]
+        assert [(each["reason"], each["num_tokens"]) for each in found] == [
+            ("stop", 1) if "messages" in row else ("length", 4) for row in rows
+        ]
+
+
+def test_texts_that_end_at_the_last_learned_position_are_counted(tmp_path: Path) -> None:
+    write_model(tmp_path, "gpt2")
+    command, _ = read_command(["--load", str(tmp_path), "--prompt", "a", "--device", "cpu"])
+    gpt2 = load_model(command.load, ParallelContext.single())
+    words = ("--prompt", "x" * 30, "abc", "--max-new-tokens", "6", "--ignore-eos")
+    assert "1 text ended before max_new_tokens=6: the model has 32 learned positions" in printed(gpt2, *words)[1]
+    assert "learned positions" not in printed(gpt2, *words[:1], "abc", *words[3:])[1]
+    chat, _ = read_command(["--load", str(tmp_path), "--chat", "--ignore-eos"])
+    lines = chat_lines("Hi there")
+    out = io.StringIO()
+    with (
+        patch("builtins.input", lambda prompt: next(lines)),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        TerminalChat(Session(gpt2, chat)).run()
+    assert "[the model's 32 positions are full; /clear begins anew]" in out.getvalue()
 
 
 def chat_lines(*lines: str) -> Iterator[str]:
@@ -303,6 +382,6 @@ def test_an_interrupt_ends_the_answer_alone(model: InferenceModel) -> None:
         pieces.append(text)
         session.is_interrupted = len(pieces) == 3
 
-    (done,) = session.generate([jsonl.Request(0, request)], show)
+    (done,) = session.generate([Request(0, request)], show)
     assert done.reason == "interrupted"
     assert 3 <= len(done.ids) <= 4
