@@ -1,4 +1,11 @@
-"""InstructLab's interface: their training library's calls, on this engine.
+"""What programs and notebooks call: a model to generate with, and InstructLab's interface on this engine.
+
+    import megatron.api
+
+    model = megatron.api.load("models/llama")
+    model.generate("The capital of France is", max_new_tokens=20)
+
+docs/generation.md describes it.
 
     from megatron.api import TorchrunArgs, TrainingArgs, run_training
 
@@ -13,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.config.command_line import to_yaml
 from megatron.config.options import Config, ConfigError
@@ -42,6 +49,9 @@ from megatron.launch.checks import warn_of_new_tokens
 from megatron.launch.plan import FineTuning
 from megatron.training.callbacks import TrainerCallback, TrainingContext
 
+if TYPE_CHECKING:
+    from megatron.generation.text_model import TextModel
+
 __all__ = [
     "DataProcessArgs",
     "DeepSpeedOffloadStrategy",
@@ -57,11 +67,22 @@ __all__ = [
     "TrainingArgs",
     "TrainingContext",
     "data_process",
+    "load",
     "run_training",
 ]
 
 logger = logging.getLogger("megatron.api")
 Given = TypeVar("Given")
+
+
+def load(folder: str | Path, **options: Any) -> TextModel:
+    """Return the model in a folder: a run's checkpoints, a Hugging Face model, or adapters.
+
+    `options` are the flags of tools/generate.py under "model and layout", such as precision, device and ckpt_step.
+    """
+    from megatron.generation.text_model import load_text_model  # it imports torch
+
+    return load_text_model(folder, options)
 
 
 def run_training(

@@ -1,0 +1,146 @@
+"""A model that continues texts and answers chats for programs and notebooks: `megatron.api.load`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.accelerator import choose_device
+from megatron.config.flags import read_values
+from megatron.config.options import ConfigError
+from megatron.data.indexed import DataError
+from megatron.generation.command import GenerateCommand, PromptOptions
+from megatron.generation.jsonl import ids_of
+from megatron.generation.load_options import LoadOptions
+from megatron.generation.loading import load_model
+from megatron.generation.model import InferenceModel
+from megatron.generation.options import GenerationOptions
+from megatron.generation.requests import Request
+from megatron.generation.saved_model import parallel_options
+from megatron.generation.session import Session
+from megatron.parallel.context import ParallelContext
+
+Chat = Sequence[Mapping[str, Any]]
+"""Messages: [{"role": "user", "content": "Hello"}, ...]."""
+Prompt = str | Chat
+Options = TypeVar("Options")
+
+OF_PROMPTS = ("system", "chat_template", "as_chat", "keep_special_tokens", "batch_size")
+OF_TEXTS = tuple(field.name for field in dataclasses.fields(GenerationOptions) if field.name != "logprobs")
+
+log = logging.getLogger("megatron.api")
+
+
+class TextModel:
+    """A loaded model with its tokenizer."""
+
+    def __init__(self, model: InferenceModel, load: LoadOptions) -> None:
+        self.model = model
+        self._load = load
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> Any:
+        """Return the text that follows a prompt, or for a list of prompts a list of texts.
+
+        A prompt is a text to continue, or the messages of a chat to answer. `options`: those of GenerationOptions, such
+        as max_new_tokens, temperature and stop, and of PromptOptions those for prompts. With num_samples above 1 there
+        is a list of texts for each prompt. Collective where there are several ranks, and the same on each.
+
+        Raises ConfigError with every fault of the options, or DataError for a prompt.
+        """
+        is_one = isinstance(prompts, str) or _is_chat(prompts)
+        listed: list[Any] = [prompts] if is_one else list(prompts)
+        rows = [{"messages" if _is_chat(each) else "prompt": each} for each in listed]
+        session = Session(self.model, self._command(options, has_chats=any("messages" in row for row in rows)))
+        as_chat = session.command.prompts.as_chat
+        requests = []
+        for number, row in enumerate(rows):
+            try:
+                ids = ids_of(row, session.encoder, as_chat=as_chat)
+            except DataError as error:
+                raise DataError(str(error) if is_one else f"prompt {number}: {error}") from None
+            requests.append(Request(number, ids, is_chat=as_chat or "messages" in row))
+        found: list[list[str]] = [[] for _ in requests]
+        for completion in session.generate(requests):
+            found[completion.request].append(session.text_of(requests[completion.request], completion))
+        if line := session.out_of_positions():
+            log.warning("%s", line)
+        texts: list[Any] = self.model.ctx.broadcast_object(found)
+        if session.options.num_samples == 1:
+            texts = [text for of_prompt in texts for text in of_prompt]
+        return texts[0] if is_one else texts
+
+    def _command(self, options: Mapping[str, Any], *, has_chats: bool) -> GenerateCommand:
+        given = dict(options)
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        faults = _unknown(given, (*OF_TEXTS, *OF_PROMPTS))
+        texts = _read(GenerationOptions, {name: given[name] for name in OF_TEXTS if name in given}, faults)
+        prompts = _read(PromptOptions, {name: given[name] for name in OF_PROMPTS if name in given}, faults)
+        if texts is not None:
+            faults += texts.faults()
+        if prompts is not None and not (has_chats or prompts.as_chat):
+            for name in ("system", "chat_template"):
+                if getattr(prompts, name) is not None:
+                    faults.append(f"{name} is for chats, and the prompt is a text; set as_chat, or leave it out")
+        if faults or texts is None or prompts is None:
+            raise ConfigError(faults)
+        return GenerateCommand(self._load, prompts, texts)
+
+
+def load_text_model(folder: str | Path, options: Mapping[str, Any]) -> TextModel:
+    """Load the model in a folder, on this process alone or on the ranks that a launcher has started. Collective.
+
+    `options`: those of LoadOptions. Raises ConfigError, CheckpointError, DataError or DeviceError.
+    """
+    names = [field.name for field in dataclasses.fields(LoadOptions) if field.name != "load"]
+    faults = _unknown(options, names)
+    known = {name: options[name] for name in names if name in options}
+    load = _read(LoadOptions, {"load": str(folder), **known}, faults)
+    if faults or load is None:
+        raise ConfigError(faults)
+    device = choose_device(load.device)  # before anything imports deepspeed
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        ctx = ParallelContext.build(parallel_options(load), device)
+    else:  # a notebook keeps no process group
+        ctx = dataclasses.replace(ParallelContext.single(), device=_this_device(device))
+    return TextModel(load_model(load, ctx, log.info), load)
+
+
+def _this_device(device: str) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
+def _is_chat(prompt: Any) -> bool:
+    """Return True for a list of messages; a list of prompts has none."""
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+    faults = []
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
+            faults.append(f"{name} is not an option here; {hint}")
+    return faults
+
+
+def _read(cls: type[Options], values: dict[str, Any], faults: list[str]) -> Options | None:
+    """Return the options of a dataclass; None where one is wrong, with each fault added by its name in Python."""
+    of_flags: list[str] = []
+    found = read_values(cls, values, of_flags)
+    for fault in of_flags:
+        name, rest = fault.removeprefix("--").split(" ", 1)
+        faults.append(f"{name.replace('-', '_')}={rest}")
+    return found
