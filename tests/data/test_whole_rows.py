@@ -156,6 +156,7 @@ def test_pairs_and_chats_have_the_same_turns() -> None:
         {"question": "Which?", "system_prompt": "Be brief."},
         {"prompt": "Which?", "system": "Be brief.", "history": [["One?", "Two."]]},
         {"prompt": [user("Which?")], "system": "Be brief."},
+        {"instruction": "Name it.", "input": "Only one.", "context": "Of three."},
     ]
     for row in contexts:
         ends: Any = ("Yes.", "No.") if not isinstance(row.get("prompt"), list) else ([answer("Yes.")], [answer("No.")])
@@ -168,6 +169,7 @@ def test_pairs_and_chats_have_the_same_turns() -> None:
         assert (kto.prompt, kto.rejected) == (pair.prompt, pair.rejected)
 
 
+ASK = user("a")
 REFUSED: dict[str, tuple[Row, bool, str]] = {
     "history": ({"prompt": "Q", "history": [["a", "b"]], "chosen": "c", "rejected": "d"}, False, "'history'; pass"),
     "history of KTO": (
@@ -205,6 +207,30 @@ REFUSED: dict[str, tuple[Row, bool, str]] = {
     "Python's messages": (
         {"prompt": str([user("a")]), "chosen": "b", "rejected": "c"}, True, "begins as messages do, but is not JSON",
     ),
+    "a text that one answer alone holds": (
+        {"prompt": "Correct it.", "input": "He go to school.", "chosen": "He goes.", "rejected": "He go to school."},
+        True, "has 'input' beside",
+    ),
+    "choices that are the answers": (
+        {"question": "Which?", "choices": ["A red one.", "No idea."], "chosen": "A red one.", "rejected": "No idea."},
+        True, "has 'choices' beside",
+    ),
+    "a whole conversation before answers": (
+        {"messages": [user("a"), answer("b")], "chosen": [answer("c")], "rejected": [answer("d")]}, False,
+        "the prompt ends with a message of the assistant",
+    ),
+    "a flag that pairs do not have": (
+        {"prompt": [ASK], "chosen": [{**answer("b"), "weight": 0}, user("c"), answer("d")], "rejected": [answer("e")]},
+        False, "message 1 of 'chosen' is not to be trained",
+    ),
+    "scores of two names": (
+        {"prompt": "Q", "answers": [{"text": "a", "rank": 1}, {"text": "b", "score": 5}]},
+        False, "no scores of one name",
+    ),
+    "two speakers": (
+        {"conversations": [{"from": "human", "role": "assistant", "value": "a"}], "chosen": "b", "rejected": "c"},
+        False, "turn 1 has 'from' and 'value' beside another 'role'",
+    ),
     "labels that contradict": (
         {"messages": [user("a"), answer("b")], "label": True, "kto_tag": False}, False, "contradict each other",
     ),
@@ -221,6 +247,12 @@ def test_what_a_pair_would_lose_is_refused(name: str) -> None:
     with pytest.raises(BadRow) as error:
         parse_preference(row, as_chat=as_chat)
     assert said in str(error.value)
+
+
+def test_items_of_a_list_are_compared_by_one_score() -> None:
+    items = [{"text": "a", "rank": 1}, {"text": "b", "rank": 2, "score": 1}]
+    found = parse_preference({"prompt": "Q", "answers": items})
+    assert (found.chosen, found.rejected, found.scores) == ("a", "b", (-1, -2))
 
 
 def test_columns_that_hold_what_the_turns_hold_may_stay() -> None:
@@ -251,6 +283,15 @@ def test_a_transcript_in_another_hand_is_cut_at_its_turns() -> None:
 def test_an_unwanted_answer_is_not_learnt() -> None:
     with pytest.raises(BadRow, match="'label' is false, so the answer is not to be learnt"):
         RowReader().read({"prompt": "a", "completion": "b", "label": False})
+    for label, said in ((0, "0"), (False, "false")):
+        with pytest.raises(BadRow, match=f"'kto_tag' is {said}, so the answer is not to be learnt"):
+            RowReader().read({**CHAT_ROWS["messages"], "kto_tag": label})
+    read = {value: RowReader().read({**CHAT_ROWS["messages"], "label": value})[2] for value in (True, 1, 3, "spam")}
+    assert read == {True: (), 3: ("label",), "spam": ("label",)}, "a class is counted"
+    with pytest.raises(BadRow, match="the prompt ends with a message of the assistant"):
+        RowReader().read({"prompt": [user("a"), answer("b")], "completion": [answer("c")]})
+    with pytest.raises(BadRow, match="has 'input' beside"):
+        chat_texts({"prompt": "Repeat it.", "input": "A red one is here.", "completion": "A red one is here."})
     with pytest.raises(BadRow, match="'completion' ends with user"):
         RowReader().read({"prompt": [user("a")], "completion": [answer("b"), user("c")]})
 

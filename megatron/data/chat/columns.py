@@ -79,16 +79,18 @@ class Row(dict[str, Any]):
         names = [name for name, value in self.items() if name not in self._read and value not in EMPTY]
         return (*names, *self._ignored)
 
-    def settle(self, texts: Iterable[str], *, needed: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the columns that were not read. `texts` are those of the row's turns.
+    def settle(
+        self, prompt: Iterable[str], answers: Iterable[str] = (), *, needed: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """Return the columns that were not read. `prompt` and `answers` are the texts of the row's turns.
 
         Raises BadRow for a column that is a part of what the answer is to, or is among `needed`.
         """
         unread = self.unread()
         lost = [name for name in unread if name in self and (name in needed or looks_like_context(name))]
         if lost:
-            known = [text.strip() for text in texts if text.strip()]
-            lost = [name for name in lost if not _is_held(name, self.peek(name), known)]
+            known, answered = ([text.strip() for text in texts if text.strip()] for texts in (prompt, answers))
+            lost = [name for name in lost if not _is_held(name, self.peek(name), known, answered)]
         if lost:
             used = ", ".join(repr(name) for name in self if name in self._read)
             raise BadRow(
@@ -99,21 +101,32 @@ class Row(dict[str, Any]):
         return unread
 
 
-def _is_held(name: str, value: Any, known: Sequence[str]) -> bool:
-    """Return true if the texts of a column are among the known ones, or it is a flag or a count."""
+def _is_held(name: str, value: Any, prompt: Sequence[str], answers: Sequence[str]) -> bool:
+    """Return true if the texts of a column are in the prompt, it renders the whole row, or is a flag or a count.
+
+    A text that an answer alone holds is lost: the sentence to correct may be the rejected answer. Turns may hold
+    answers.
+    """
     if isinstance(value, bool) or (isinstance(value, int | float) and name not in COLUMNS):
         return True
     try:
         texts = [text.strip() for text in texts_in(value)]
     except TypeError:
         return False
-    return all(_is_known(text, known) for text in texts if text)
+    whole = [*prompt, *answers]
+    are_turns = isinstance(value, list) and all(isinstance(part, dict | list) for part in value)
+    known = whole if are_turns else prompt
+    return all(_is_known(text, known) or _renders(text, whole) for text in texts if text)
 
 
 def _is_known(text: str, known: Sequence[str]) -> bool:
-    if text in known or (known and all(one in text for one in known)):  # the latter: a rendering of the whole row
+    if text in known:
         return True
     return len(text) >= _SHORTEST_PART and any(text in one for one in known)
+
+
+def _renders(text: str, whole: Sequence[str]) -> bool:
+    return bool(whole) and all(one in text for one in whole)
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -25,7 +25,7 @@ PRETRAINING = "pretraining"
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning, each under which some templates read it."""
-_TRAIN_FLAGS = {"train": True, "training": True, "loss": True, "weight": True, "mask": False}
+TRAIN_FLAGS = {"train": True, "training": True, "loss": True, "weight": True, "mask": False}
 """Keys of a message that decide whether it is trained, with the value that trains it."""
 _EXCLUDING_FLAGS = {"weight", "mask"}
 """Flags that only exclude a turn: `weight: 1` trains no message of the user."""
@@ -117,7 +117,7 @@ def parse_row(row: object) -> Chat:
             is_pretraining = True
         else:
             messages.append(_checked(message, number))
-            flags.append(_train_flag(message, number) if len(message) > 2 else None)
+            flags.append(train_flag(message, number) if len(message) > 2 else None)
     if is_pretraining or flags.count(None) == len(flags):
         flags = []
     return Chat(messages, bool(unmask) or is_pretraining, _variables(row), tuple(flags))
@@ -276,7 +276,7 @@ def _from_json(value: Any, what: str) -> Any:
         raise BadRow("bad tool call", f"{what} is text that is not JSON ({error}); correct the text") from None
 
 
-def _train_flag(message: Message, number: int) -> bool | None:
+def train_flag(message: Message, number: int) -> bool | None:
     """Return the value of `train`, `weight` and the like; None without them. Raises BadRow."""
     if part_flag := next((key for key in _PARTS_FLAGS if message.get(key)), None):
         raise BadRow(
@@ -285,7 +285,7 @@ def _train_flag(message: Message, number: int) -> bool | None:
             "true or false as 'train'",
         )
     found: dict[str, bool] = {}
-    for key, training_value in _TRAIN_FLAGS.items():
+    for key, training_value in TRAIN_FLAGS.items():
         value = message.get(key)
         if value is None:
             continue

@@ -1,17 +1,19 @@
 """Parts of a conversation that a template leaves out.
 
-A tool, a document or a call that is not written makes the row unusable: the model would learn an answer to another
-prompt, or an empty one. Reasoning, a content beside calls, and options may be left out, as at inference. They are
-counted.
+A tool, a document, a call, or a key of a message such as `images`, that is not written makes the row unusable: the
+model would learn an answer to another prompt, or an empty one. Reasoning, a content beside calls, options and other
+keys may be left out, as at inference. They are counted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.data.chat.conversation import REASONING
+from megatron.data.chat.columns import EMPTY, looks_like_context, texts_in
+from megatron.data.chat.conversation import REASONING, TRAIN_FLAGS
 from megatron.data.chat.marks import CALL, REASON, Places, is_tags_only
 from megatron.data.chat.template import LEFT_OUT, UNCLEAR, ChatTemplate, Message
 
@@ -55,6 +57,45 @@ def unwritten_leaves(template: ChatTemplate, i: int, message: Message, places: P
             f"does not write {what} of message {i + 1}; use a template that writes tool calls", LEFT_OUT
         )
     return left_out
+
+
+_OWN_KEYS = {"role", "content", "name", "id", "type", "tool_calls", "tool_call_id", "function_call"}
+"""Keys of a message that are checked elsewhere, or name it."""
+
+
+def unwritten_keys(template: ChatTemplate, messages: Sequence[Message], text: str) -> list[str]:
+    """Return the kinds of further texts of messages that are left out. Raises TemplateFailure for one of a prompt."""
+    left_out = []
+    further = [
+        (number, name, value)
+        for number, message in enumerate(messages, start=1)
+        if len(message) > 2
+        for name, value in message.items()
+    ]
+    for number, name, value in further:
+        if name in _OWN_KEYS or name in REASONING or name in TRAIN_FLAGS or value in EMPTY:
+            continue
+        if _is_read(template, name) or _is_written(value, text):
+            continue
+        if looks_like_context(name):
+            raise template.failure(
+                f"does not write {name!r} of message {number}; write it into the content, or use a template that does",
+                LEFT_OUT,
+            )
+        left_out.append(f"{name!r} of messages")
+    return left_out
+
+
+def _is_read(template: ChatTemplate, key: str) -> bool:
+    """Return true if a template has the key of something: `message.key`, `message['key']`, `message.get('key')`."""
+    return re.search(rf"(\.|\[\s*['\"]|get\(\s*['\"]){re.escape(key)}\b", template.source.text) is not None
+
+
+def _is_written(value: Any, text: str) -> bool:
+    try:
+        return all(part in text for part in texts_in(value))
+    except TypeError:  # a number, or holds some
+        return isinstance(value, bool | int | float)
 
 
 def holds_arguments(message: Message, turn: str) -> bool:

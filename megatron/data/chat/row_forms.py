@@ -152,7 +152,7 @@ class RowReader:
             chat = self._by_template(row)
             # who writes a template says what is read
             is_own = self.prompt_template not in PROMPT_TEMPLATES
-            return TEMPLATE, chat, row.unread() if is_own else row.settle(texts_of(chat.messages))
+            return TEMPLATE, chat, row.unread() if is_own else _settled(row, chat)
         form, prompt_key, answer_key = self._form_of(row)
         if form == "text":
             chat = self._text(row)
@@ -162,14 +162,18 @@ class RowReader:
             chat = _chat(row, with_system(row, of_sharegpt(row["conversations"])))
         else:
             chat = _chat(row, _of_pair(row, form, prompt_key, answer_key))
-        unwanted = [key for key in LABELS if row.get(key) is False]
-        if unwanted:
+        for key in LABELS:
+            if (label := row.peek(key)) not in (0, 1):  # of another kind, and counted; False and True are among them
+                continue
+            row.note(key)
+            if label:
+                continue
             raise BadRow(
                 "unwanted answer",
-                f"{unwanted[0]!r} is false, so the answer is not to be learnt; leave the row out, or train on "
-                "preferences (tools/preprocess_preferences.py)",
+                f"{key!r} is {str(label).lower()}, so the answer is not to be learnt; leave the row out, or train on "
+                f"preferences (tools/preprocess_preferences.py); where it means something else, --ignore-columns {key}",
             )
-        return form, chat, row.settle(texts_of(chat.messages))
+        return form, chat, row.settle(texts_of(chat.messages)) if form == "text" else _settled(row, chat)
 
     def _form_of(self, row: Row) -> tuple[str, str, str]:
         """Return the form of a row and the keys of its prompt and answer. Raises BadRow."""
@@ -218,6 +222,15 @@ class RowReader:
             raise BadRow("no answer", f"{self._answer_key!r} is empty; write an answer, or leave the row out")
         user = {"role": "user", "content": prompt}
         return _chat(row, with_system(row, [user, {"role": "assistant", "content": answer}]))
+
+
+def _settled(row: Row, chat: Chat) -> tuple[str, ...]:
+    """Return the columns that were not read beside a conversation. Raises BadRow."""
+    prompt, answers = (
+        [message for message in chat.messages if (message["role"] == "assistant") is is_answer]
+        for is_answer in (False, True)
+    )
+    return row.settle(texts_of(prompt), texts_of(answers))
 
 
 def _chat(row: Row, messages: Sequence[Message]) -> Chat:
@@ -314,6 +327,7 @@ def _joined(prompt: Any, answer: Any, prompt_key: str, answer_key: str) -> list[
         )
     prompt, answer = with_roles(prompt), with_roles(answer)
     check_answer(answer, answer_key)
+    check_prompt(prompt)
     # answers in the prompt are part of what is given
     given = [
         {**message, "train": False} if isinstance(message, dict) and message.get("role") == "assistant" else message
@@ -332,6 +346,16 @@ def check_answer(answer: Sequence[Any], key: str) -> None:
                 f"{key!r} {what} with {role}, not with a message of the assistant; write the answer there, and all "
                 "before it as 'prompt'",
             )
+
+
+def check_prompt(prompt: Sequence[Any]) -> None:
+    """Raise BadRow for messages before an answer that end with the assistant's, which the answer would only follow."""
+    if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
+        raise BadRow(
+            "begun answer",
+            "the prompt ends with a message of the assistant; end it with the user's, and write what the assistant "
+            "begins into the answer",
+        )
 
 
 def of_sharegpt(turns: Any) -> list[Message]:
@@ -359,10 +383,17 @@ def _of_turn(turn: Any, number: int) -> Message:
             "unknown role",
             f"turn {number} is from {speaker!r}; the speakers are {', '.join(_ROLES)} and {_CALL}",
         )
-    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    others = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
     value = turn.get("value")
+    role = "assistant" if speaker == _CALL else _ROLES[speaker]
+    contents = (value, None) if speaker == _CALL else (value,)
+    if others.get("role", role) != role or others.get("content", value) not in contents:
+        raise BadRow(
+            "two speakers",
+            f"turn {number} has 'from' and 'value' beside another 'role' or 'content'; leave one of them out",
+        )
     if speaker != _CALL:
-        return {"role": _ROLES[speaker], "content": value, **others}
+        return {"role": role, "content": value, **others}
     try:
         calls = orjson.loads(value)
     except (orjson.JSONDecodeError, TypeError):

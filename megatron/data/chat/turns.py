@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron.data.chat.forms import render_readable
 from megatron.data.chat.marks import ALPHABETS, CUT, Marked, Place, Places, Span, choose_alphabet, read_generation
-from megatron.data.chat.omissions import has_text, holds_arguments, unread_variables, unwritten_leaves
+from megatron.data.chat.omissions import has_text, holds_arguments, unread_variables, unwritten_keys, unwritten_leaves
 from megatron.data.chat.template import LEFT_OUT, NO_VARIABLES, UNCLEAR, ChatTemplate, Message, TemplateFailure
 
 # Ends of a header: if a turn has only the beginning of the generation prompt, that is matched up to one of these.
@@ -136,8 +136,8 @@ class _Search:
     def rendered(self, wants: Callable[[int], bool]) -> Rendered:
         places = self._find_places()
         left_out = self._check_messages(places)
-        if self._variables:
-            left_out += unread_variables(self._template, self._variables, self._text)
+        left_out += unread_variables(self._template, self._variables, self._text)
+        left_out += unwritten_keys(self._template, self._messages, self._text)
         numbers = [i for i, message in enumerate(self._messages) if message["role"] == "assistant" and wants(i)]
         turns: list[Span | None] = [None] * len(self._messages)
         generation: dict[int, list[Span]] = {}

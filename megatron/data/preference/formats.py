@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.data.chat.columns import LABELS, SYSTEM, Row
-from megatron.data.chat.conversation import BadRow, Chat, parse_row
-from megatron.data.chat.row_forms import check_answer, history_of, texts_of, with_system
+from megatron.data.chat.conversation import BadRow, Chat, parse_row, train_flag
+from megatron.data.chat.row_forms import check_answer, check_prompt, history_of, texts_of, with_system
 from megatron.data.chat.template import Message
 from megatron.data.preference.rows import RowAnswers, Side, answers_of, prompt_of
 
@@ -90,8 +90,8 @@ def parse_preference(columns: Mapping[str, Any], *, as_chat: bool = False, ignor
         prompt, chosen, rejected = _turns(prompt), _answer(chosen), _answer(rejected)
     prompt = _in_context(row, prompt, is_question=isinstance(given, str))
     variables = {} if isinstance(prompt, str) else {name: row[name] for name in _VARIABLES if name in row}
-    texts = [text for side in (prompt, chosen, rejected) if side is not None for text in _texts(side)]
-    unread = row.settle(texts, needed=LABELS)
+    answered = [text for side in (chosen, rejected) if side is not None for text in _texts(side)]
+    unread = row.settle(_texts(prompt), answered, needed=LABELS)
     found = Preference(prompt, chosen, rejected, variables, form, answers.scores, answers.num_passed_over, unread)
     _check(found)
     return found
@@ -263,7 +263,21 @@ def _check(found: Preference) -> None:
     for name, side in found.answers:
         if not isinstance(side, str):
             check_answer(side, name)
+            _check_flags(side, name)
         elif not side.strip():
             raise BadRow(f"empty {name}", f"{name!r} is empty; write an answer, or leave the row out")
         elif _is_transcript(found.prompt) and _TURN.findall(side)[-1:] == ["Human"]:
             raise BadRow(f"bad {name}", f"{name!r} ends with a turn of Human; leave that out")
+    if not isinstance(found.prompt, str):
+        check_prompt(found.prompt)
+
+
+def _check_flags(side: list[Message], name: str) -> None:
+    """Raise BadRow for a message of an answer that is to be left out of the loss: all of an answer is compared."""
+    for number, message in enumerate(side, start=1):
+        if message.get("role") == "assistant" and train_flag(message, number) is False:
+            raise BadRow(
+                "bad train flag",
+                f"message {number} of {name!r} is not to be trained, but answers are compared whole; drop the flag, or "
+                "move what is before the answer to 'prompt'",
+            )

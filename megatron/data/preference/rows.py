@@ -132,8 +132,7 @@ def _best_and_worst(row: Row, key: str) -> RowAnswers:
     if listed is not None:
         scores, sides = list_of(row[listed], listed), items
     else:
-        scored = [_scored(item, key) for item in items]
-        scores, sides = [score for score, _ in scored], [side for _, side in scored]
+        scores, sides = _scored(items, key)
     is_usable = isinstance(scores, list) and all(_is_number(score) for score in scores)
     if not is_usable or len(scores) != len(sides):
         raise BadRow("bad scores", f"the scores of {key!r} are {str(scores)[:60]}; write a number for each answer")
@@ -144,19 +143,20 @@ def _best_and_worst(row: Row, key: str) -> RowAnswers:
     return RowAnswers((key,), chosen, rejected, (float(best), float(worst)), len(sides) - 2)
 
 
-def _scored(item: Any, key: str) -> tuple[Any, Any]:
-    """Return the score of an answer that holds it, and its text. Raises BadRow."""
-    names = item.keys() if isinstance(item, dict) else ()
-    text = next((name for name in _ITEM_TEXTS if name in names), None)
-    score = next((name for name in _ITEM_SCORES if name in names), None)
+def _scored(items: list[Any], key: str) -> tuple[list[Any], list[Any]]:
+    """Return the scores of answers that hold them, all under one name, and their texts. Raises BadRow."""
+    names = [item.keys() if isinstance(item, dict) else () for item in items]
+    text = next((name for name in _ITEM_TEXTS if all(name in each for each in names)), None)
+    score = next((name for name in _ITEM_SCORES if all(name in each for each in names)), None)
     if text is None or score is None:
         raise BadRow(
             "no scores",
-            f"the answers of {key!r} have no scores; write 'scores', a number for each, or objects of 'response' and "
-            "'score'",
+            f"the answers of {key!r} have no scores of one name; write 'scores', a number for each, or objects of "
+            "'response' and 'score'",
         )
-    value = item[score]
-    return (value * _ITEM_SCORES[score] if _is_number(value) else value), item[text]
+    sign = _ITEM_SCORES[score]
+    values = [item[score] for item in items]
+    return [value * sign if _is_number(value) else value for value in values], [item[text] for item in items]
 
 
 def _is_number(value: Any) -> bool:
@@ -207,7 +207,7 @@ def _question(row: Row, key: str, *, leaves: bool) -> str:
     for part in parts:
         if not isinstance(part, str):
             raise BadRow(f"bad {key}", f"{key!r} or what belongs to it is {str(part)[:40]!r}; write a text")
-    question = "\n".join(parts)
+    question = "\n\n".join(parts)  # as in conversations (row_forms.py)
     if leaves:
         return question
     if key == "question":

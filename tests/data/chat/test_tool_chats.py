@@ -403,6 +403,20 @@ def test_texts_that_a_template_leaves_out_of_whole_turns_are_counted(test_data: 
     assert counts.left_out == dict.fromkeys(kinds, 1)
 
 
+def test_further_keys_of_messages_are_written_counted_or_refused() -> None:
+    for key in ("images", "context", "chat_history"):
+        refused = trained_of("chatml", {"messages": [{**QUESTION, key: ["A picture."]}, ANSWER]})
+        assert f"left out by the template: chat template preset chatml does not write {key!r} of message 1" in refused
+    template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ message['context'] }}</s>{% endfor %}"
+    )
+    row = {"messages": [{**QUESTION, "context": "In May.", "note": "Checked.", "weight": 1, "stars": 5}, ANSWER]}
+    counts = ChatCounts()
+    (samples,) = encoder_of(template, tokenizer_of(template)).encode([parse_row(row)], counts)
+    assert isinstance(samples, list)
+    assert counts.left_out == {"'note' of messages": 1}
+
+
 def test_messages_that_a_template_merges_are_one_turn_from_the_prompt_to_the_end(test_data: Path) -> None:
     messages = [QUESTION, {"role": "assistant", "content": "I look it up."}, CALL_TURN, RESULT, ANSWER]
     calls = '[TOOL_CALLS][{"name": "look_up", "arguments": {"city": "Oslo", "days": 2}, "id": "123456789"}]</s>'

@@ -61,7 +61,7 @@ ROWS: list[tuple[dict[str, Any], bool, tuple[Any, Any, Any], str]] = [
     (
         ALPACA,
         True,
-        ([user("Translate.\nJa")], [answer("Yes")], [answer("No")]),
+        ([user("Translate.\n\nJa")], [answer("Yes")], [answer("No")]),
         "instruction, chosen, rejected (texts)",
     ),
     (SHAREGPT, False, ([SYSTEM, user("Why?")], *CHAT_OF_WHY[1:]), "conversations, chosen, rejected (messages)"),
