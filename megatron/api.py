@@ -5,7 +5,7 @@
     model = megatron.api.load("models/llama")
     model.generate("The capital of France is", max_new_tokens=20)
 
-docs/generation.md describes it.
+docs/guides/generation.md describes it.
 
     from megatron.api import TorchrunArgs, TrainingArgs, run_training
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.options import ConfigError
-from megatron.mpi_variables import HYDRA, OPEN_MPI, OURS, adopt_mpi_variables
+from megatron.config.options import ConfigError, LoggingConfig
+from megatron.mpi_variables import HYDRA, OPEN_MPI, OURS, STDOUT, adopt_mpi_variables, prints_to_terminal
+from megatron.observability.console import prints_rows
 from tests.ranks import HANG_S
 
 MPIRUN = shutil.which("mpirun")
@@ -23,7 +24,7 @@ SHOWN = (
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*OURS, *OPEN_MPI, *HYDRA, "MASTER_ADDR"):
+    for name in (*OURS, *OPEN_MPI, *HYDRA, STDOUT, "MASTER_ADDR"):
         monkeypatch.setenv(name, "")  # so that what is adopted is undone
         monkeypatch.delenv(name)
 
@@ -39,6 +40,30 @@ def adopted(monkeypatch: pytest.MonkeyPatch, **given: str) -> list[str | None]:
 def test_the_place_of_a_rank_is_read(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     places = dict(zip(names, ("3", "4", "1", "2"), strict=True))
     assert adopted(monkeypatch, MASTER_ADDR="node1", **places) == ["3", "4", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_seen"),
+    [
+        ({}, True),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "0", "RANK": "0"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "0", STDOUT: "terminal"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "0", STDOUT: "file"}, False),
+        ({"PMI_RANK": "0"}, True),
+    ],
+)
+def test_a_terminal_of_mpirun_shows_nobody_anything(
+    given: dict[str, str], is_seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI gives each rank a terminal, also in `mpirun ... > log`."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    adopted(monkeypatch, **given)
+    assert prints_to_terminal() == is_seen
+    assert prints_rows(LoggingConfig()) == is_seen
+    assert prints_rows(LoggingConfig(log_format="compact"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert not prints_to_terminal()
 
 
 def test_a_launcher_that_has_set_the_rank_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

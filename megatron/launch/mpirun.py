@@ -32,6 +32,7 @@ from megatron.launch.child_processes import end_with_parent, kill_tree, noted_si
 from megatron.launch.host_environment import deepspeed_env
 from megatron.launch.plan import Host, LaunchPlan, LaunchRequest
 from megatron.launch.restart_policy import ending
+from megatron.mpi_variables import STDOUT, stdout_of_launcher
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 
 VERSION_S = 20.0
@@ -114,8 +115,8 @@ def mpirun_command(plan: LaunchPlan, names: Sequence[str], hostfile: str | None)
 def run_with_mpirun(plan: LaunchPlan, environment: dict[str, str]) -> int:
     """Run the plan; return the exit status of the agent that failed first, 0 if none did."""
     theirs = deepspeed_env()
-    environment = environment | theirs
-    names = {*plan.environment, *theirs, *[name for name in environment if name.startswith(PREFIXES)]}
+    environment = environment | theirs | {STDOUT: stdout_of_launcher()}
+    names = {STDOUT, *plan.environment, *theirs, *[name for name in environment if name.startswith(PREFIXES)]}
     # by variables, which a user's own precede: versions 4 and 5 have other flags for them
     ssh = {"plm_rsh_args": shared} if (shared := os.environ.get("PDSH_SSH_ARGS_APPEND")) else {}
     alive = SHORT_KEEP_ALIVE if plan.max_restarts else KEEP_ALIVE

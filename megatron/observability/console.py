@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.options import LoggingConfig
+from megatron.mpi_variables import prints_to_terminal
 from megatron.observability import lines
 from megatron.observability.append_file import AppendFile, WriteErrors
 from megatron.observability.rank_stats import RankStats
@@ -28,7 +29,7 @@ WIDTH = 100
 
 def prints_rows(logging: LoggingConfig) -> bool:
     """Return True for short rows, False for full lines."""
-    return logging.log_format == "compact" or (logging.log_format == "auto" and sys.stdout.isatty())
+    return logging.log_format == "compact" or (logging.log_format == "auto" and prints_to_terminal())
 
 
 class Console:
@@ -46,7 +47,7 @@ class Console:
         if logging.results_dir is not None:
             self._file = AppendFile(Path(logging.results_dir) / LOG_FILE)
         self._bar: Any = None
-        if sys.stdout.isatty():
+        if prints_to_terminal():
             from tqdm import tqdm
 
             # its own lock is a semaphore of processes, which is reported as leaked where a rank ends by os._exit

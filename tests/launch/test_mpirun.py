@@ -28,7 +28,7 @@ from tests.runs import TINY
 ROOT = Path(__file__).resolve().parent.parent.parent
 # records its command, starts the processes on this machine, and passes on SIGUSR1
 FAKE = """#!{python}
-import os, signal, subprocess, sys
+import os, pty, signal, subprocess, sys, threading
 words = sys.argv[1:]
 if words == ["--version"]:
     print("mpirun (Open MPI) 5.0.8"); sys.exit()
@@ -37,12 +37,26 @@ if "--hostfile" in words:
     name = words[words.index("--hostfile") + 1]
     open("mpirun.hosts", "w").write(name + "\\n" + open(name).read())
 place = words.index({python!r})
-started = [
-    subprocess.Popen(words[place:], env=os.environ | {{"OMPI_COMM_WORLD_RANK": str(number), "PMIX_RANK": "0"}})
-    for number in range(int(words[words.index("-n") + 1]))
-]
+def copy(source):
+    try:
+        while text := os.read(source, 65536):
+            os.write(1, text)
+    except OSError:
+        pass
+def start(number):  # with a terminal as its output, whatever that of mpirun is
+    reader, terminal = pty.openpty()
+    environment = os.environ | {{"OMPI_COMM_WORLD_RANK": str(number), "PMIX_RANK": "0"}}
+    one = subprocess.Popen(words[place:], env=environment, stdout=terminal)
+    os.close(terminal)
+    copying.append(threading.Thread(target=copy, args=(reader,)))
+    copying[-1].start()
+    return one
+copying = []
+started = [start(number) for number in range(int(words[words.index("-n") + 1]))]
 signal.signal(signal.SIGUSR1, lambda *_: [one.send_signal(signal.SIGUSR1) for one in started])
 codes = [one.wait() for one in started]
+for each in copying:
+    each.join()
 sys.exit(next((code for code in codes if code), 0))
 """
 
@@ -258,6 +272,7 @@ def test_sigterm_lets_ranks_that_mpirun_started_save_and_each_has_its_core(tmp_p
     assert run.status() == 0, run.said
     assert "SIGUSR1: the ranks stop after this step and save" in run.said
     assert ": ranks are bound to the cores " in run.said
+    assert re.search(r"iteration +1/.* \| lm loss: ", run.said)  # a line, not a row: the log is no terminal
     assert "\x1e" not in run.said
     assert run.saved.exists()
     assert of_run(tmp_path) == []
