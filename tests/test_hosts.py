@@ -39,7 +39,7 @@ def test_each_host_has_its_own_name_address_processes_and_disk(hosts: Hosts, tmp
         assert sleep.poll() is None
     assert hosts[1].run("pgrep", "-x", "sleep").returncode == 1
     send_signal(sleep, signal.SIGTERM)
-    assert sleep.wait(60) == -signal.SIGTERM
+    assert sleep.wait(HANG_S) == -signal.SIGTERM
 
     disk = tmp_path / "disk"
     disk.mkdir()

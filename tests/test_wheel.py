@@ -22,6 +22,7 @@ import pytest
 import tomllib
 
 from megatron.config.parser import PRESETS_DIR
+from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -41,7 +42,7 @@ def call(command: Sequence[str | Path], folder: Path, **variables: str) -> subpr
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done

@@ -17,6 +17,7 @@ from megatron.data.indexed import IndexedDataset
 from tests import runs
 from tests.cli.test_gaudi_spawn import FINETUNE, LLAMA, PAGE, PAIRED, ZERO3, commands
 from tests.finetuning_files import write_chats, write_model
+from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SFT, MERGE_SFT, DPO, MERGE_DPO, GENERATE, ONE, SEVEN = commands(PAGE)
@@ -34,7 +35,7 @@ def run(folder: Path, words: list[str], *, status: int = 0, **changed: str) -> s
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=HANG_S,
     )
     assert done.returncode == status, done.stdout
     assert "Traceback" not in done.stdout

@@ -155,7 +155,7 @@ def test_kills_at_random_moments_leave_nothing_that_looks_finished_and_resume_to
         assert outputs(tmp_path) == {}
         options = ("--resume",)
     with start(tmp_path, "--resume") as run:
-        assert run.wait(120) == 0
+        assert run.wait(HANG_S) == 0
         assert run.stderr is not None
         assert b"resuming after" in run.stderr.read()
     resumed = outputs(tmp_path)
@@ -294,7 +294,7 @@ def test_an_interrupt_says_what_is_kept(tmp_path: Path) -> None:
         while not (tmp_path / "out.unfinished" / "state.json").exists():
             time.sleep(0.01)
         run.send_signal(signal.SIGINT)
-        assert run.wait(30) == 130
+        assert run.wait(HANG_S) == 130
         assert run.stderr is not None
         said = run.stderr.read().decode()
     assert said.splitlines()[-2:] == [

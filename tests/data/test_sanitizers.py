@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import HANG_S
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "megatron/data/native").iterdir()))
 READER = "megatron/data/native/samples.cpp"
@@ -57,7 +59,7 @@ def build(folder: Path, changed: dict[str, str] | None = None) -> Path:
     command = f"{COMPILER} -shared -fPIC -std=c++17 -O1 -g -ffp-contract=off"
     command += " -fsanitize=address,undefined -fno-sanitize-recover=all"
     command += "".join(f" -isystem {header}" for header in headers)  # torch brings pybind11's headers along
-    subprocess.run([*command.split(), str(folder / "helpers.cpp"), "-o", str(out)], check=True, timeout=300)
+    subprocess.run([*command.split(), str(folder / "helpers.cpp"), "-o", str(out)], check=True, timeout=HANG_S)
     return out
 
 
@@ -79,7 +81,7 @@ def run_tests(extension: Path, *arguments: str) -> subprocess.CompletedProcess[s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
 
 

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import free_port
+from tests.ranks import HANG_S, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = 3
@@ -317,7 +317,7 @@ class Zygote:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=HANG_S)
         finally:
             self._process.kill()
             self._process.wait()
