@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fnmatch
+import glob
 import os
+import secrets
 import shutil
 import sys
 import uuid
@@ -158,6 +160,25 @@ def appearing(place: Path, partial: Path, *, replaced: Path | None = None) -> It
         shutil.rmtree(partial, ignore_errors=True)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_output(place: Path) -> Iterator[Path]:
+    """Give a hidden folder beside `place` that becomes it when the block ends, and is removed if anything fails.
+
+    What a kill left of earlier attempts is removed first. Raises BusyOutput if another process writes to `place`.
+    """
+    with locked_output(place) as is_held:
+        if not is_held:
+            raise BusyOutput(f"another process is writing {place}; wait for it, or give another folder")
+        for left in place.parent.glob(f".{glob.escape(place.name)}.partial-????????"):
+            shutil.rmtree(left, ignore_errors=True)
+        with appearing(place, place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")) as work:
+            yield work
+
+
+class BusyOutput(Exception):
+    """Another process writes to the same place."""
 
 
 def path_matches(names: Sequence[str], parts: Sequence[str]) -> bool:

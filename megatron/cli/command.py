@@ -15,7 +15,7 @@ from megatron.devices import defer_backends
 from megatron.exit_codes import DONE, FAILED
 from megatron.files import READER_LEFT, discard_output
 
-STOPPING = (signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -71,18 +71,24 @@ def interrupted(stop: KeyboardInterrupt) -> int:
 
 
 def _raise_at_signals() -> None:
-    """Raise Stopped in this process at the signals that would end it at once; in its forks they still do."""
+    """Raise Stopped in this process at the first signal that would end it at once; in its forks they still do.
+
+    Further ones are ignored, since they would stop the removal of what was begun.
+    """
     process = os.getpid()
 
     def stop(signum: int, _: FrameType | None) -> None:
         if os.getpid() == process:
+            for taken in taken_over:
+                signal.signal(taken, signal.SIG_IGN)
             raise Stopped(signum)
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)
 
-    for signum in STOPPING:
-        if signal.getsignal(signum) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(signum, stop)
+    at_once = (signal.SIG_DFL, signal.default_int_handler)
+    taken_over = [signum for signum in STOPPING if signal.getsignal(signum) in at_once]  # nohup ignores SIGHUP
+    for signum in taken_over:
+        signal.signal(signum, stop)
 
 
 def run_command(

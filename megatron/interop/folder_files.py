@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.files import appearing, disk_shortage
+from megatron.files import BusyOutput, disk_shortage, new_output
 
 ADAPTER_CONFIG = "adapter_config.json"
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -94,13 +93,17 @@ def json_object(text: bytes, path: Path) -> dict[str, Any]:
 def new_folder(save: Path) -> Iterator[Path]:
     """Give a folder beside `save` to write into, which becomes `save` at the end, or is removed if anything fails.
 
-    Raises CheckpointError if `save` has content.
+    Raises CheckpointError if `save` has content, or another process writes there.
     """
     save = Path(os.path.abspath(save))
     if os.path.lexists(save) and (save.is_symlink() or not save.is_dir() or any(save.iterdir())):
         raise CheckpointError(f"--save {save} is there already; give a new or empty folder")
     save.parent.mkdir(parents=True, exist_ok=True)
-    with appearing(save, save.with_name(f".{save.name}.partial-{secrets.token_hex(4)}")) as work:
+    with contextlib.ExitStack() as stack:
+        try:
+            work = stack.enter_context(new_output(save))
+        except BusyOutput as error:
+            raise CheckpointError(str(error)) from None
         yield work
 
 

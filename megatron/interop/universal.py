@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.command_line import from_dict
 from megatron.config.options import Config
-from megatron.files import appearing, replacing, sync_file, sync_folder
+from megatron.files import replacing, sync_file, sync_folder
 from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
 from megatron.interop.deepspeed_files import FILE_OF_KIND
+from megatron.interop.folder_files import new_folder
 from megatron.interop.foreign_files import ForeignFiles
 from megatron.interop.pipeline_names import VOCABULARY, PipelineNames
 from megatron.parallel.shards import Shard, shard_of
@@ -46,8 +46,7 @@ def write(checkpoint: Checkpoint | DeepSpeedCheckpoint, folder: Path) -> None:
     model = from_dict(config) if config else None
     names = PipelineNames.of_config(model) if model else PipelineNames.of_ours(checkpoint.parameters)
     vocabulary_rows = _vocabulary_rows(model, checkpoint.parameters)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with appearing(folder, folder.parent / f".{folder.name}.partial-{secrets.token_hex(4)}") as partial:
+    with new_folder(folder) as partial:
         (partial / "zero").mkdir()
         for name, shard in checkpoint.parameters.items():
             place = partial / "zero" / names.theirs(name)

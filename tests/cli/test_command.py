@@ -99,6 +99,14 @@ COMMANDS = {
         "    finally:\n        pathlib.Path('part').unlink()\n"
         "@command\ndef main(argv=None):\n    return run_command(work, (), 'out')\n"
     ),
+    "slow_to_clean": (
+        "import pathlib, time\nfrom megatron.cli.command import command, run_command\n"
+        "def work():\n    pathlib.Path('part').touch()\n"
+        "    try:\n        print('begun', flush=True)\n        time.sleep(100)\n"
+        "    finally:\n        print('cleaning', flush=True)\n        time.sleep(0.5)\n"
+        "        pathlib.Path('part').unlink()\n"
+        "@command\ndef main(argv=None):\n    return run_command(work, (), 'out')\n"
+    ),
     "before_work": (
         "import time\nfrom megatron.cli.command import command\n"
         "@command\ndef main(argv=None):\n    print('begun', flush=True)\n    time.sleep(100)\n"
@@ -138,6 +146,31 @@ def test_a_command_that_is_stopped_says_so_in_a_line(
         process.send_signal(signum)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (status, said)
+    assert not (tmp_path / "part").exists()
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_further_signals_do_not_stop_the_removal_of_what_was_begun(first: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "slow_to_clean.py").write_text(COMMANDS["slow_to_clean"])
+    program = (
+        "import megatron.cli as c; c.__path__.append('.'); from megatron.cli import entry; exit(entry.slow_to_clean())"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(IMPORT_ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(first)
+    assert process.stdout.readline() == "cleaning\n"
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(signum)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (128 + first, "interrupted; nothing was written\n")
     assert not (tmp_path / "part").exists()
 
 

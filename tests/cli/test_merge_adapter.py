@@ -8,6 +8,9 @@ import math
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.cli import merge_adapter, merge_peft_adapter
+from megatron.files import IMPORT_ROOT, locked_output
 from megatron.interop import adapter_merge, merged_files
 from tests.cli.test_convert_checkpoint import enrich, make, names, weights
 
@@ -413,6 +417,28 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "quantized": (set_config("quantization_config", {"bits": 4}, "base/config.json"), "the model's unquantized folder"),
     "save": (lambda folder: (folder / "merged" / "here").mkdir(parents=True), "give a new or empty folder"),
 }
+
+
+def test_what_a_killed_merge_has_left_is_removed_by_the_next(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = tmp_path / "merged [1]"
+    words = [f"--base={sound / 'base'}", f"--adapter={sound / 'adapter'}", f"--save={save}"]
+    program = (
+        "import os, signal, sys\nfrom megatron.cli import merge_adapter\nfrom megatron.interop import adapter_merge\n"
+        "adapter_merge.copy_changed = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "merge_adapter.main(sys.argv[1:])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(IMPORT_ROOT)}
+    for _ in range(2):
+        killed = subprocess.run([sys.executable, "-c", program, *words], env=environment, capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert [path.name for path in tmp_path.glob(".*.partial-*")] != []
+    with locked_output(save):
+        assert merge(sound / "base", save, sound / "adapter") == 1
+    assert f"error: another process is writing {save}; wait for it" in capsys.readouterr().err
+    assert merge(sound / "base", save, sound / "adapter") == 0
+    assert [path.name for path in tmp_path.iterdir()] == [save.name]
 
 
 @pytest.mark.parametrize("fault", REFUSED)
