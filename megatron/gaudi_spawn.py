@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron.cli.gaudi_spawn import main
+from megatron.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry.gaudi_spawn())

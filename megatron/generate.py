@@ -6,6 +6,11 @@ Exit status: megatron/exit_codes.py.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from megatron.early_interrupt import end_process_at_interrupt
+
+    end_process_at_interrupt()
+
 import dataclasses
 import sys
 from collections.abc import Sequence

@@ -6,6 +6,11 @@ Exit status: megatron/exit_codes.py.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports, which take a second
+    from megatron.early_interrupt import end_process_at_interrupt
+
+    end_process_at_interrupt()
+
 import contextlib
 import dataclasses
 import logging
@@ -343,13 +348,12 @@ def announce(ctx: ParallelContext, text: str) -> None:
         print(text, flush=True)
 
 
-def start() -> int:
+def start(signals: Signals) -> int:
     """Run `main`, print the user's faults as messages without traceback, and return the exit status."""
     try:
-        with Signals() as signals:  # first, since importing torch may take longer than a signal leaves
-            adopt_mpi_variables()
-            defer_backends()
-            main(sys.argv[1:], signals)
+        adopt_mpi_variables()
+        defer_backends()
+        main(sys.argv[1:], signals)
     except ConfigError as error:
         # equal on every rank, so one of them prints it
         if os.environ.get("RANK", "0") == "0":
@@ -391,7 +395,10 @@ def preload() -> None:
 
 def process() -> NoReturn:
     """Run the process of a rank: the command `megatron-train`."""
-    leave(start())
+    # from the first, since importing torch may take longer than a signal leaves, to the end of the process: a signal
+    # that comes when the work is done changes no status
+    with Signals() as signals:
+        leave(start(signals))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ so that Ctrl-C ends the process at once, without a traceback, while modules such
 """
 
 import importlib
-import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
+
+from megatron.early_interrupt import end_process_at_interrupt, raise_at_interrupt
 
 FAILED = 1
 
@@ -18,17 +20,22 @@ def __getattr__(name: str) -> Callable[[], int]:
     return lambda: _run(name)
 
 
+def train() -> NoReturn:
+    """Run the process of a rank, which handles signals itself."""
+    end_process_at_interrupt()
+    importlib.import_module("megatron.train").process()
+    raise AssertionError("the process of a rank does not return")
+
+
 def _run(name: str) -> int:
     """Return the exit status of a command."""
-    interrupt = signal.getsignal(signal.SIGINT)
-    if interrupt is signal.default_int_handler:  # not if it is ignored, as in a background job
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_process_at_interrupt()
     try:
         module = importlib.import_module(f"megatron.cli.{name}")
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     finally:
-        signal.signal(signal.SIGINT, interrupt)
+        raise_at_interrupt()
     status: int = module.main()
     return status

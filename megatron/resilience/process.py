@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from megatron.config.options import ConfigError
 from megatron.devices import defer_backends
+from megatron.early_interrupt import raise_at_interrupt
 from megatron.exit_codes import DONE, REFUSED
 from megatron.files import READER_LEFT, discard_output
 from megatron.mpi_variables import adopt_mpi_variables
@@ -24,6 +25,7 @@ def status_of(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -
     A user's fault is a message without traceback, which one rank prints.
     """
     try:
+        raise_at_interrupt()
         adopt_mpi_variables()
         defer_backends()
         main(arguments)

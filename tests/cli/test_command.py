@@ -174,10 +174,40 @@ def test_further_signals_do_not_stop_the_removal_of_what_was_begun(first: signal
     assert not (tmp_path / "part").exists()
 
 
+# Ctrl-C comes when the program imports the package's options.
+SLOW_IMPORTS = """
+import importlib.abc, os, runpy, signal, sys, time
+
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron.config":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(100)
+
+
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        *(f"runpy.run_module('megatron.{name}', run_name='__main__')" for name in ("train", "generate", "evaluate")),
+        "runpy.run_module('megatron.gaudi_spawn', run_name='__main__')",
+        "from megatron.cli import entry; entry.train()",
+    ],
+)
+def test_ctrl_c_amid_the_imports_of_a_program_shows_no_traceback(begin: str) -> None:
+    program = [sys.executable, "-c", f"{SLOW_IMPORTS}\n{begin}"]
+    done = subprocess.run(program, cwd=IMPORT_ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_every_tool_and_installed_command_begins_at_the_entry() -> None:
     scripts = tomllib.loads((IMPORT_ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert {target for target in scripts.values() if "cli" in target} == {
-        f"megatron.cli.entry:{tool}" for tool in TOOLS
+        f"megatron.cli.entry:{tool}" for tool in (*TOOLS, "train")
     }
     for tool in TOOLS:
         assert f"sys.exit(entry.{tool}())" in (IMPORT_ROOT / "tools" / f"{tool}.py").read_text()

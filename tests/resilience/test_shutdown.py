@@ -492,6 +492,26 @@ def test_the_kernels_repeated_sigxcpu_is_one_request() -> None:
     assert (result.returncode, result.stdout[:16]) == (0, "Received SIGXCPU")
 
 
+# a signal comes when the work of a rank is done, and its process is about to end
+AT_THE_END = """
+import os, signal
+from megatron import train
+from megatron.resilience import process
+train.main = lambda arguments, signals: None
+def leave(status):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    process.leave(status)
+train.leave = leave
+train.process()
+"""
+
+
+def test_a_signal_between_the_end_of_the_work_and_of_the_process_changes_no_status() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # its main thread waits in C for ever, as in a collective whose other side is gone: no handler of Python's runs
 HANGING = """
 import ctypes
