@@ -32,6 +32,8 @@ from megatron.resilience.shutdown import Signals
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 60.0
+LEFT_S = 3.0
+"""Time for a node to end after another one's agent was killed. Then it is stopped, as a launcher does."""
 STEPS = 20
 STEP_S = 0.01
 IN_SERVER = "MEGATRON_TEST_FORK_SERVER"
@@ -140,16 +142,22 @@ def attempt(trial: dict[str, Any]) -> dict[str, Any]:
                 os.closerange(3, 64)
                 run(trial, node, folder)
         os.close(writer)
-        output, at_s, was_disturbed = b"", None, False
-        end_s = time.monotonic() + LIMIT_S
+        output, at_s, was_disturbed, was_stopped = b"", None, False, False
+        end_s, left_s = time.monotonic() + LIMIT_S, None
         while True:
             now_s = time.monotonic()
-            if at_s is None and trial["after"].encode() in output:
+            wanted = len(owners) if trial["after"] == "starts" else 1  # before that an owner is not one yet
+            if at_s is None and output.count(trial["after"].encode()) >= wanted:
                 at_s = now_s + trial["delay_s"]
             if at_s is not None and now_s >= at_s and not was_disturbed:
                 was_disturbed = disturb(trial, owners)
             if now_s > end_s:
                 break
+            if trial["what"] == "agent" and len(owners) > 1 and has_ended(owners[-1]):
+                left_s = left_s or now_s + LEFT_S
+                if now_s > left_s and not was_stopped and not has_ended(owners[0]):
+                    os.kill(owners[0], signal.SIGTERM)
+                    was_stopped = True
             pause_s = 0.2 if at_s is None or was_disturbed else max(0.001, at_s - now_s)
             if not select.select([reader], [], [], min(pause_s, 0.2))[0]:
                 continue
@@ -165,19 +173,27 @@ def attempt(trial: dict[str, Any]) -> dict[str, Any]:
         return {
             "statuses": statuses,
             "output": output.decode(),
+            "was_disturbed": was_disturbed,
+            "was_stopped": was_stopped,
             "left": len(left),
             "files": [path.name for path in Path(folder).rglob("*")],
         }
 
 
+def has_ended(owner: int) -> bool:
+    """Return whether an owner has ended, and leave it to be waited for."""
+    return os.waitid(os.P_PID, owner, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def status_of(owner: int, end_s: float) -> int | None:
     """Return the exit status of an owner; None: it does not end."""
-    while time.monotonic() < end_s:
+    while True:
         ended, status = os.waitpid(owner, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end_s:
+            return None
         time.sleep(0.002)
-    return None
 
 
 def serve() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.exit_codes import FAILED
 from tests.launch.endings import Trials
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux adopts orphans")
 
@@ -43,7 +48,9 @@ def check(came: SimpleNamespace, *, what: str, number: int, restarts: int, fails
         waits = {128 + number} if len(came.statuses) > 1 and "runs:" not in out else set()
         assert statuses <= {0} | waits, out
     elif what == "agent":
-        assert statuses <= {0, 128 + KILL}, out
+        # a first node that is left alone waits for another one, until the launcher stops it
+        stopped = {128 + TERM} if came.was_stopped else set()
+        assert statuses <= {0, 128 + KILL} | stopped, out
     elif what == "fork server":
         assert "rank 0 on" not in out, out
         if not statuses <= {0}:
@@ -103,3 +110,57 @@ def test_ranks_of_a_fork_server_that_ends_between_two_starts_are_started_again(
     else:
         assert came.statuses == [0], out
         assert out.count("done: ") == 2, out
+
+
+STEP_MS = 5
+AT_ONCE = 4
+"""Trials at a time: most of their time is waiting."""
+DISTURBANCES = [
+    *(("owner", number) for number in (*STOPS, QUIT)),
+    ("agent", KILL),
+    ("fork server", KILL),
+    ("tracker", KILL),
+]
+PHASES = {
+    # after these words, for so many milliseconds, restarts, a rank fails in the first attempt, the clean-up is slow
+    "start": ("starts", 400, 2, False, False),
+    "restart": ("restart 1 of 3", 300, 3, True, False),
+    "shutdown": ("done: 0 in attempt 0", 350, 0, False, True),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SimpleQueue[Trials]]:
+    with contextlib.ExitStack() as stack:
+        free: SimpleQueue[Trials] = SimpleQueue()
+        for _ in range(AT_ONCE):
+            free.put(stack.enter_context(Trials()))
+        yield free
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("what", "number"), DISTURBANCES)
+def test_every_five_milliseconds_of_a_run(
+    pool: SimpleQueue[Trials], what: str, number: int, phase: str, nodes: int
+) -> None:
+    after, span_ms, restarts, fails, slow_end = PHASES[phase]
+
+    def disturbed(at_ms: int) -> bool:
+        two: dict[str, Any] = {"nodes": nodes, "rendezvous": f"127.0.0.1:{free_port()}"} if nodes > 1 else {}
+        flags = ["--fail"] if fails else []
+        trial = pool.get()
+        try:
+            came = trial(after, at_ms / 1000, what, number, *flags, slow_end=slow_end, max_restarts=restarts, **two)
+        finally:
+            pool.put(trial)
+        try:
+            check(came, what=what, number=number, restarts=restarts, fails=fails)
+        except AssertionError as error:
+            raise AssertionError(f"{at_ms} ms after {after!r}: {came.statuses}, {error}") from None
+        return bool(came.was_disturbed)
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        found = list(threads.map(disturbed, range(0, span_ms, STEP_MS)))
+    assert sum(found) > len(found) / 4, "the moments are those of the run"
