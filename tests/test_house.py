@@ -23,6 +23,7 @@ FLOORS = {
     "config": 1,
     "accelerator": 1,
     "devices": 1,
+    "early_interrupt": 1,
     "exit_codes": 1,
     "descriptors": 1,
     "device_graphs": 1,
